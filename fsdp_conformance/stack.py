@@ -123,7 +123,7 @@ class WrittenFrame:
 
     @property
     def is_of_engine(self) -> bool:
-        """Whether it is neither torch's, nor Python's, nor a test framework's, nor ours."""
+        """True if it is neither torch's, nor Python's, nor a test framework's, nor ours."""
         return not any(pattern.search(self.file) for pattern in (_TORCH, _STANDARD, _TOOLS, _OURS))
 
     @property

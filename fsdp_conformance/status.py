@@ -93,7 +93,7 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
 
 
 def meanings(command: str = "") -> dict[Status, str]:
-    """What each exit status of a command means; without a command, what they mean in general."""
+    """The meaning of each exit status of a command; without a command, the general meanings."""
     return dict(sorted({**_MEANINGS, **_OF_COMMAND.get(command, {})}.items()))
 
 

@@ -45,7 +45,7 @@ CommunicationHook = Callable[[Tensor, Tensor], None]
 
 
 class LoadedKeys(NamedTuple):
-    """What a load that is not strict left out, under original names."""
+    """The keys that a non-strict load left out, under original names."""
 
     missing: list[str]
     """Names of the model that the state lacks: they keep their values."""
@@ -91,7 +91,7 @@ class Adapter(ABC):
     environment: ClassVar[Mapping[str, str]] = {}
     """Environment variables that must be set before the engine is imported; every rank sets them first."""
     cuda_names: ClassVar[bool] = False
-    """Whether the engine knows only "cuda": on the simulated accelerator it finds the device under that name."""
+    """True if the engine knows only "cuda": on the simulated accelerator it finds the device under that name."""
     shims: ClassVar[tuple[str, ...]] = ()
     """What the adapter changes in the engine or in torch to make it run here; printed on the certificate."""
     padding: ClassVar[float] = 0.15
@@ -202,7 +202,8 @@ class Adapter(ABC):
 
     def pipeline_module(self) -> nn.Module | None:
         """
-        What torch.distributed.pipelining calls and differentiates itself, with what it does for engines that it knows.
+        The module that torch.distributed.pipelining calls and differentiates itself. It has special support for some
+        engines.
 
         None: a pipeline goes through `microbatch`, `forward` and `backward`, as training without one does.
         """
@@ -267,7 +268,7 @@ class Adapter(ABC):
         raise NotImplementedError
 
     def unit_is_unsharded(self, fqn: str) -> bool:
-        """Whether the unit (root: "") currently holds full parameters. Declares `sharded_state`."""
+        """True if the unit (root: "") currently holds full parameters. Declares `sharded_state`."""
         raise NotImplementedError
 
     def unshard(self, fqn: str) -> None:

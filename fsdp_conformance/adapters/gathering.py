@@ -97,7 +97,7 @@ def _gathered_along(mesh: DeviceMesh, mesh_dim: int, parts: Mapping[Key, _Part])
 
 
 def _agree(regular: bool, layout: str, device_type: str, group: dist.ProcessGroup) -> bool:
-    """Whether every rank of the group can gather, and would gather the same. Collective."""
+    """True if every rank of the group can gather, and would gather the same. Collective."""
     digest = zlib.crc32(layout.encode()) >> 1  # fits an int32
     flags = torch.tensor([not regular, digest, -digest], dtype=torch.int32, device=device_type)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)

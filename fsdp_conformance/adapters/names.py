@@ -63,7 +63,7 @@ class OriginalNames:
         return self._first.get(name, name)
 
     def is_tied(self, name: str) -> bool:
-        """Whether the parameter has other names than its listed one."""
+        """True if the parameter has other names than its listed one."""
         return sum(listed == name for listed in self._first.values()) > 1
 
     def parameters_of(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
@@ -139,5 +139,5 @@ def _join(path: str, key: str) -> str:
 
 
 def is_below(name: str, module: str) -> bool:
-    """Whether a name is that of a module or of something in it; everything is in the root, whose name is ""."""
+    """True if a name is that of a module or of something in it; everything is in the root, whose name is ""."""
     return not module or name == module or name.startswith(f"{module}.")

@@ -64,7 +64,7 @@ class TorchAdapter(Adapter):
     optimizer: Optimizer | None
     """None for a model without parameters: stock optimizers reject an empty list."""
     sets_to_none = True
-    """Whether `step` sets gradients to None, or to zero."""
+    """True if `step` sets gradients to None, or to zero."""
     scaler: torch.amp.GradScaler | None = None
     """Set by `scale_losses`."""
     names: OriginalNames
@@ -379,7 +379,8 @@ def all_units(plan: Plan) -> list[str]:
 
 def units_to_shard(model: nn.Module, plan: Plan) -> list[Any]:
     """
-    What `fully_shard` and its like take, in order: the plan's units, innermost first, then the model.
+    The modules to pass to `fully_shard` and similar functions, in order: the plan's units, innermost first, then the
+    model.
 
     Each is a module, or a list of modules for a unit of several.
     """

@@ -171,7 +171,7 @@ def _misspelt(adapter: type[Adapter]) -> Iterator[str]:
 
 
 def _is_written(adapter: type[Adapter], method: str) -> bool:
-    """Whether a subclass of the class that introduces the method implements it."""
+    """True if a subclass of the class that introduces the method implements it."""
     introduced = next(base for base in reversed(adapter.__mro__) if method in vars(base))
     return inspect.getattr_static(adapter, method) is not vars(introduced)[method]
 

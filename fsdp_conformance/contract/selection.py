@@ -83,7 +83,7 @@ def selection_options(settings: RunSettings) -> list[str]:
 
 
 def _matches_any(case: Case, patterns: Iterable[str]) -> bool:
-    """Whether a pattern is the case's id, one of its requirements, or a glob that matches the id."""
+    """True if a pattern is the case's id, one of its requirements, or a glob that matches the id."""
     return any(pattern in (case.id, *case.requirements) or fnmatchcase(case.id, pattern) for pattern in patterns)
 
 
@@ -94,7 +94,7 @@ def _scope(case: Case) -> tuple[str, ...]:
 
 
 def _problems(profile: Profile, settings: RunSettings) -> list[str]:
-    """What is wrong with each value by itself."""
+    """The problems of each value by itself."""
     ids = [entry.id for entry in profile.entries]
     primary = {entry.primary for entry in profile.entries}
     bound = {name for entry in profile.entries for name in entry.requirements}

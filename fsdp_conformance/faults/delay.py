@@ -24,7 +24,7 @@ from fsdp_conformance.history.collective import CollectiveRecord, Op
 
 
 class Delay(Fault):
-    """What all delays have in common: a duration, and the ranks that are late."""
+    """Base of all delays: a duration, and the ranks that are late."""
 
     def __init__(self, ranks: Iterable[int] | None, milliseconds: float, problems: Iterable[str] = ()) -> None:
         ranks = None if ranks is None else tuple(ranks)
@@ -79,7 +79,7 @@ class CollectiveDelay(Delay, CollectiveObserver):
 
     @property
     def ops(self) -> frozenset[Op]:
-        """What it strikes."""
+        """The collectives that it delays."""
         return frozenset(Op) if self.op is None else frozenset({self.op})
 
     def unmet(self, rank: int, records: Iterable[CollectiveRecord]) -> dict[str, frozenset[Op]]:
@@ -116,7 +116,7 @@ class ReductionDelay(CollectiveDelay):
 
     @property
     def ops(self) -> frozenset[Op]:
-        """What it strikes."""
+        """The collectives that it delays."""
         return frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.REDUCE, Op.ALL_TO_ALL})
 
     def describe(self) -> str:

@@ -31,7 +31,7 @@ _PLACES = 6
 
 
 class InjectedFailure(Exception):
-    """What a rank raises that was told to."""
+    """Raised by a rank that was chosen to fail."""
 
 
 class FailedWork(Work):
@@ -55,7 +55,7 @@ class FailedWork(Work):
         return False
 
     def exception(self) -> Any:
-        """What `wait` raises."""
+        """The exception that `wait` raises."""
         return self._error
 
     def get_future(self) -> torch.futures.Future[Any]:

@@ -50,7 +50,7 @@ class Fault(ABC):
 
     @property
     def installed(self) -> bool:
-        """Whether it can strike."""
+        """True if it can strike."""
         return self._installed
 
     def install(self) -> None:
@@ -91,10 +91,10 @@ class Fault(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What it does, as a phrase for reports."""
+        """A phrase for reports that describes the fault."""
 
     def targets(self, rank: int) -> bool:
-        """Whether it applies to `rank`."""
+        """True if it applies to `rank`."""
         return self.ranks is None or rank in self.ranks
 
     def silent(self, rank: int) -> list[str]:
@@ -109,7 +109,7 @@ class Fault(ABC):
         return {}
 
     def problems_in_world(self, world_size: int | None) -> list[str]:
-        """What is wrong with it in a world of that size (None: unknown)."""
+        """The reasons why this fault is invalid in a world of that size (None: unknown)."""
         absent = sorted(rank for rank in self.ranks or () if world_size is not None and rank >= world_size)
         return [f"ranks must be less than world_size={world_size}, got {absent}"] if absent else []
 
@@ -120,7 +120,7 @@ class Fault(ABC):
         """Subclasses undo `_attach` here."""
 
     def _strikes_here(self) -> bool:
-        """Whether it is installed and applies to this rank."""
+        """True if it is installed and applies to this rank."""
         return self._installed and self.targets(dist.get_rank() if dist.is_initialized() else 0)
 
     def _ranks_phrase(self) -> str:
@@ -154,7 +154,7 @@ class FaultSet(Fault):
         return "; ".join(fault.describe() for fault in self.faults)
 
     def targets(self, rank: int) -> bool:
-        """Whether one of its members applies to `rank`."""
+        """True if one of its members applies to `rank`."""
         return any(fault.targets(rank) for fault in self.faults)
 
     def silent(self, rank: int) -> list[str]:

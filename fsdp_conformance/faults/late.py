@@ -247,7 +247,7 @@ class LateCollectives(Fault):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether gloo takes the tensor as it is."""
+    """True if gloo takes the tensor as it is."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -258,6 +258,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _share_memory(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
-    """Whether an input and an output may overlap."""
+    """True if an input and an output may overlap."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in outputs if tensor.numel()}
     return any(tensor.numel() and tensor.untyped_storage().data_ptr() in storages for tensor in inputs)

@@ -63,7 +63,7 @@ class PendingCollective:
 
     @property
     def started(self) -> bool:
-        """Whether the backend has it, or has rejected it."""
+        """True if the backend has it, or has rejected it."""
         return self.work is not None or self.error is not None
 
     def start(self) -> None:
@@ -127,7 +127,7 @@ class PendingCollective:
 
 
 class LateWork(Work):
-    """What the caller of a pending collective gets."""
+    """The work that the caller of a pending collective receives."""
 
     def __init__(
         self,

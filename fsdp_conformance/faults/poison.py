@@ -31,20 +31,20 @@ _BYTE = 0xFF
 
 
 def in_engine() -> bool:
-    """Whether the code under test is running, and not the suite's own. Stress is for the former alone."""
+    """True if the code under test is running, and not the suite's own. Stress is for the former alone."""
     run = context.current().run
     return run is None or run.part is Part.ENGINE
 
 
 @contextmanager
 def unnoticed(tensor: Tensor | None = None) -> Iterator[None]:
-    """What is done inside, to `tensor` if it is given, is seen by no autograd, dispatch mode or version counter."""
+    """Hide the operations inside (on `tensor`, if given) from autograd, dispatch modes and version counters."""
     with no_dispatch(), torch.inference_mode(tensor is not None and tensor.is_inference()), torch.no_grad():
         yield
 
 
 def is_there(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor on the CPU has not been freed behind its back, by a resize of its storage."""
+    """True if the memory of a tensor on the CPU has not been freed behind its back, by a resize of its storage."""
     if not tensor.numel():
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -66,7 +66,7 @@ def poison(tensor: Tensor) -> None:
 
 
 def is_poisoned(tensor: Tensor) -> bool:
-    """Whether the ends of a contiguous floating point tensor are NaN, as in new memory."""
+    """True if the ends of a contiguous floating point tensor are NaN, as in new memory."""
     if not (tensor.dtype.is_floating_point and tensor.numel() and tensor.is_contiguous() and is_there(tensor)):
         return False
     with unnoticed(tensor):

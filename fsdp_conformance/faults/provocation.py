@@ -1,5 +1,5 @@
 """
-What a stress run does to each rank of a case, from its seed and the case's id.
+The faults of a stress run for each rank of a case, drawn from its seed and the case's id.
 
     provocation = Provoked(seed, case, rank=rank, world_size=world_size)
     with provocation:

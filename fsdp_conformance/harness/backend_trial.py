@@ -57,7 +57,7 @@ _ADVICE = "Run `fsdp-conformance doctor --device TYPE`, with NCCL_DEBUG=INFO for
 
 
 def _is_done(work: distributed.Work, timeout_s: float) -> bool:
-    """Whether the collective has finished on the device in time. `wait` would only order streams, or block forever."""
+    """True if the collective has finished on the device in time. `wait` would only order streams, or block forever."""
     until = time.monotonic() + timeout_s
     while not work.is_completed():
         if time.monotonic() >= until:

@@ -1,5 +1,5 @@
 """
-What belongs to the rank that is running: its log of collectives, and the case that it runs.
+The running rank's own state: its log of collectives, and the case that it runs.
 
     context.log()        the log of collectives, in any process
     context.running()    the case of this rank, with its order, payload and report

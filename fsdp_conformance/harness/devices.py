@@ -76,18 +76,18 @@ def present_accelerator() -> torch.device | None:
 
 
 def is_accelerator(device_type: str) -> bool:
-    """Whether devices of that type are numbered and a rank computes on one of them. The CPU is not."""
+    """True if devices of that type are numbered and a rank computes on one of them. The CPU is not."""
     return device_type != "cpu"
 
 
 def is_scarce(device_type: str) -> bool:
-    """Whether ranks own devices of that type one by one. Cores are shared, and each rank simulates its own devices."""
+    """True if ranks own devices of that type one by one. Cores are shared, and each rank simulates its own devices."""
     return device_type not in ("cpu", SIMULATED)
 
 
 def begins_slowly(device_type: str) -> bool:
     """
-    Whether a rank takes so long to get a device ready that it does so ahead, while the case before runs.
+    True if a rank takes so long to get a device ready that it does so ahead, while the case before runs.
 
     Real accelerators have a driver, contexts and communicators to start.
     """
@@ -152,8 +152,9 @@ def activate(device_type: str) -> None:
 
 def marker(device_type: str) -> Callable[[], Any] | None:
     """
-    What records an event in the calling thread's current stream, on devices where a collective's wait is one of the
-    stream; None on others.
+    Return a function that records an event in the calling thread's current stream.
+
+    None on devices where waiting for a collective does not go through a stream.
     """
     make = getattr(getattr(torch, device_type, None), "Event", None) if is_scarce(device_type) else None
     if make is None:

@@ -1,5 +1,6 @@
 """
-What is set in a rank before anything else runs: variables, seeds, threads, determinism. The report records all of it.
+Settings that a rank applies before anything else runs: variables, seeds, threads, determinism. The report
+records all of it.
 
 A rank is forked from a server that may be minutes old, so it gets the controller's whole environment as of the start of
 the case, as a spawned process would.
@@ -59,7 +60,7 @@ class Determinism:
     algorithms: str = "warn"
     """torch.use_deterministic_algorithms: "off", "warn" or "error"."""
     tf32: bool = False
-    """Whether float32 matrix products on the GPU may be rounded to TF32."""
+    """True if float32 matrix products on the GPU may be rounded to TF32."""
     fill_uninitialized: bool = False
     """Fill torch.empty with NaN. Off by default, because uninitialized padding that is never read is legal."""
 
@@ -125,7 +126,7 @@ def rank_variables(rank: int, world_size: int, *, determinism: Determinism, devi
 
 
 def nccl_variables() -> dict[str, str]:
-    """What ranks on GPUs set for NCCL, unless the user has."""
+    """Variables that ranks on GPUs set for NCCL, unless the user already has."""
     small = dict(_NCCL_SMALL)
     if any(name in os.environ for name in _CHANNELS):
         del small["NCCL_MAX_NCHANNELS"]

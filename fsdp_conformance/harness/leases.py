@@ -211,7 +211,7 @@ def lease_directory() -> Path:
 
 
 def can_hide(device_type: str) -> bool:
-    """Whether a rank can be shown some devices of that type and not others."""
+    """True if a rank can be shown some devices of that type and not others."""
     return device_type in _VISIBLE
 
 

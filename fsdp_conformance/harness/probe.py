@@ -34,8 +34,9 @@ def run_in_child(
     preload: tuple[str, ...] = (),
 ) -> Any:
     """
-    What `function(*args)` returns in a fresh process. It must be a module's top-level function and return something
-    JSON-able.
+    Return the result of `function(*args)`, called in a fresh process.
+
+    It must be a module's top-level function and return a value that JSON can hold.
 
     `environment` is set before the function's module is imported. No process group is made. One of our own errors is
     raised again; otherwise raises RankRaised with the traceback, RankDied with the exit, or RankTimedOut with the

@@ -53,7 +53,7 @@ ORPHAN_EXIT_CODE = 12
 
 
 class RankCase(Protocol):
-    """What a rank needs from a test case."""
+    """The attributes of a test case that a rank needs."""
 
     def init_rank(self) -> None: ...
 
@@ -65,7 +65,7 @@ class RankRun:
 
     start: str
     has_group: bool = False
-    """Whether this rank has made its first group already, before it had a case."""
+    """True if this rank has made its first group already, before it had a case."""
 
     def __init__(self, order: RankOrder, pipe: Connection) -> None:
         self.order = order

@@ -1,5 +1,5 @@
 """
-What a rank does before its case, and what does not depend on the case: the device, its libraries, the first group.
+The part of a rank's start-up that does not depend on its case: the device, its libraries, the first group.
 
 Every rank of a conformance case begins like this. A rank that gets ready while another case runs
 (`processes.prepared`) does it ahead, and the case then finds it done.

@@ -100,7 +100,7 @@ class SecondBackwardNotReduced(SeamFSDP2):
 
 @known_wrong("R093")
 class IdleInTheLastMicroBatchLost(SeamFSDP2):
-    """What a deferred micro-batch left for a unit is lost if the micro-batch that is reduced does not use the unit."""
+    """Deferred gradients of a unit are lost if the micro-batch that is reduced does not use the unit."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self._deferred: set[str] = set()

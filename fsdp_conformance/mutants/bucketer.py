@@ -47,7 +47,7 @@ class _SeamBucketer(ReduceScatterBucketer):
         return self._bucket(inputs[0].dtype, inputs[0].device, group or dist.group.WORLD)  # type: ignore[arg-type]
 
     def is_large(self, inputs: Inputs) -> bool:
-        """Whether an input is reduced at once."""
+        """True if an input is reduced at once."""
         return inputs[0].numel() > self.shard_capacity(inputs[0].dtype)
 
 

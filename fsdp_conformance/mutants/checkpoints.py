@@ -40,7 +40,7 @@ class SeamCheckpoints(SeamFSDP2):
     # The seams.
 
     def shards(self) -> dict[str, Any]:
-        """What this rank writes."""
+        """The shards that this rank writes."""
         state = self.optimizer.state if self.optimizer is not None else {}
         return {
             "model": {name: _local(value) for name, value in self.names.buffers_of(self.model).items()}
@@ -181,7 +181,7 @@ class CheckpointMergesGroups(SeamCheckpoints):
 
 @known_wrong("R149")
 class CheckpointOfTheFirstSave(SeamCheckpoints):
-    """What is saved was collected at the first save: tensors that came later are missing, and values are old."""
+    """Every save writes the state of the first save: later tensors are missing, and values are stale."""
 
     _collected: dict[str, Any] | None = None
 

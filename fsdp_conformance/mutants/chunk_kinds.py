@@ -45,7 +45,7 @@ class _Alone(EngineChunk):
 
 @known_wrong("R179")
 class PartnerNeverRead(SeamChunks):
-    """What the optimizer writes to the partner's shard is never copied back."""
+    """The optimizer's updates of the partner's shard are never copied back."""
 
     chunk_class = _Alone
 

@@ -50,7 +50,7 @@ class OwnNorm(SeamFSDP2):
         return added(norm_of(parts, norm_type), norm_type, copies=self.plan.replicas)
 
     def coefficient(self, max_norm: float, norm: Tensor) -> Tensor:
-        """What gradients are multiplied by."""
+        """The factor by which gradients are multiplied."""
         return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def scale(self, coefficient: Tensor) -> None:
@@ -334,7 +334,7 @@ class _ReferenceNorm(SeamReference):
         return added(norm_of(list(grads.values()), norm_type), norm_type)
 
     def is_local(self, name: str) -> bool:
-        """Whether a parameter belongs to this rank alone."""
+        """True if a parameter belongs to this rank alone."""
         return any(name.startswith(f"{unit}.") for unit in self.plan.local_units)
 
 

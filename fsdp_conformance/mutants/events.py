@@ -206,7 +206,7 @@ class _Writable(SeamDDP):
 
 @known_wrong("R143")
 class WriteLostOnOneRank(_Writable):
-    """What users write to parameters and gradients is lost on the last rank."""
+    """Writes of users to parameters and gradients are lost on the last rank."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         super().setup(model_fn, optim_fn, plan)

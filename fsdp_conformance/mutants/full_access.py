@@ -188,7 +188,7 @@ class FSDP1LosesWritesOfOneRank(_AlteredFSDP1):
 
 @known_wrong("R045")
 class ReferencePersistsAlways(_Altered):
-    """What is written persists, whether asked for or not."""
+    """Writes persist even where `writeback` is off."""
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         return options | {"writeback": not options.get("rank0_only")}
@@ -196,7 +196,7 @@ class ReferencePersistsAlways(_Altered):
 
 @known_wrong("R045", name="fsdp1-persists-always")
 class FSDP1PersistsAlways(_AlteredFSDP1):
-    """What is written persists, whether asked for or not."""
+    """Writes persist even where `writeback` is off."""
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         return options | {"writeback": not options.get("rank0_only")}
@@ -350,7 +350,7 @@ class ReferenceStaysWholeAfterException(_Altered):
 
 @known_wrong("R048")
 class ContextSwallowsExceptions(_Altered):
-    """What the body raises is lost."""
+    """Exceptions of the body are swallowed."""
 
     @contextmanager
     def full_params_context(self, unit: str = "", **options: Any) -> Iterator[None]:

@@ -95,7 +95,7 @@ class FSDP1HookMissesAUnit(SeamFSDP1):
 
 @known_wrong("R159", name="fsdp1-divides-what-the-hook-averaged")
 class FSDP1DividesWhatTheHookAveraged(SeamFSDP1):
-    """What a communication hook has averaged is divided by the number of ranks again."""
+    """A gradient that a communication hook has averaged is divided by the number of ranks again."""
 
     def register_comm_hook(self, hook: CommunicationHook) -> None:
         def divided(gradient: Tensor, shard: Tensor) -> None:

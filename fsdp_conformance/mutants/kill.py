@@ -1,5 +1,5 @@
 """
-Whether a case kills a known-wrong implementation for the right reason. Standard library only.
+Decides if a case kills a known-wrong implementation for the right reason. Standard library only.
 
 A case that fails proves nothing by itself: its body may have raised before it compared anything. A kill is a finding
 

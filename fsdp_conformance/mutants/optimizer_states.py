@@ -257,7 +257,7 @@ class ShardedLoadReplacesStorage(SeamFSDP2):
 
 @known_wrong("R148")
 class ShardedLoadDoesNothing(SeamFSDP2):
-    """What is loaded is thrown away: the state dict was a copy."""
+    """Loaded state is thrown away: the state dict was a copy."""
 
     def sharded_state_dict(self) -> dict[str, Any]:
         return {name: value.detach().clone() for name, value in super().sharded_state_dict().items()}

@@ -227,5 +227,5 @@ def _copied(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _of_the_root(name: str, plan: Plan) -> bool:
-    """Whether a parameter belongs to no unit of the plan."""
+    """True if a parameter belongs to no unit of the plan."""
     return not any(name.startswith(f"{unit}.") for unit in plan.units)

@@ -55,7 +55,7 @@ class WrongResult(SeamRanks):
     op: ClassVar[Op]
 
     def result(self, brought: Any, rank: int, right: list[Tensor]) -> list[Tensor]:
-        """What a rank gets instead of `right`, the correct result."""
+        """The wrong result that a rank gets instead of `right`, the correct one."""
         raise NotImplementedError
 
     def parts(self) -> tuple[Any, Mapping[Any, Any]]:

@@ -79,7 +79,7 @@ class RecomputeReducesTwice(Recomputing):
 
 @known_wrong("R134", "R135", "R108")
 class RecomputesWithOldParameters(Recomputing):
-    """What is recomputed sees the parameters' values of the first iteration."""
+    """Recomputation uses the parameters' values of the first iteration."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self._old: dict[str, dict[str, Tensor]] = {}

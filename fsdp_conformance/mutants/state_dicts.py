@@ -123,7 +123,7 @@ class LoadIgnoresWrappedNames(SeamFSDP2):
 
 @known_wrong("R147")
 class StateDictOnEveryRank(SeamFSDP2):
-    """What should be on rank 0 only is on every rank."""
+    """A state dict meant for rank 0 only is returned on every rank."""
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         return super().full_state_dict()
@@ -167,7 +167,7 @@ class LoadSkipsLastRow(SeamFSDP2):
 
 @known_wrong("R146")
 class LoadIntoACopy(SeamFSDP2):
-    """What is loaded is read back by everybody but the optimizer, whose step starts from the old values."""
+    """Loaded values are visible everywhere except to the optimizer, whose step starts from the old ones."""
 
     _loaded = False
 

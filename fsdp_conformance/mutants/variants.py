@@ -63,7 +63,7 @@ _CALLED = frozenset({nn.Linear, nn.LayerNorm, nn.Embedding})
 
 
 def _is_shared(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a module, or a parameter of it, has more than one place in the model."""
+    """True if a module, or a parameter of it, has more than one place in the model."""
     own = {id(parameter) for parameter in module.parameters(recurse=False)}
     uses = [
         id(parameter)

@@ -302,7 +302,7 @@ class ReferenceLastRankGathersOtherValues(_Reading, SeamReference):
 
 
 class _Damaging(Adapter):
-    """What a module computes with differs from its shards in one element, by more in each forward."""
+    """A module computes with values that differ from its shards in one element, by more in each forward."""
 
     #: Of the process, so that a copy of the model goes on where the model is.
     damages: ClassVar[Iterator[int]] = itertools.count(1)
@@ -313,7 +313,7 @@ class _Damaging(Adapter):
             module.register_forward_pre_hook(self._damage)
 
     def next_damage(self) -> float:
-        """What is added in the next module."""
+        """The error that is added in the next module."""
         return next(self.damages)
 
     def _damage(self, module: nn.Module, args: Any) -> None:

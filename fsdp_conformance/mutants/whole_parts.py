@@ -88,7 +88,7 @@ class _Refusing(ReferenceComponents):
 
 @known_wrong("R178", "R179", "R164", shows=("refusal",))
 class PartsRefuseNothing(_Refusing):
-    """What a chunk, a pool, a mesh collective or an assignment to buckets must refuse has no effect and no error."""
+    """Invalid arguments of a chunk, a pool, a mesh collective or a bucket assignment are ignored without an error."""
 
 
 @known_wrong("R178", "R179", "R164", shows=("refusal",))
@@ -182,7 +182,7 @@ class _DoublingPool(SeamPool):
 
 @known_wrong("R177", "R180")
 class ChunkDoublesEverything(SeamChunks):
-    """What is appended to a chunk is doubled, and so is the squared norm."""
+    """Tensors that are appended to a chunk are doubled, and so is the squared norm."""
 
     pool = _DoublingPool
     chunk_class = _Doubling
@@ -299,7 +299,7 @@ class WhatIsDearIsCheap(ReferenceComponents):
 
 @known_wrong("R186")
 class FailedRanksReturnNothing(ReferenceComponents):
-    """What a simulated rank raises is lost, and it returns None."""
+    """Exceptions of a simulated rank are lost, and it returns None."""
 
     def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
         def tolerant(rank: int) -> Any:

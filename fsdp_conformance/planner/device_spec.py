@@ -1,4 +1,4 @@
-"""What a device computes and holds: nominal numbers from data sheets."""
+"""Compute and memory of a device: nominal numbers from data sheets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeviceSpec:
     host_memory_gb_per_s: float
     """GB per second between the host's processors and memory, divided by the ranks of the host."""
     overlaps: bool = True
-    """Whether collectives overlap with computation. False if the same cores do both."""
+    """True if collectives overlap with computation. False if the same cores do both."""
 
     def __post_init__(self) -> None:
         problems = [

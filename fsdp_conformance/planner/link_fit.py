@@ -106,7 +106,7 @@ class CollectiveFit:
 
     @property
     def links(self) -> CollectiveLinks:
-        """What the planner takes."""
+        """The links, in the form that the planner takes."""
         return CollectiveLinks(
             all_gather=self.all_gather.link, reduce_scatter=self.reduce_scatter.link, all_reduce=self.all_reduce.link
         )

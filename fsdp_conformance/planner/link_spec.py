@@ -1,5 +1,5 @@
 """
-What links between ranks cost, and the collectives on them (the alpha-beta model).
+Costs of links between ranks and of the collectives on them (the alpha-beta model).
 
     LinkSpec         a start-up, a latency per hop and a bandwidth
     CollectiveLinks  one of these for each collective, as `link_fit` measures them

@@ -1,5 +1,5 @@
 """
-What a training step costs when it is sharded in some way: its time, and the peak memory of a rank.
+The cost of a sharded training step: its time, and the peak memory of a rank.
 
 Time runs on two lanes: one computes, one communicates. Forward gathers a unit while the one before it computes.
 Backward gathers the next unit while this one computes, and reduces after it. At most NUM_UNSHARDED units are unsharded
@@ -42,11 +42,11 @@ class Candidate:
     num_replicas: int
     """Shard groups."""
     cpu_offload: bool = False
-    """Whether shards, their gradients and the optimizer are on the host."""
+    """True if shards, their gradients and the optimizer are on the host."""
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether parameters are gathered twice per step."""
+        """True if parameters are gathered twice per step."""
         return self.strategy.reshards_after_forward and self.num_shards > 1
 
 

@@ -43,7 +43,7 @@ class Estimate:
     units: tuple[UnitTime, ...]
 
     def fits(self, memory_bytes: float) -> bool:
-        """Whether it fits into this much device memory."""
+        """True if it fits into this much device memory."""
         return self.memory.on_device <= memory_bytes
 
 
@@ -65,7 +65,7 @@ class Decision:
 
     def differ(self, one: Estimate, other: Estimate) -> bool:
         """
-        Whether the estimates can be told apart: their steps differ by more than their collectives may be off.
+        True if the estimates can be told apart: their steps differ by more than their collectives may be off.
 
         A kind of collective is off by the same factor in both, so only its difference between them is uncertain.
         Computation counts as known.

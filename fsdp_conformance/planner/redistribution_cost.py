@@ -89,7 +89,7 @@ class _Redistribution:
         return cost
 
     def _is_free(self, axis: int) -> bool:
-        """Whether an axis can change now: no inner axis divides its dims, and outer axes have settled the new one."""
+        """True if an axis can change now: no inner axis divides its dims, and outer axes have settled the new one."""
         for other, placement in enumerate(self.current):
             for end in (self.current[axis], self.target[axis]):
                 if other > axis and isinstance(end, Shard) and placement == end:

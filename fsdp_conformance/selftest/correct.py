@@ -39,6 +39,6 @@ DEFECTS_OF_FSDP2 = (
 
 
 def has_upstream_defect(engine: str, case: str) -> bool:
-    """Whether a correct use of the engine is known to fail the case: then the case says nothing about mutants of it."""
+    """True if a correct use of the engine is known to fail the case: then the case says nothing about mutants of it."""
     base = VARIANTS[engine].base if engine in VARIANTS else engine
     return base == "torch-fsdp2" and any(fnmatchcase(case, pattern) for pattern in DEFECTS_OF_FSDP2)

@@ -1,5 +1,5 @@
 """
-What `fsdp-conformance selftest` tries, and what came of each trial.
+The trials of `fsdp-conformance selftest`, and the result of each.
 
     kill     a case must kill a known-wrong engine, by a finding that shows its defect
     right    a case must not object to a correct engine
@@ -39,7 +39,7 @@ _COMPONENTS = "components-2026.11"
 
 
 class Kind(StrEnum):
-    """What a trial shows."""
+    """The claim that a trial tests."""
 
     KILL = "kill"
     RIGHT = "right"
@@ -61,7 +61,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of a trial."""
+    """The result of a trial."""
 
     trial: Trial
     good: bool
@@ -69,9 +69,9 @@ class Result:
     text: str
     """The finding, or why there is none."""
     strict: bool = False
-    """Whether the strict comparison of losses sees it."""
+    """True if the strict comparison of losses sees it."""
     failed: bool = False
-    """Whether the suite itself failed, so that nothing is known."""
+    """True if the suite itself failed, so that nothing is known."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping."""
@@ -128,7 +128,7 @@ def plan(*, quick: bool, suites: str = "fsdp_conformance.suites") -> Plan:
 
 
 def run(trial: Trial, suites: str = "fsdp_conformance.suites") -> Result:
-    """What comes of a trial."""
+    """Run a trial."""
     try:
         if trial.kind is Kind.LOSS:
             return _compare_losses(trial)

@@ -22,7 +22,7 @@ from fsdp_conformance.plan import Plan, Sharding
 
 
 class Accelerated(TorchAdapter):
-    """What the plugins share: `Accelerator` runs the backward, defers the reduction, and clips."""
+    """Base of both plugins: `Accelerator` runs the backward, defers the reduction, and clips."""
 
     package: ClassVar[str] = "accelerate"
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY

@@ -23,7 +23,7 @@ from fsdp_conformance.plan import SIMULATED, Plan
 
 
 class ColossalAIZeRO(TorchAdapter):
-    """What the two stages share. Each one is a subclass."""
+    """Base of the two stages; each one is a subclass."""
 
     package: ClassVar[str] = "colossalai"
     capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "shared_params", "shared_module"})

@@ -49,7 +49,7 @@ _SHORT_DTYPES: Mapping[str | None, str] = {"bfloat16": "bf16", "float16": "fp16"
 
 class DeepSpeedZeRO(Adapter):
     """
-    What the three stages share. Each stage is a subclass.
+    Base of the three stages; each one is a subclass.
 
     Models of a test's size are sharded like large ones. By DeepSpeed's defaults their parameters would stay unsharded
     (`stage3_param_persistence_threshold`), and those that are not would stay gathered from a forward to the backward
@@ -332,7 +332,7 @@ class DeepSpeedZeRO1(DeepSpeedZeRO):
 
 class ShardedGradients(DeepSpeedZeRO):
     """
-    What stages 2 and 3 share, which reject `no_sync`: `coalesce_grad_reduction` does for all backwards of a step.
+    Base of stages 2 and 3, which reject `no_sync`: `coalesce_grad_reduction` replaces it for all backwards of a step.
 
     Its end reduces the gradients, so it ends after the last backward.
     """
@@ -453,6 +453,6 @@ def _copied(value: Any) -> Any:
 
 
 def _partition(parameter: nn.Parameter) -> Tensor:
-    """What this rank stores of a parameter under stage 3, padded."""
+    """The part of a parameter that this rank stores under stage 3, padded."""
     partition: Tensor = cast(Any, parameter).ds_tensor
     return partition

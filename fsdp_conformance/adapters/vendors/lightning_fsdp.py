@@ -25,7 +25,7 @@ from fsdp_conformance.plan import Plan
 
 
 class Lightning(TorchAdapter):
-    """What the strategies share: Fabric wraps the model and the optimizer, runs the backward, defers and clips."""
+    """Base of both strategies: Fabric wraps the model and the optimizer, runs the backward, defers and clips."""
 
     package: ClassVar[str] = "lightning-fabric"
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
@@ -66,7 +66,7 @@ class Lightning(TorchAdapter):
         self.fabric.load(directory, self._state_to_save())
 
     def _state_to_save(self) -> dict[str, Any]:
-        """What Fabric takes the state of: an empty model has no optimizer."""
+        """The objects whose state Fabric saves: an empty model has no optimizer."""
         return {"model": self.model} | ({"optimizer": self.optimizer} if self.optimizer is not None else {})
 
 

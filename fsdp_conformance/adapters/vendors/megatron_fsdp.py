@@ -26,7 +26,7 @@ from fsdp_conformance.plan import Plan
 
 
 class MegatronFSDP(TorchAdapter):
-    """What the three strategies share. Each one is a subclass."""
+    """Base of the three strategies; each one is a subclass."""
 
     package: ClassVar[str] = "megatron-fsdp"
     capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "zero_size_shard"})

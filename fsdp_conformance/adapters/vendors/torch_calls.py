@@ -51,7 +51,7 @@ def beyond_calls(engine: type[Adapter], capabilities: frozenset[str]) -> list[st
 
 
 class Calls:
-    """What was called, as (function, names of the modules, arguments as source without those equal to defaults)."""
+    """Recorded calls, as (function, names of the modules, arguments as source without those equal to defaults)."""
 
     def __init__(self) -> None:
         self.made: list[tuple[str, tuple[str, ...], dict[str, str]]] = []
@@ -95,7 +95,7 @@ class Calls:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether it is the default, or for None the same with all fields at theirs."""
+    """True if the value is the default, or if the default is None and all fields have their default values."""
     if default is None and is_dataclass(value):
         kind: Any = type(value)
         return bool(value == kind())

@@ -305,7 +305,7 @@ class TorchFSDP1(TorchCheckpoints):
         return options
 
     def _param_init_fn(self, init_fn: Any) -> Any:
-        """What FSDP1 takes for the user's function: one that also allocates the memory."""
+        """Wrap the user's init function for FSDP1, which needs one that also allocates the memory."""
         return deferred.allocating(init_fn, self.device)
 
     def _own_group(self, options: Mapping[str, Any]) -> dict[str, Any]:

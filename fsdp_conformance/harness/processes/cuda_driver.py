@@ -1,5 +1,5 @@
 """
-Whether this process has started the CUDA driver, and how many GPUs there are without starting it.
+Find out if this process has started the CUDA driver, and count the GPUs without starting it.
 
 A child forked from a process that has started the driver cannot use a GPU, so the controller and the warm process never
 start it. With PYTORCH_NVML_BASED_CUDA_CHECK=1 torch counts GPUs through NVML. Where NVML is missing, or devices are
@@ -37,7 +37,7 @@ _COUNT = "_cuda_getDeviceCount"
 
 
 def cuda_is_initialised() -> bool:
-    """Whether this process has started the CUDA driver, through torch or otherwise. The driver itself is asked."""
+    """True if this process has started the CUDA driver, through torch or otherwise. The driver itself is asked."""
     torch_cuda = sys.modules.get("torch.cuda")
     if torch_cuda is not None and torch_cuda.is_initialized():
         return True
@@ -74,7 +74,7 @@ def counted_in_a_child() -> Iterator[None]:
 
 
 def _in_a_child(count: Callable[[], int]) -> int:
-    """What `count` returns in a child process; 0 if the child ends without an answer, as without a driver."""
+    """The result of `count` in a child process; 0 if the child ends without an answer, as without a driver."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         # That other threads may hold locks: the child takes none of theirs.

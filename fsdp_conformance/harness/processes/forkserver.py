@@ -159,7 +159,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
             self._forkserver_alive_fd = None
 
     def reap(self) -> bool:
-        """Whether a retired server has ended; does not wait."""
+        """True if a retired server has ended; does not wait."""
         pid = self._forkserver_pid
         if pid is not None:
             try:
@@ -171,7 +171,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
         return True
 
     def is_lost(self) -> bool:
-        """Whether a server that should run has ended. Does not wait. The next use starts a lost server again."""
+        """True if a server that should run has ended. Does not wait. The next use starts a lost server again."""
         if not self._has_ended():
             return False
         self.retire()
@@ -279,7 +279,7 @@ class GrownServer(WarmServer):
         return self._base.log_tail()
 
     def reap(self) -> bool:
-        """Whether a retired server has ended; does not wait."""
+        """True if a retired server has ended; does not wait."""
         if self._process is not None:
             if self._process.exitcode is None:
                 return False
@@ -416,7 +416,7 @@ class WarmProcess(multiprocessing.context.ForkServerProcess):
 
 def preparation_data(process: WarmProcess) -> dict[str, Any]:
     """
-    What the child needs before it unpickles its target.
+    The data that the child needs before it unpickles its target.
 
     As `multiprocessing.spawn.get_preparation_data`, but `__main__` is included only if the child needs it, and the call
     does not fix the controller's own start method.

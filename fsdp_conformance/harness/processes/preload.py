@@ -1,5 +1,5 @@
 """
-What the warm process imports before the first rank is forked from it.
+Imports of the warm process, before the first rank is forked from it.
 
 `multiprocessing`'s preload list names this module, so the forkserver imports it. What else to import comes from an
 environment variable, because `set_forkserver_preload` swallows ImportError and does not take files. A failed import is
@@ -66,7 +66,7 @@ def import_target(name: str) -> ModuleType:
 
 
 def is_file(name: str) -> bool:
-    """Whether a preload entry names a file rather than a module."""
+    """True if a preload entry names a file rather than a module."""
     return name.endswith(".py") or os.sep in name
 
 

@@ -123,19 +123,19 @@ class PreparedRanks:
 
 
 def can_prepare(case: CaseOrder) -> bool:
-    """Whether ranks can get ready for such a case before it starts, and it is worth it."""
+    """True if ranks can get ready for such a case before it starts, and it is worth it."""
     usual = not (case.reuse or case.simulated or case.share_devices or case.worker or case.debugged)
     return usual and case.group is not None and devices.begins_slowly(case.device_type)
 
 
 def _has_room(case: CaseOrder, lease: Lease) -> bool:
-    """Whether each device has memory for a rank that waits, and then still for one that runs."""
+    """True if each device has memory for a rank that waits, and then still for one that runs."""
     found = [leases.memory_of(case.device_type, name) for name in lease.devices]
     return all(memory is None or memory.free_mib >= 2 * RANK_MIB for memory in found)
 
 
 def _same_beginning(found: _Waiting, case: CaseOrder) -> bool:
-    """Whether the ranks have done what those of the case would do first."""
+    """True if the ranks have done what those of the case would do first."""
     told = found.case
     if any(getattr(told, name) != getattr(case, name) for name in _BEGINNING):
         return False
@@ -153,7 +153,7 @@ def _environments(case: CaseOrder, lease: Lease) -> list[dict[str, str]]:
 
 
 def _are_ready(members: Sequence[Member], deadline: float) -> bool:
-    """Whether all ranks say so before the deadline, and again when asked. If one of them ends, the answer is no."""
+    """True if all ranks say so before the deadline, and again when asked. If one of them ends, the answer is no."""
     ends = [process.sentinel for process, _ in members]
     try:
         if not all(_says_ready(connection, ends, deadline) for _, connection in members):

@@ -1,5 +1,5 @@
 """
-What a stuck rank was doing: its Python stacks, its last collectives and its state, read from outside.
+The state of a stuck rank: its Python stacks, its last collectives and its state, read from outside.
 
 The rank cannot help: it may be stuck in C++ while it holds the interpreter's lock, or stopped by a signal. So
 faulthandler writes the stacks from a signal handler, and the collective trace appends each line to a file when it is
@@ -89,7 +89,7 @@ def collect_stacks(ranks: Mapping[int, Stuck], *, timeout_s: float) -> dict[int,
 
 
 def readable(dump: str) -> str:
-    """What faulthandler wrote, without the harness's own thread and the frames below the case."""
+    """The text that faulthandler wrote, without the harness's own thread and the frames below the case."""
     blocks = []
     for block in dump.strip().split("\n\n"):
         if f"in {WATCH_FUNCTION}\n" in block:
@@ -105,12 +105,12 @@ def _is_complete(path: Path) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP, or a debugger's) has stopped the process. False if there is no /proc."""
+    """True if a signal (SIGSTOP, or a debugger's) has stopped the process. False if there is no /proc."""
     return _state(pid) in ("T", "t")
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process has not ended; one that has may still wait for its parent. False if there is no /proc."""
+    """True if the process has not ended; one that has may still wait for its parent. False if there is no /proc."""
     return _state(pid) not in ("", "Z", "X")
 
 

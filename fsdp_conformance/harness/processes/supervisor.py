@@ -234,13 +234,13 @@ class Supervisor:
         return now
 
     def _left_s(self) -> float:
-        """What is left of the deadline that runs now; at most 0 when it has expired."""
+        """Seconds left until the current deadline; 0 or less once it has expired."""
         if owner_of_time(self._parts()) is Part.SUITE:
             return self.deadlines.suite_s - self._clock.suite_s
         return self.deadlines.rank_s + self._granted_s - self._clock.engine_s
 
     def _is_overdue(self, waiting: Sequence[Seat]) -> bool:
-        """Whether a deadline has expired that cannot be extended; if it is the suite's, its ranks are blamed."""
+        """True if a deadline has expired that cannot be extended; if it is the suite's, its ranks are blamed."""
         if self._left_s() > 0:
             return False
         if owner_of_time(self._parts()) is Part.ENGINE:

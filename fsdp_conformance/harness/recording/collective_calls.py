@@ -1,5 +1,5 @@
 """
-What a call of a process group's method means: which collective, which tensors, how many bytes.
+Interprets calls of a process group's methods: which collective, which tensors, how many bytes.
 
 Bytes are those of the *unsharded* side, because that side is comparable between engines: an all-gather's output, a
 reduce-scatter's input, an all-to-all's input, everything that a root gathers or scatters, and the buffer of in-place

@@ -23,7 +23,7 @@ from fsdp_conformance.history.collective import CollectiveRecord, Op
 
 
 class Traffic(NamedTuple):
-    """What a collective moves, from its arguments."""
+    """The tensors and bytes that a collective moves, from its arguments."""
 
     op: Op
     inputs: tuple[Tensor, ...]

@@ -45,7 +45,7 @@ class Mark(Protocol):
     """A point in the work of a device, such as an event that has been recorded."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """True if the device has passed it."""
         ...
 
 

@@ -197,7 +197,7 @@ def unregister_recording_backend() -> None:
 
 
 def is_recording(group: ProcessGroup | None = None) -> bool:
-    """Whether the collectives of a group (default: the default group) are recorded."""
+    """True if the collectives of a group (default: the default group) are recorded."""
     return type(group or dist.group.WORLD) is RecordingProcessGroup
 
 

@@ -1,5 +1,5 @@
 """
-What gloo refuses before it communicates: roots, reductions, dtypes, layouts and sizes that make no collective.
+Arguments that gloo refuses before it communicates: invalid roots, reductions, dtypes, layouts and sizes.
 
 Ranks on gloo get an error from their own call. So do simulated ranks, each from its own arguments: otherwise elements
 would be dropped, or another rank would be taken for the root, without a word, and a program would fail only once it
@@ -54,7 +54,7 @@ class Call:
     size: int
     """Of the group."""
     coalesced: bool = False
-    """Whether several collectives are issued as one."""
+    """True if several collectives are issued as one."""
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Rows of the output and of the input by rank, empty for equal parts; only of an all-to-all of single tensors."""
 
@@ -135,7 +135,7 @@ def _of_gaps(call: Call) -> Iterator[str]:
 
 
 def _is_of_wholes(call: Call) -> bool:
-    """Whether it reduces whole tensors and scatters them, instead of a list of parts."""
+    """True if it reduces whole tensors and scatters them, instead of a list of parts."""
     return call.op is Op.REDUCE_SCATTER and (call.coalesced or len(call.inputs) == len(call.outputs))
 
 
@@ -176,7 +176,7 @@ PARAMETER_AS_OUTPUT: Final = (
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether autograd refuses to write into it, here and now."""
+    """True if autograd refuses to write into it, here and now."""
     return torch.is_grad_enabled() and tensor.requires_grad and (tensor.is_leaf or tensor._is_view())
 
 

@@ -102,13 +102,13 @@ class SimulatedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the result is there. Lets the other ranks run first, so that a caller can poll."""
+        """True if the result is there. Lets the other ranks run first, so that a caller can poll."""
         if not self._is_over():
             rank_scheduler.running().give_way()
         return self._is_over()
 
     def is_success(self) -> bool:
-        """Whether the result is there."""
+        """True if the result is there."""
         return self._contribution.is_there
 
     def result(self) -> list[Tensor]:

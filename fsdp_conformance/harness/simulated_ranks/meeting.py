@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Contribution:
-    """What one rank brings to a collective."""
+    """One rank's contribution to a collective."""
 
     op: Op
     call: str
@@ -43,7 +43,7 @@ class Contribution:
     refused: str = ""
     """Why the rank cannot have its result, although the others can have theirs."""
     is_there: bool = False
-    """Whether the outputs hold the result."""
+    """True if the outputs hold the result."""
 
     @property
     def agreed(self) -> tuple[object, ...]:
@@ -70,7 +70,7 @@ class Brought(list["Contribution | None"]):
         self._made: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` returned when it was first called under this name: work that is the same for all ranks."""
+        """The result of `make`, called once per name: work that is the same for all ranks."""
         if name not in self._made:
             self._made[name] = make()
         made: T = self._made[name]
@@ -125,7 +125,7 @@ class Meeting:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has arrived."""
+        """True if every rank has arrived."""
         return self.number_of_arrived == len(self.brought)
 
     def _carry_out(self) -> None:
@@ -169,7 +169,7 @@ _COMMON: Final = frozenset({Op.ALL_REDUCE, Op.ALL_GATHER})
 
 
 def _sends(contribution: Contribution, rank: int) -> bool:
-    """Whether a rank of a collective with a root need not wait for the others, and so may overwrite its inputs."""
+    """True if a rank of a collective with a root need not wait for the others, and so may overwrite its inputs."""
     return (rank == contribution.root) == (contribution.op in (Op.BROADCAST, Op.SCATTER))
 
 
@@ -250,7 +250,7 @@ def _exchanged(brought: Any, rank: int) -> list[Tensor]:
 
 
 def _rows_sent(one: Contribution, size: int) -> tuple[Tensor, ...]:
-    """What a rank sends to each of the `size` ranks."""
+    """The rows that a rank sends to each of the `size` ranks."""
     (whole,) = one.inputs
     return torch.split(whole, list(one.sizes or ()) or [whole.shape[0] // size] * size)
 

@@ -48,7 +48,7 @@ class _Seat:
     """The error to raise in the rank instead of returning from its wait."""
 
     def can_go_on(self, *, at_end: bool) -> bool:
-        """Whether it can take a turn; `at_end` if whoever waits is to be woken."""
+        """True if it can take a turn; `at_end` if whoever waits is to be woken."""
         return self.ready is None or bool(self.failure) or (at_end and not self.is_done) or self.ready()
 
 

@@ -1,4 +1,4 @@
-"""What Python and torch keep once per process, switched with the turn so that each rank has its own."""
+"""State that Python and torch keep once per process, switched with the turn so that each rank has a copy."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class SimulatedStore(Store):
         return total
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set. Lets the other ranks run first, so that a caller can poll."""
+        """True if all keys are set. Lets the other ranks run first, so that a caller can poll."""
         rank_scheduler.running().give_way()
         return all(key in self._values for key in keys)
 

@@ -81,7 +81,7 @@ class CaseMeeting:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this worker has a rank in the case."""
+        """True if this worker has a rank in the case."""
         return self.rank < self.world_size
 
     def hosts(self) -> list[dict[str, str]]:
