@@ -66,7 +66,7 @@ class BackwardPrefetch(StrEnum):
 
 
 def flags_of_names(device: str, *, cuda_names: bool) -> frozenset[str]:
-    """Flags that an engine with CUDA's names supports on a device type, besides those it declares (`Adapter.cuda_names`)."""
+    """Undeclared flags that an engine with CUDA's names (`Adapter.cuda_names`) supports on a device type."""
     return frozenset({"any_accelerator"}) if cuda_names and device == SIMULATED else frozenset()
 
 
@@ -83,8 +83,9 @@ SHARDING_CAPABILITY = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """
-    The request that an adapter receives before it builds anything. The same on every rank; in a pipeline, an adapter gets the units
-    and the other submodules of its own stage only.
+    The request that an adapter receives before it builds anything.
+
+    The same on every rank; in a pipeline, an adapter gets the units and the other submodules of its own stage only.
     """
 
     device: str = "cpu"

@@ -150,4 +150,4 @@ def frames_of_traceback(text: str) -> list[WrittenFrame]:
 
 def frames_of_stack(text: str) -> list[WrittenFrame]:
     """All frames of a text, in its order: innermost first if faulthandler wrote it."""
-    return [WrittenFrame(**found.groupdict()) for found in _FRAME.finditer(text)]
+    return [WrittenFrame(**match.groupdict()) for match in _FRAME.finditer(text)]

@@ -46,8 +46,8 @@ ENGINES: dict[str, Absent] = {
 
 def why_absent(name: str) -> str:
     """One sentence for the engine of that name, or of a mode of it such as `bmtrain-zero3`; "" for any other name."""
-    asked = name.lower().replace("_", "-")
-    for known, engine in ENGINES.items():
-        if asked == known or asked.startswith(f"{known}-"):
+    requested = name.lower().replace("_", "-")
+    for prefix, engine in ENGINES.items():
+        if requested == prefix or requested.startswith(f"{prefix}-"):
             return f"{engine.title} has no bundled adapter: {engine.seen} (tried with {engine.tried})"
     return ""

@@ -23,8 +23,8 @@ def materialise(
     Values come from `init_fn`, or from the module's `reset_parameters`. A module without one stays on meta, so that the
     engine can tell: memory without values would be garbage.
     """
-    found = [module for module in _walk(model, set(skipped), set()) if _has_meta(module)]
-    ready = [module for module in found if init_fn is not None or hasattr(module, "reset_parameters")]
+    deferred = [module for module in _walk(model, set(skipped), set()) if _has_meta(module)]
+    ready = [module for module in deferred if init_fn is not None or hasattr(module, "reset_parameters")]
     for module in ready:
         module.to_empty(device=device, recurse=False)
     for module in ready:

@@ -49,15 +49,15 @@ class _Part:
 def gathered(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     """Full values on the CPU, without the tensors that only `full_tensor()` can read. Collective if any is sharded."""
     along: dict[tuple[DeviceMesh, int], dict[Key, _Part]] = {}
-    found: dict[Key, Tensor] = {}
+    full: dict[Key, Tensor] = {}
     with torch.no_grad():
         for key, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 for mesh_dim, part in _parts(tensor):
                     along.setdefault((tensor.device_mesh, mesh_dim), {})[key] = part
         for (mesh, mesh_dim), parts in along.items():
-            found |= _gathered_along(mesh, mesh_dim, parts)
-    return found
+            full |= _gathered_along(mesh, mesh_dim, parts)
+    return full
 
 
 def _parts(tensor: DTensor) -> list[tuple[int, _Part]]:
@@ -90,10 +90,10 @@ def _gathered_along(mesh: DeviceMesh, mesh_dim: int, parts: Mapping[Key, _Part])
     by_dtype: dict[torch.dtype, dict[Key, _Part]] = {}
     for key, part in parts.items():
         by_dtype.setdefault(part.local.dtype, {})[key] = part
-    found: dict[Key, Tensor] = {}
+    full: dict[Key, Tensor] = {}
     for same in by_dtype.values():
-        found |= _gathered_parts(same, ranks, mesh.device_type, group)
-    return found
+        full |= _gathered_parts(same, ranks, mesh.device_type, group)
+    return full
 
 
 def _agree(regular: bool, layout: str, device_type: str, group: dist.ProcessGroup) -> bool:
@@ -119,15 +119,15 @@ def _gathered_parts(
         dist.all_gather(list(received), sent, group=group)
     rows = received.to("cpu")
     offsets = [0] * ranks
-    found: dict[Key, Tensor] = {}
+    full: dict[Key, Tensor] = {}
     for key, part in parts.items():
         pieces = []
         for rank, shape in enumerate(shapes[key]):
             end = offsets[rank] + _numel(shape)
             pieces.append(rows[rank, offsets[rank] : end].view(shape))
             offsets[rank] = end
-        found[key] = torch.cat(pieces, part.dim)
-    return found
+        full[key] = torch.cat(pieces, part.dim)
+    return full
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -68,23 +68,23 @@ class OriginalNames:
 
     def parameters_of(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters of the wrapped model by original name, in the original order; the engine's own come last."""
-        found: dict[str, nn.Parameter] = {}
+        by_name: dict[str, nn.Parameter] = {}
         aliases: dict[str, nn.Parameter] = {}
         for name, parameter in self._tensors(wrapped, "_parameters", self._first):
             listed = self._first.get(name, name)
-            (found if listed == name else aliases).setdefault(listed, parameter)
+            (by_name if listed == name else aliases).setdefault(listed, parameter)
         # A tied parameter that the engine registers only under its second name.
         for name, parameter in aliases.items():
-            found.setdefault(name, parameter)
-        ordered = [name for name in self.parameters if name in found]
-        objects = {id(found[name]) for name in ordered}
-        foreign = [name for name in found if name not in self._first and id(found[name]) not in objects]
-        return {name: found[name] for name in [*ordered, *foreign]}
+            by_name.setdefault(name, parameter)
+        ordered = [name for name in self.parameters if name in by_name]
+        objects = {id(by_name[name]) for name in ordered}
+        foreign = [name for name in by_name if name not in self._first and id(by_name[name]) not in objects]
+        return {name: by_name[name] for name in [*ordered, *foreign]}
 
     def buffers_of(self, wrapped: nn.Module) -> dict[str, Tensor]:
         """The buffers of the wrapped model by original name, without those that the engine added."""
-        found = dict(self._tensors(wrapped, "_buffers", self.buffers))
-        return {name: found[name] for name in self.buffers if name in found}
+        by_name = dict(self._tensors(wrapped, "_buffers", self.buffers))
+        return {name: by_name[name] for name in self.buffers if name in by_name}
 
     def _tensors(self, wrapped: nn.Module, registry: str, known: Collection[str]) -> Iterator[tuple[str, Any]]:
         """Every (original name, tensor) of `registry` ("_parameters", "_buffers") below `wrapped`."""
@@ -124,14 +124,14 @@ def clean_name(name: str, known: Collection[str]) -> str:
 
 def cleaned_parameters(wrapped: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a wrapped module by name, without known wrappers: for modules whose names were not recorded."""
-    found: dict[str, nn.Parameter] = {}
+    by_name: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for path, module in _walk(wrapped):
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                found[_join(path, key)] = parameter
-    return found
+                by_name[_join(path, key)] = parameter
+    return by_name
 
 
 def _join(path: str, key: str) -> str:

@@ -38,8 +38,8 @@ def full_copies(tensors: Mapping[Key, Tensor], full: Callable[[Tensor], Tensor] 
 
     `full` reads what is no regular DTensor.
     """
-    found = gathered(tensors)
-    return {key: found[key] if key in found else full(tensor) for key, tensor in tensors.items()}
+    copies = gathered(tensors)
+    return {key: copies[key] if key in copies else full(tensor) for key, tensor in tensors.items()}
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -70,10 +70,10 @@ def full_gradients(
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
     somewhere = anywhere(here, device, groups) if sharded or of_any_rank else here
     given: dict[str, Tensor] = {}
-    for (name, parameter), wanted in zip(parameters.items(), somewhere, strict=True):
+    for (name, parameter), has_gradient in zip(parameters.items(), somewhere, strict=True):
         if parameter.grad is not None:
             given[name] = parameter.grad
-        elif wanted and isinstance(parameter, DTensor):
+        elif has_gradient and isinstance(parameter, DTensor):
             given[name] = torch.zeros_like(parameter)
     copies = full_copies(given, full)
     reported = somewhere if of_any_rank else here

@@ -114,8 +114,8 @@ class TorchAdapter(Adapter):
             return own
         total = own**norm_type
         dist.all_reduce(total, group=group)
-        found: Tensor = total ** (1.0 / norm_type)
-        return found
+        norm: Tensor = total ** (1.0 / norm_type)
+        return norm
 
     def make_optimizer(self, optim_fn: OptimFn) -> Optimizer:
         """
@@ -242,10 +242,10 @@ class TorchAdapter(Adapter):
             for key, value in state[parameter].items()
             if isinstance(value, Tensor)
         }
-        found: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+        full: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
         for (name, key), value in full_copies(values, self.full).items():
-            found[name][key] = value
-        return found
+            full[name][key] = value
+        return full
 
     def write_params(self, values: Mapping[str, Tensor]) -> None:
         with self.gathered(writeback=True):
@@ -322,8 +322,8 @@ def compute_device(plan: Plan) -> torch.device:
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
     """The dtype with the name used in a plan."""
-    found: torch.dtype | None = None if name is None else getattr(torch, name)
-    return found
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+    return dtype
 
 
 def hybrid_shape(plan: Plan, world_size: int) -> tuple[int, int]:
@@ -354,8 +354,8 @@ def parallel_shape(plan: Plan, world_size: int) -> dict[str, int]:
             [f"tensor_parallel must divide {what}, got {plan.tensor_parallel}"], where="tensor parallelism"
         )
     shape = {"stage": num_stages, "shard": stage_size // plan.tensor_parallel, "tensor": plan.tensor_parallel}
-    kept = {"shard", *["stage"] * bool(plan.stages), *["tensor"] * (plan.tensor_parallel > 1)}
-    return {name: size for name, size in shape.items() if name in kept}
+    axes = {"shard", *["stage"] * bool(plan.stages), *["tensor"] * (plan.tensor_parallel > 1)}
+    return {name: size for name, size in shape.items() if name in axes}
 
 
 def parallel_mesh(plan: Plan, device_type: str) -> DeviceMesh:
@@ -415,21 +415,21 @@ def submodules(model: nn.Module, fqns: Iterable[str]) -> list[nn.Module]:
     below a wrapper that has the model as `module`.
     """
     inner = getattr(model, "module", None)
-    found, missing = [], []
+    modules, missing = [], []
     for fqn in fqns:
         try:
-            found.append(model.get_submodule(fqn))
+            modules.append(model.get_submodule(fqn))
         except AttributeError:
             try:
                 if isinstance(inner, nn.Module):
-                    found.append(inner.get_submodule(fqn))
+                    modules.append(inner.get_submodule(fqn))
                     continue
             except AttributeError:
                 pass
             missing.append(f"the plan names unit {fqn!r}, which is not a submodule of {type(model).__name__}")
     if missing:
         raise AdapterError(missing)
-    return found
+    return modules
 
 
 def replace_submodule(model: nn.Module, module: nn.Module, wrapped: nn.Module) -> None:

@@ -104,17 +104,17 @@ def validate(adapter: type[Adapter]) -> list[str]:
 
 
 def _variables(adapter: type[Adapter]) -> Iterator[str]:
-    for variable, (wanted, holds) in _VARIABLES.items():
+    for variable, (expected, holds) in _VARIABLES.items():
         value = getattr(adapter, variable)
         if not holds(value):
-            yield f"{adapter.__name__}.{variable} must be {wanted}, got {value!r}"
+            yield f"{adapter.__name__}.{variable} must be {expected}, got {value!r}"
 
 
 def _flags(adapter: type[Adapter]) -> Iterator[str]:
-    named = {"capabilities": adapter.capabilities, "declines": adapter.declines}
+    by_variable = {"capabilities": adapter.capabilities, "declines": adapter.declines}
     if isinstance(adapter.declines_on, Mapping):
-        named |= {f"declines_on[{device!r}]": flags for device, flags in adapter.declines_on.items()}
-    for variable, flags in named.items():
+        by_variable |= {f"declines_on[{device!r}]": flags for device, flags in adapter.declines_on.items()}
+    for variable, flags in by_variable.items():
         if not _is_collection(flags, set | frozenset):
             continue
         for flag in unknown(frozenset(flags)):

@@ -27,8 +27,8 @@ def _files() -> dict[str, Path]:
     """By name inside the package. In a checkout, cases and fixtures lie beside the package and not within it."""
     roots = {"": Path(fsdp_conformance.__file__).parent}
     for part in ("suites", "fixtures"):
-        found = importlib.util.find_spec(f"fsdp_conformance.{part}")
-        places = found.submodule_search_locations if found is not None else None
+        spec = importlib.util.find_spec(f"fsdp_conformance.{part}")
+        places = spec.submodule_search_locations if spec is not None else None
         roots |= {f"{part}/": Path(place) for place in places or ()}
     return {
         f"{prefix}{inside.as_posix()}": path

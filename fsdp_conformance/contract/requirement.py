@@ -157,11 +157,11 @@ def parse(text: str) -> Contract:
     requirements: dict[str, Requirement] = {}
     for number, table in enumerate(document.get("requirement", []), start=1):
         where = table.get("id", f"entry {number}")
-        found = _problems(table)
+        wrong = _problems(table)
         if where in requirements:
-            found.append("duplicate id")
-        problems += [f"{where}: {problem}" for problem in found]
-        if not found:
+            wrong.append("duplicate id")
+        problems += [f"{where}: {problem}" for problem in wrong]
+        if not wrong:
             requirements[table["id"]] = _requirement(table)
     if problems:
         raise ConfigError(problems, where="requirements.toml")
@@ -176,8 +176,8 @@ _OPTIONAL_LISTS = ("flags", "source")
 
 def _problems(table: Mapping[str, Any]) -> list[str]:
     problems = [f"{key} is missing" for key in (*_TEXTS, *_LISTS) if key not in table]
-    known = (*_TEXTS, *_OPTIONAL_TEXTS, *_LISTS, *_OPTIONAL_LISTS)
-    problems += [f"unknown field {key}; fields are {', '.join(known)}" for key in table if key not in known]
+    fields = (*_TEXTS, *_OPTIONAL_TEXTS, *_LISTS, *_OPTIONAL_LISTS)
+    problems += [f"unknown field {key}; fields are {', '.join(fields)}" for key in table if key not in fields]
     problems += [
         f"{key} must be a non-empty string, got {table[key]!r}"
         for key in (*_TEXTS, *_OPTIONAL_TEXTS)

@@ -28,13 +28,13 @@ class Delay(Fault):
 
     def __init__(self, ranks: Iterable[int] | None, milliseconds: float, problems: Iterable[str] = ()) -> None:
         ranks = None if ranks is None else tuple(ranks)
-        found = list(problems)
+        errors = list(problems)
         if ranks is not None and not (ranks and all(_is_int(rank, minimum=0) for rank in ranks)):
-            found.append(f"ranks must be one or more non-negative ints, or None for every rank, got {list(ranks)}")
+            errors.append(f"ranks must be one or more non-negative ints, or None for every rank, got {list(ranks)}")
         if not 0 < milliseconds < float("inf"):
-            found.append(f"milliseconds must be a positive number, got {milliseconds!r}")
-        if found:
-            raise ConfigError(found, where=type(self).__name__)
+            errors.append(f"milliseconds must be a positive number, got {milliseconds!r}")
+        if errors:
+            raise ConfigError(errors, where=type(self).__name__)
         super().__init__(ranks)
         self.milliseconds = milliseconds
 

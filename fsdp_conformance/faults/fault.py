@@ -164,10 +164,10 @@ class FaultSet(Fault):
     def unmet(self, rank: int, records: Iterable[CollectiveRecord]) -> dict[str, frozenset[Op]]:
         """Those of its members."""
         records = list(records)
-        found: dict[str, frozenset[Op]] = {}
+        operations: dict[str, frozenset[Op]] = {}
         for fault in self.faults:
-            found |= fault.unmet(rank, records)
-        return found
+            operations |= fault.unmet(rank, records)
+        return operations
 
     def problems_in_world(self, world_size: int | None) -> list[str]:
         """The problems of all members."""

@@ -155,8 +155,8 @@ class LateCollectives(Fault):
 
     def _start_all(self) -> None:
         with self._lock:
-            kept, self._kept = self._kept, []
-            for _, pending in kept:
+            waiting, self._kept = self._kept, []
+            for _, pending in waiting:
                 pending.start()
 
     def _finish(self, pending: PendingCollective, timeout: timedelta) -> None:

@@ -66,8 +66,8 @@ class ExactCollectives(ShardedTrainingTestCase):
     def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
         """Keep the reports: the caller judges."""
         self.reports = reports
-        found = attribute(reports, exits)
-        self.failure = found.headline if found.first is not None else ""
+        attribution = attribute(reports, exits)
+        self.failure = attribution.headline if attribution.first is not None else ""
 
     def collectives(self) -> None:
         """Run each operation, and report wrong elements."""

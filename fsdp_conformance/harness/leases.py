@@ -137,12 +137,12 @@ def hold(
             with FileLock(directory / "turn.lock", timeout=timeout_s):
                 while len(held) < count:
                     short = {index: text for index in range(len(names)) if (text := shortage(index))}
-                    found = []
+                    free = []
                     for index in set(range(len(names))) - {*held, *short}:
                         taken = _free_slot(directory / names[index], slots)
                         if taken is not None:
-                            found.append((taken.neighbours, index, taken))
-                    for _, index, taken in sorted(found, key=lambda item: item[:2]):
+                            free.append((taken.neighbours, index, taken))
+                    for _, index, taken in sorted(free, key=lambda item: item[:2]):
                         if len(held) < count:
                             locks.enter_context(taken.resources)
                             held.append(index)
@@ -206,8 +206,8 @@ def _locked(resources: ExitStack, path: Path, *, shared: bool) -> bool:
 
 def lease_directory() -> Path:
     """The directory of the locks."""
-    named = os.environ.get(DIRECTORY_VARIABLE)
-    return Path(named) if named else Path(tempfile.gettempdir()) / f"fsdp-conformance-leases-{os.getuid()}"
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    return Path(directory) if directory else Path(tempfile.gettempdir()) / f"fsdp-conformance-leases-{os.getuid()}"
 
 
 def can_hide(device_type: str) -> bool:
@@ -230,11 +230,11 @@ def slots_of(device_type: str, wanted: int) -> int:
                 "from ranks one by one, so one case at a time has all of them."
             )
         return 1
-    found = {name: memory_of(device_type, name) for name in visible_devices(device_type)}
-    total_mib = {name: memory.total_mib for name, memory in found.items() if memory is not None}
+    memories = {name: memory_of(device_type, name) for name in visible_devices(device_type)}
+    total_mib = {name: memory.total_mib for name, memory in memories.items() if memory is not None}
     if wanted == 0:
         # A device of unknown memory has one.
-        most = [total // RANK_MIB for total in total_mib.values()] if found.keys() == total_mib.keys() else [1]
+        most = [total // RANK_MIB for total in total_mib.values()] if memories.keys() == total_mib.keys() else [1]
         return max(1, min([MOST_AUTO, *most]))
     for name, total in total_mib.items():
         if wanted > max(1, total // RANK_MIB):

@@ -56,10 +56,10 @@ def run_in_child(
     what = f"{function.__module__}.{function.__qualname__} in a separate process"
     report, end = reports[0], exits[0]
     if report is None:
-        found = attribute(reports, exits)
-        kind = errors.RankTimedOut if found.is_hang else errors.RankDied
-        evidence = end.stack if found.is_hang and end.stack else end.output
-        raise kind(f"{what}: {found.headline}\n{evidence}".rstrip(), rank=0)
+        attribution = attribute(reports, exits)
+        kind = errors.RankTimedOut if attribution.is_hang else errors.RankDied
+        evidence = end.stack if attribution.is_hang and end.stack else end.output
+        raise kind(f"{what}: {attribution.headline}\n{evidence}".rstrip(), rank=0)
     if report.not_run is not None:
         raise errors.EnvironmentUnavailable(report.not_run)
     if report.error is not None:

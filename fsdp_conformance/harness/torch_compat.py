@@ -148,8 +148,8 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[Callable[.
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            asked = allow_cpu or getattr(args[0] if args else None, "cpu_world_size", None) is not None
-            run = function if asked and accelerator_or_cpu() == "cpu" else guarded
+            runs_on_cpu = allow_cpu or getattr(args[0] if args else None, "cpu_world_size", None) is not None
+            run = function if runs_on_cpu and accelerator_or_cpu() == "cpu" else guarded
             return run(*args, **kwargs)
 
         return wrapper

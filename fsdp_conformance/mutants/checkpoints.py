@@ -216,8 +216,8 @@ class CheckpointFloorsShardSize(SeamCheckpoints):
         whole = super().joined(shards, like)
         if not isinstance(like, DTensor) or not whole.dim():
             return whole
-        kept = torch.cat([shard[: like.shape[0] // len(shards)] for shard in shards])
-        return torch.cat([kept, whole.new_zeros(whole.shape[0] - kept.shape[0], *whole.shape[1:])])
+        halves = torch.cat([shard[: like.shape[0] // len(shards)] for shard in shards])
+        return torch.cat([halves, whole.new_zeros(whole.shape[0] - halves.shape[0], *whole.shape[1:])])
 
 
 @known_wrong("R149")

@@ -251,9 +251,9 @@ class ReducesToTheSum(SeamChunks):
 
 class _KeepingAfterReduce(EngineChunk):
     def reduce(self) -> Tensor:
-        found = super().reduce()
+        result = super().reduce()
         self.chunk.pool.lease_public()
-        return found
+        return result
 
 
 @known_wrong("R179")
@@ -298,8 +298,8 @@ class PoolGrows(SeamChunks):
 
 class _CountingPadding(EngineChunk):
     def statistics(self) -> ShardStatistics:
-        found = super().statistics()
-        return found._replace(squared_norm=found.squared_norm + self.chunk.layout.shard_numel - self.valid_numel)
+        totals = super().statistics()
+        return totals._replace(squared_norm=totals.squared_norm + self.chunk.layout.shard_numel - self.valid_numel)
 
 
 @known_wrong("R180")
@@ -313,9 +313,9 @@ class _AddingUp(EngineChunk):
     so_far = 0.0
 
     def reduce(self) -> Tensor:
-        found = super().reduce()
+        result = super().reduce()
         self.so_far += super().statistics().squared_norm
-        return found
+        return result
 
     def statistics(self) -> ShardStatistics:
         return super().statistics()._replace(squared_norm=self.so_far)
@@ -348,8 +348,8 @@ class NormBeforeTheMean(SeamChunks):
 
 class _OneRank(SeamPool):
     def statistics(self) -> ShardStatistics:
-        found = [chunk.statistics() for chunk in self.chunks]
-        return ShardStatistics(sum(one.squared_norm for one in found), any(one.overflow for one in found))
+        totals = [chunk.statistics() for chunk in self.chunks]
+        return ShardStatistics(sum(one.squared_norm for one in totals), any(one.overflow for one in totals))
 
 
 @known_wrong("R180")
@@ -376,9 +376,9 @@ class _Sticking(EngineChunk):
     seen = False
 
     def statistics(self) -> ShardStatistics:
-        found = super().statistics()
-        self.seen |= found.overflow
-        return found._replace(overflow=self.seen)
+        totals = super().statistics()
+        self.seen |= totals.overflow
+        return totals._replace(overflow=self.seen)
 
 
 @known_wrong("R180")
@@ -397,8 +397,8 @@ class OverflowOfOneRank(SeamChunks):
 
 class _NanBlind(EngineChunk):
     def statistics(self) -> ShardStatistics:
-        found = super().statistics()
-        return found._replace(overflow=found.squared_norm == torch.inf)
+        totals = super().statistics()
+        return totals._replace(overflow=totals.squared_norm == torch.inf)
 
 
 @known_wrong("R180")

@@ -287,12 +287,12 @@ class FSDP1ForgetsIgnored(TorchFSDP1):
             for name, parameter in self.parameters().items()
             if any(name.startswith(f"{module}.") for module in self.plan.ignored)
         }
-        kept = {name: parameter.grad for name, parameter in ignored.items()}
+        grads = {name: parameter.grad for name, parameter in ignored.items()}
         for parameter in ignored.values():
             parameter.grad = None
         norm = super().clip(max_norm, norm_type)
         for name, parameter in ignored.items():
-            parameter.grad = kept[name]
+            parameter.grad = grads[name]
         return norm
 
 
@@ -403,8 +403,8 @@ class _OwnUpdate(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         super().unscale_(optimizer)
-        found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        for flag in found.values():
+        overflows: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for flag in overflows.values():
             self._own = flag.clone()
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 

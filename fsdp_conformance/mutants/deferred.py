@@ -249,14 +249,14 @@ class IgnoresTheInitFunction(TorchFSDP1):
 @contextmanager
 def _showing_shards(module: nn.Module) -> Iterator[None]:
     """Inside, the module has this rank's shards in place of its parameters."""
-    kept: Mapping[str, Any] = dict(module._parameters)
+    shown: Mapping[str, Any] = dict(module._parameters)
     try:
-        for key, parameter in kept.items():
+        for key, parameter in shown.items():
             if isinstance(parameter, DTensor):
                 module._parameters[key] = nn.Parameter(local_part(parameter))
         yield
     finally:
-        module._parameters.update(kept)
+        module._parameters.update(shown)
 
 
 def _initialisable(module: nn.Module) -> bool:

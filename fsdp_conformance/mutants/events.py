@@ -185,12 +185,12 @@ class ZerosKeptFromTheFirstStep(SeamFSDP2):
     """Where gradients are to be set to zero, those of the second step and later are kept instead."""
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
-        kept = {name: grad.clone() for name, grad in self.local_grads().items()} if self.num_steps else {}
+        before = {name: grad.clone() for name, grad in self.local_grads().items()} if self.num_steps else {}
         norm = super().step(max_norm, norm_type=norm_type)
         if not self.sets_to_none:
             for name, grad in self.local_grads().items():
-                if name in kept:
-                    grad.copy_(kept[name])
+                if name in before:
+                    grad.copy_(before[name])
         return norm
 
 

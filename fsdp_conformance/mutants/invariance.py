@@ -40,9 +40,9 @@ class LosesBitsWithPrefetch(SeamFSDP2):
     capabilities: ClassVar[frozenset[str]] = frozenset({"prefetch_backward"})
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
-        asked = self.plan.forward_prefetch or self.plan.explicit_prefetch
-        asked = asked or self.plan.backward_prefetch is not BackwardPrefetch.DEFAULT
-        return without_last_bits(grad) if asked else grad
+        prefetches = self.plan.forward_prefetch or self.plan.explicit_prefetch
+        prefetches = prefetches or self.plan.backward_prefetch is not BackwardPrefetch.DEFAULT
+        return without_last_bits(grad) if prefetches else grad
 
 
 @known_wrong("R005")

@@ -42,8 +42,8 @@ def survival(record: CaseRecord, mutant: Mutant) -> str:
     seen = [
         f"{finding.sentence()} ({symptom(finding, record.verdict) or WRONGFUL_REFUSAL})" for finding in record.findings
     ]
-    found = "; ".join(seen[:3]) or f"{record.verdict}" + (f" ({record.reason})" if record.reason else "")
-    return f"{mutant.name} on {record.case}: expected {expected}, got {found}"
+    verdict = "; ".join(seen[:3]) or f"{record.verdict}" + (f" ({record.reason})" if record.reason else "")
+    return f"{mutant.name} on {record.case}: expected {expected}, got {verdict}"
 
 
 def symptom(finding: Finding, verdict: Verdict) -> Symptom | None:

@@ -56,8 +56,8 @@ class SeamMesh(EngineMesh, ReferenceComponents):
     ) -> Tensor:
         return super().shard_dim_all_to_all(shard, mesh, self.axis(axis), gather_dim, shard_dim, length)
 
-    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
-        super().check_meta(tensor, mesh, self.axis(axis), **asked)
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **checks: bool) -> None:
+        super().check_meta(tensor, mesh, self.axis(axis), **checks)
 
 
 # --- which ranks -----------------------------------------------------------------------------------------------------
@@ -349,19 +349,19 @@ class MetaCommunicates(SeamMesh):
 class ChecksTheWorld(SeamMesh):
     """Metadata is compared over all ranks instead of the row."""
 
-    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **checks: bool) -> None:
         world = dist.group.WORLD
         if world is not None:
-            check_tensor_meta(tensor, world, **asked)
+            check_tensor_meta(tensor, world, **checks)
 
 
 @known_wrong("R185", shows=("refusal",))
 class RaisesWhereDifferent(SeamMesh):
     """Only the ranks that differ from the first one raise."""
 
-    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **checks: bool) -> None:
         try:
-            super().check_meta(tensor, mesh, axis, **asked)
+            super().check_meta(tensor, mesh, axis, **checks)
         except TensorMetaMismatch as error:
             if any(problem.startswith(f"rank {dist.get_rank()}:") for problem in error.problems):
                 raise
@@ -371,48 +371,48 @@ class RaisesWhereDifferent(SeamMesh):
 class DtypeIgnored(SeamMesh):
     """Dtypes are not compared."""
 
-    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
-        super().check_meta(tensor.float(), mesh, axis, **asked)
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **checks: bool) -> None:
+        super().check_meta(tensor.float(), mesh, axis, **checks)
 
 
 @known_wrong("R185", shows=("refusal",))
 class RequiresGradIgnored(SeamMesh):
     """`requires_grad` is not compared."""
 
-    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
-        super().check_meta(tensor.detach(), mesh, axis, **asked)
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **checks: bool) -> None:
+        super().check_meta(tensor.detach(), mesh, axis, **checks)
 
 
 @known_wrong("R185", shows=("refusal",))
 class ShapeIgnored(SeamMesh):
     """Shapes are not compared, even on request."""
 
-    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
-        super().check_meta(tensor, mesh, axis, **{**asked, "shape": False})
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **checks: bool) -> None:
+        super().check_meta(tensor, mesh, axis, **{**checks, "shape": False})
 
 
 @known_wrong("R185", shows=("refusal",))
 class StrideIgnored(SeamMesh):
     """Strides are not compared, even on request."""
 
-    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
-        super().check_meta(tensor, mesh, axis, **{**asked, "stride": False})
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **checks: bool) -> None:
+        super().check_meta(tensor, mesh, axis, **{**checks, "stride": False})
 
 
 @known_wrong("R185", shows=("raised",), raises="TensorMetaMismatch")
 class ShapeAlwaysCompared(SeamMesh):
     """Shapes are compared even when that was turned off."""
 
-    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
-        super().check_meta(tensor, mesh, axis, **{**asked, "shape": True})
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **checks: bool) -> None:
+        super().check_meta(tensor, mesh, axis, **{**checks, "shape": True})
 
 
 @known_wrong("R185", shows=("raised",), raises="TensorMetaMismatch")
 class StrideAlwaysCompared(SeamMesh):
     """Strides are compared even when that was turned off."""
 
-    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
-        super().check_meta(tensor, mesh, axis, **{**asked, "stride": True})
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **checks: bool) -> None:
+        super().check_meta(tensor, mesh, axis, **{**checks, "stride": True})
 
 
 def _by_memory(tensor: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ class SwapsPrefetch(TorchFSDP1):
     """Backward prefetch uses a different policy than the requested one."""
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
-        wanted = plan.backward_prefetch
-        other = BackwardPrefetch.NONE if wanted is BackwardPrefetch.PRE else BackwardPrefetch.PRE
+        requested = plan.backward_prefetch
+        other = BackwardPrefetch.NONE if requested is BackwardPrefetch.PRE else BackwardPrefetch.PRE
         return super().wrap(model, replace(plan, backward_prefetch=other))
 
 
@@ -293,13 +293,13 @@ def _flattened(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _flattened(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        named = dict(zip(value._fields, value, strict=True))
+        by_field = dict(zip(value._fields, value, strict=True))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        by_field = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, list | tuple):
         return type(value)(_flattened(item) for item in value)
     else:
         return value
-    flat = _Flattened(_flattened(item) for item in named.values())
-    flat.fields = dict(zip(named, flat, strict=True))
+    flat = _Flattened(_flattened(item) for item in by_field.values())
+    flat.fields = dict(zip(by_field, flat, strict=True))
     return flat

@@ -162,9 +162,9 @@ def _mutant(cls: ast.ClassDef, decorator: ast.Call, module: ast.Module, spec: st
 def _engine_of(cls: ast.ClassDef, module: ast.Module) -> str | None:
     """The `name` of the first adapter among the base classes, or None."""
     for base in cls.bases:
-        found = _resolved(ast.unparse(base), module)
-        if found is not None:
-            own, where, is_adapter = found
+        base_engine = _resolved(ast.unparse(base), module)
+        if base_engine is not None:
+            own, where, is_adapter = base_engine
             engine = (_name_in(own) if is_adapter else None) or _engine_of(own, where)
             if engine is not None:
                 return engine
@@ -179,9 +179,9 @@ def _resolved(name: str, module: ast.Module) -> tuple[ast.ClassDef, ast.Module, 
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name and (source := _source(node.module)):
-                    found = _resolved(alias.name, source)
+                    target = _resolved(alias.name, source)
                     is_adapter = node.module.startswith("fsdp_conformance.adapters.")
-                    return found and (*found[:2], is_adapter or found[2])
+                    return target and (*target[:2], is_adapter or target[2])
     return None
 
 

@@ -47,10 +47,10 @@ class SwapsParametersOfTheOptimizer(SeamFSDP2):
     """The settings of each parameter belong to the next one: parameters were matched by position, off by one."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        named = super().parameters()
+        by_name = super().parameters()
         if self._building:
-            return dict(zip(named, [*list(named.values())[1:], next(iter(named.values()))], strict=True))
-        return named
+            return dict(zip(by_name, [*list(by_name.values())[1:], next(iter(by_name.values()))], strict=True))
+        return by_name
 
     _building = False
 

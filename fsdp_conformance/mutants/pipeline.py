@@ -100,8 +100,8 @@ class NormOfAllRanksOfThePipeline(SeamReference):
             return super().norm_of_stages(own, norm_type)
         total = own**norm_type
         dist.all_reduce(total)
-        found: Tensor = total ** (1.0 / norm_type)
-        return found
+        norm: Tensor = total ** (1.0 / norm_type)
+        return norm
 
 
 @known_wrong("R154")

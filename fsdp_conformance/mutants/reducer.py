@@ -46,8 +46,8 @@ class SeamReducer(ReferenceDataParallel):
     def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:
         parts = {name: getattr(self, name) for name in ("reducer_class", "queue_class", "used_class")}
         wrapper: Any = type(self.wrapper.__name__, (self.wrapper,), parts)
-        found: GradientReducer = wrapper(module, **reducer_options(options))
-        return found
+        wrapped: GradientReducer = wrapper(module, **reducer_options(options))
+        return wrapped
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
@@ -352,14 +352,14 @@ class _Remembering(Reducer):
         grads = [parameter.grad for parameter in self.parameters]
         if not hasattr(self, "memory"):
             self.memory = [grad for grad in grads if grad is not None]
-        for parameter, kept in zip(self.parameters, self.memory, strict=True):
-            self.remember(parameter, kept)
+        for parameter, memory in zip(self.parameters, self.memory, strict=True):
+            self.remember(parameter, memory)
 
-    def remember(self, parameter: nn.Parameter, kept: Tensor) -> None:
+    def remember(self, parameter: nn.Parameter, memory: Tensor) -> None:
         """Keep writing into the gradients of the first reduction."""
-        if parameter.grad is not None and parameter.grad is not kept:
-            kept.copy_(parameter.grad)
-            parameter.grad = kept
+        if parameter.grad is not None and parameter.grad is not memory:
+            memory.copy_(parameter.grad)
+            parameter.grad = memory
 
 
 @known_wrong("R169")
@@ -370,8 +370,8 @@ class WritesIntoKeptGradients(SeamReducer):
 
 
 class _Losing(_Remembering):
-    def remember(self, parameter: nn.Parameter, kept: Tensor) -> None:
-        if parameter.grad is not None and parameter.grad is not kept:
+    def remember(self, parameter: nn.Parameter, memory: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad is not memory:
             parameter.grad = torch.zeros_like(parameter.grad)
 
 
@@ -426,9 +426,9 @@ class _HookResultDropped(_SeamDataParallel):
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         def dropping(state: Any, bucket: Any) -> Any:
             hook(state, bucket).wait()
-            kept: torch.futures.Future[Tensor] = torch.futures.Future()
-            kept.set_result(bucket.buffer())
-            return kept
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
 
         # A hook with annotations as text is refused, and a lambda has none.
         super().register_comm_hook(state, lambda state, bucket: dropping(state, bucket))  # noqa: PLW0108
@@ -459,9 +459,9 @@ class _AnyHookResultAccepted(_SeamDataParallel):
             result, own = hook(state, bucket), bucket.buffer()
             value = result.wait() if isinstance(result, torch.futures.Future) else result
             fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (own.shape, own.dtype)
-            kept: torch.futures.Future[Tensor] = torch.futures.Future()
-            kept.set_result(value if fits else own)
-            return kept
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(value if fits else own)
+            return future
 
         # A hook with annotations as text is refused, and a lambda has none.
         super().register_comm_hook(state, lambda state, bucket: forgiving(state, bucket))  # noqa: PLW0108

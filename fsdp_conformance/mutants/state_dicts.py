@@ -157,12 +157,12 @@ class LoadSkipsLastRow(SeamFSDP2):
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
         before = {name: local_part(parameter).clone() for name, parameter in self.sharded().items()}
-        found = super().load_full_state_dict(state, strict=strict)
+        keys = super().load_full_state_dict(state, strict=strict)
         for name, parameter in self.sharded().items():
             local = local_part(parameter)
             if 0 < local.shape[0] < self.rows_per_rank(parameter):
                 local[-1:] = before[name][-1:]
-        return found
+        return keys
 
 
 @known_wrong("R146")
@@ -173,9 +173,9 @@ class LoadIntoACopy(SeamFSDP2):
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
         self._old = {name: local_part(parameter).clone() for name, parameter in self.sharded().items()}
-        found = super().load_full_state_dict(state, strict=strict)
+        keys = super().load_full_state_dict(state, strict=strict)
         self._loaded = True
-        return found
+        return keys
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         if self._loaded and not self.num_steps:
@@ -198,10 +198,10 @@ class LoadNamesNothing(SeamReference):
     """Names that do not fit are counted, but not named."""
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
-        found = super().load_full_state_dict(state, strict=False)
-        if strict and any(found):
-            raise RuntimeError(f"{len(found.missing)} names are missing and {len(found.unexpected)} unexpected")
-        return LoadedKeys(["?" for _ in found.missing], ["?" for _ in found.unexpected])
+        keys = super().load_full_state_dict(state, strict=False)
+        if strict and any(keys):
+            raise RuntimeError(f"{len(keys.missing)} names are missing and {len(keys.unexpected)} unexpected")
+        return LoadedKeys(["?" for _ in keys.missing], ["?" for _ in keys.unexpected])
 
 
 @known_wrong("R147", shows=("raised",), raises="ParameterReplaced")
@@ -240,11 +240,11 @@ class LoadSkipsTies(SeamFSDP2):
     """Tied parameters keep their values at a load, because two names claim them."""
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
-        kept = {name: value.clone() for name, value in self._tied().items()}
-        found = super().load_full_state_dict(state, strict=strict)
+        before = {name: value.clone() for name, value in self._tied().items()}
+        keys = super().load_full_state_dict(state, strict=strict)
         for name, value in self._tied().items():
-            value.copy_(kept[name])
-        return found
+            value.copy_(before[name])
+        return keys
 
     def _tied(self) -> dict[str, Tensor]:
         return {name: local_part(value) for name, value in self.parameters().items() if self.names.is_tied(name)}
@@ -255,9 +255,9 @@ class LoadMovesToDevice(SeamFSDP2):
     """A load into an offloaded model leaves a copy on the device, as a buffer."""
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
-        found = super().load_full_state_dict(state, strict=strict)
+        keys = super().load_full_state_dict(state, strict=strict)
         self.model.register_buffer("loaded", torch.zeros(1, device=self.device), persistent=False)
-        return found
+        return keys
 
 
 @known_wrong("R150")
@@ -281,14 +281,14 @@ class ReadingKeepsParametersGathered(SeamFSDP2):
     """After reading full parameters or a sharded state dict, units stay gathered."""
 
     def full_params(self) -> dict[str, Tensor]:
-        found = super().full_params()
+        params = super().full_params()
         self._gather()
-        return found
+        return params
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        found = super().sharded_state_dict()
+        shards = super().sharded_state_dict()
         self._gather()
-        return found
+        return shards
 
     def _gather(self) -> None:
         for unit in self.plan.units:

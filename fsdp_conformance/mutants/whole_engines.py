@@ -397,8 +397,8 @@ class _Confusing(Adapter):
     """Takes one half precision for the other."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
-        named = ("param_dtype", "reduce_dtype", "buffer_dtype")
-        dtypes = {name: _OTHER.get(getattr(plan, name), getattr(plan, name)) for name in named}
+        variables = ("param_dtype", "reduce_dtype", "buffer_dtype")
+        dtypes = {name: _OTHER.get(getattr(plan, name), getattr(plan, name)) for name in variables}
         super().setup(model_fn, optim_fn, replace(plan, **dtypes))  # type: ignore[safe-super]
 
 
@@ -437,10 +437,10 @@ class _Hoarding(Adapter):
     """In each forward, registers another hook that keeps a copy of what was gathered."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kept: list[Tensor] = []
+        copies: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            kept.extend(parameter.detach().clone() for parameter in module.parameters(recurse=False))
+            copies.extend(parameter.detach().clone() for parameter in module.parameters(recurse=False))
 
         for module in self.module().modules():
             module.register_forward_hook(keep)

@@ -39,8 +39,8 @@ Method = Callable[..., Any]
 def _changed(owner: C, change: Callable[[Method], Method], *, also_private: bool = False) -> C:
     """A subclass whose public methods are changed."""
     hidden = "__" if also_private else "_"
-    found = inspect.getmembers(owner, inspect.isfunction)
-    methods = {name: method for name, method in found if not name.startswith(hidden)}
+    members = inspect.getmembers(owner, inspect.isfunction)
+    methods = {name: method for name, method in members if not name.startswith(hidden)}
     return type(owner)(owner.__name__, (owner,), {name: change(method) for name, method in methods.items()})
 
 
@@ -79,8 +79,8 @@ class _Refusing(ReferenceComponents):
         return _changed(EngineMesh, self._refusing)()
 
     def bucket_assignment(self, *args: Any, **options: Any) -> Assignment:
-        found: Assignment = self._refusing(super().bucket_assignment)(*args, **options)
-        return found
+        assignment: Assignment = self._refusing(super().bucket_assignment)(*args, **options)
+        return assignment
 
     def _refusing(self, method: Method) -> Method:
         return _refusing(method, self.says)
@@ -139,8 +139,8 @@ class BucketsInReverse(ReferenceComponents):
     """Buckets, and the tensors in them, come in the opposite order."""
 
     def bucket_assignment(self, *args: Any, **options: Any) -> Assignment:
-        found = super().bucket_assignment(*args, **options)
-        return Assignment([bucket[::-1] for bucket in found.buckets[::-1]], found.limits[::-1])
+        assignment = super().bucket_assignment(*args, **options)
+        return Assignment([bucket[::-1] for bucket in assignment.buckets[::-1]], assignment.limits[::-1])
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
@@ -239,12 +239,12 @@ def _spoilt(change: Callable[[Tensor], Tensor]) -> Callable[[Method], Method]:
     def spoil(method: Method) -> Method:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            found = method(*args, **kwargs)
-            if isinstance(found, Tensor):
-                return change(found)
-            if isinstance(found, list | tuple):
-                return [change(each) for each in found]
-            return found
+            result = method(*args, **kwargs)
+            if isinstance(result, Tensor):
+                return change(result)
+            if isinstance(result, list | tuple):
+                return [change(each) for each in result]
+            return result
 
         return call
 
@@ -325,14 +325,14 @@ def _zeroed(results: Callable[[Any, int], list[Tensor]]) -> Callable[[Any, int],
 
 class _Talking(EngineMesh):
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name.startswith("_") or not callable(found):
-            return found
+        value = super().__getattribute__(name)
+        if name.startswith("_") or not callable(value):
+            return value
 
-        @functools.wraps(found)
+        @functools.wraps(value)
         def call(*args: Any, **kwargs: Any) -> Any:
             dist.all_reduce(torch.zeros(1))
-            return found(*args, **kwargs)
+            return value(*args, **kwargs)
 
         return call
 

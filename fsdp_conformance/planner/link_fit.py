@@ -79,14 +79,14 @@ def fit_link(timings: Sequence[Timing]) -> LinkFit:
     best, error = torch.zeros(3, dtype=torch.float64), float("inf")
     # The best non-negative solution has launch, latency, both or neither set to 0: solve least squares for each choice.
     for chosen in itertools.chain.from_iterable(itertools.combinations((0, 1), count) for count in range(3)):
-        kept = [*chosen, 2]
-        part = relative[:, kept]
+        columns = [*chosen, 2]
+        part = relative[:, columns]
         scale = part.abs().amax(0)  # there are a million times as many bytes as collectives
-        found = torch.zeros(3, dtype=torch.float64)
-        found[kept] = torch.linalg.lstsq(part / scale, ones, driver="gelsd").solution[:, 0] / scale
-        rms = float((relative @ found - 1).square().mean().sqrt())
-        if rms < error and bool((found >= 0).all()):
-            best, error = found, rms
+        coefficients = torch.zeros(3, dtype=torch.float64)
+        coefficients[columns] = torch.linalg.lstsq(part / scale, ones, driver="gelsd").solution[:, 0] / scale
+        rms = float((relative @ coefficients - 1).square().mean().sqrt())
+        if rms < error and bool((coefficients >= 0).all()):
+            best, error = coefficients, rms
     launch_us, latency_us, us_per_byte = best.tolist()
     link = LinkSpec(
         launch_us=launch_us,
@@ -144,7 +144,7 @@ def measure(*axes: tuple[DeviceMesh, int | str]) -> CollectiveFit:
     by_name: dict[str, list[Timing]] = {name: [] for name in _PASSES}
     for (name, timing), us in zip(timings, times.tolist(), strict=True):
         by_name[name].append(timing._replace(us=us))
-    return CollectiveFit(**{name: fit_link(found) for name, found in by_name.items()})
+    return CollectiveFit(**{name: fit_link(samples) for name, samples in by_name.items()})
 
 
 def _timings(group: ProcessGroup, device_type: str) -> Iterator[tuple[str, Timing]]:

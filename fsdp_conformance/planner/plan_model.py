@@ -63,11 +63,11 @@ def counted(build: Callable[[], Any], classes: Sequence[str], *, compute_dtype: 
                 f"model, (tokens,), got {_described(built)}"
             )
             raise ConfigError([problem], where=where)
-    found = {type(module).__name__ for module in model.modules()}
+    present = {type(module).__name__ for module in model.modules()}
     problems = [
-        f"units must be classes of the model ({', '.join(sorted(found))}), got {name!r}"
+        f"units must be classes of the model ({', '.join(sorted(present))}), got {name!r}"
         for name in classes
-        if name not in found
+        if name not in present
     ]
     if problems:
         raise ConfigError(problems, where=where)
@@ -171,7 +171,7 @@ class _ForwardCount:
             storage = parameter.untyped_storage()
             self._kept[storage._cdata] = storage
         counter = FlopCounterMode(display=False)
-        keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept)
+        keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
         with self._watched(counter), counter, keeping, _FusedAttention():
             model(*inputs)
 

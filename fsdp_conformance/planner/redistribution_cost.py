@@ -136,8 +136,8 @@ def _check(num_dims: int, source: Layout, target: Layout, links: Sequence[LinkSp
                 f"{name}.placements must be {layout.mesh.ndim}, one for each axis of the mesh, got {layout.placements}"
             )
         for placement in layout.placements:
-            known = type(placement) in (Shard, Replicate) or isinstance(placement, Partial)
-            if not known or (isinstance(placement, Shard) and not 0 <= placement.dim < num_dims):
+            is_supported = type(placement) in (Shard, Replicate) or isinstance(placement, Partial)
+            if not is_supported or (isinstance(placement, Shard) and not 0 <= placement.dim < num_dims):
                 problems.append(
                     f"{name}.placements must be Replicate, Partial, or Shard of a dim from 0 to {num_dims - 1}, got "
                     f"{placement!r}"

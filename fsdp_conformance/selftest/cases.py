@@ -39,8 +39,8 @@ class BoundCase:
 
 def bound_cases(package: str = "fsdp_conformance.suites") -> Iterator[BoundCase]:
     """Every case of the suites, in the order of modules, classes and methods."""
-    found = importlib.import_module(package)
-    for info in sorted(pkgutil.iter_modules(found.__path__), key=lambda info: info.name):
+    suites = importlib.import_module(package)
+    for info in sorted(pkgutil.iter_modules(suites.__path__), key=lambda info: info.name):
         module = importlib.import_module(f"{package}.{info.name}")
         for owner in vars(module).values():
             if not (
@@ -82,6 +82,6 @@ def record_of(test: ConformanceTestCase, chosen: RunSettings) -> CaseRecord:
     finally:
         run_settings.use(before)
     if test.record is None:
-        said = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
-        raise SuiteError(f"{test.case.id} on {chosen.implementation} ended without a record:\n" + "\n".join(said))
+        messages = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
+        raise SuiteError(f"{test.case.id} on {chosen.implementation} ended without a record:\n" + "\n".join(messages))
     return test.record

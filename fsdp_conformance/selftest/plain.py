@@ -55,8 +55,8 @@ def plain_loss() -> BoundCase:
 
 def difference(record: CaseRecord) -> float | None:
     """The largest relative difference of a loss on any rank; None if training did not get that far."""
-    found = record.measurements.get(_FIGURE)
-    return max(found.values()) if isinstance(found, dict) else found
+    figure = record.measurements.get(_FIGURE)
+    return max(figure.values()) if isinstance(figure, dict) else figure
 
 
 def _relative(got: Tensor, want: Tensor) -> float:

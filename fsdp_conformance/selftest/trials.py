@@ -141,10 +141,10 @@ def run(trial: Trial, suites: str = "fsdp_conformance.suites") -> Result:
 def _killed(trial: Trial, bound: BoundCase) -> Result:
     mutant = MUTANTS[trial.engine]
     record = run_case(bound, mutant.spec)
-    found = kill.reason(record, mutant)
+    reason = kill.reason(record, mutant)
     failed = record.verdict is Verdict.ERROR_SUITE
-    text = kill.survival(record, mutant) if found is None else found.sentence()
-    return Result(trial=trial, good=found is not None, failed=failed, text=text)
+    text = kill.survival(record, mutant) if reason is None else reason.sentence()
+    return Result(trial=trial, good=reason is not None, failed=failed, text=text)
 
 
 def _unobjected(trial: Trial, bound: BoundCase) -> Result:
@@ -156,28 +156,28 @@ def _unobjected(trial: Trial, bound: BoundCase) -> Result:
 
 def _compare_losses(trial: Trial) -> Result:
     record = run_case(plain_loss(), MUTANTS[trial.engine].spec)
-    found = difference(record)
-    if found is None:
+    distance = difference(record)
+    if distance is None:
         # Nobody overlooks a training that ends in an exception.
         raised = record.verdict not in RAN or bool(record.findings)
         return Result(trial=trial, good=raised, strict=raised, text=f"{record.verdict}: {record.reason}")
-    return Result(trial=trial, good=found > USUAL, strict=found > STRICT, text=f"losses differ by {found:.3g}")
+    return Result(trial=trial, good=distance > USUAL, strict=distance > STRICT, text=f"losses differ by {distance:.3g}")
 
 
 def _right(cases: Sequence[Case], *, each_variant: bool) -> list[Trial]:
     """Every case on the bundled engines that offer what it needs, and on each variant of them or on one in turn."""
     variants = [name for name in CORRECT if name not in BUNDLED]
     parts = {entry.id for entry in load_profile(_COMPONENTS).entries}
-    found = []
+    trials = []
     for index, case in enumerate(cases):
         # The components shard nothing by themselves.
         whole = [*BUNDLED[:2], *(variants if each_variant else variants[index % len(variants) :][:1])]
-        found += [
+        trials += [
             Trial(kind=Kind.RIGHT, group=name, engine=name, case=case.id)
             for name in (BUNDLED[2:] if case.id in parts else whole)
             if _declared(name).issuperset(case.needs) and not has_upstream_defect(name, case.id)
         ]
-    return found
+    return trials
 
 
 @cache

@@ -102,15 +102,15 @@ class AccelerateFSDP2(Accelerated):
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
-        kept = plan.sharding is Sharding.GRAD_OPTIM or plan.reshard_after_forward is False
-        self.accelerate(model, plan, fsdp_version=2, reshard_after_forward=not kept)
+        stays_gathered = plan.sharding is Sharding.GRAD_OPTIM or plan.reshard_after_forward is False
+        self.accelerate(model, plan, fsdp_version=2, reshard_after_forward=not stays_gathered)
         # Prepared together with the optimizer, as FSDP2 requires: see make_optimizer.
         return model
 
     def make_optimizer(self, optim_fn: OptimFn) -> Optimizer:
         self.model, optimizer = self.accelerator.prepare(self.model, super().make_optimizer(optim_fn))
-        found: Optimizer = optimizer
-        return found
+        wrapped: Optimizer = optimizer
+        return wrapped
 
 
 class AccelerateFSDP2Unforced(AccelerateFSDP2):

@@ -196,16 +196,16 @@ class DeepSpeedZeRO(Adapter):
         return {name: _on_cpu(value) for name, value in state.items()} if rank0_only else state
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
-        found: list[Any] = []
+        results: list[Any] = []
 
         def load(src: Mapping[str, Any], dst: nn.Module) -> None:
-            found.append(dst.load_state_dict(src, strict=strict))
+            results.append(dst.load_state_dict(src, strict=strict))
 
         # The function is DeepSpeed's own option; without it, the names that did not fit are lost.
         self.engine.load_module_state_dict({"module": state}, custom_load_fn=load, fetch_z3_params=True)
         # The next step starts from the optimizer's own copies.
         self.engine.optimizer.refresh_fp32_params()
-        return LoadedKeys(list(found[0].missing_keys), list(found[0].unexpected_keys))
+        return LoadedKeys(list(results[0].missing_keys), list(results[0].unexpected_keys))
 
     def save_checkpoint(self, directory: Path) -> None:
         self.engine.save_checkpoint(str(directory))
@@ -242,16 +242,16 @@ class DeepSpeedZeRO(Adapter):
             }
         )
         counters = self._counters()
-        found: dict[str, dict[str, Tensor]] = {}
+        full: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.parameters().items():
             if parameter.requires_grad:
                 values = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
-                found[name] = counters.get(id(parameter), {}) | {
+                full[name] = counters.get(id(parameter), {}) | {
                     key: full_copy(value).reshape(self._shape(parameter))
                     for key, value in values.items()
                     if value is not None
                 }
-        return found
+        return full
 
     def _counters(self) -> dict[int, dict[str, Tensor]]:
         """State without elements, such as step counts, by parameter: the optimizer has it once for each partition."""

@@ -46,8 +46,8 @@ class FairScaleFSDP(TorchAdapter):
         from fairscale.nn.data_parallel import FullyShardedDataParallel
 
         stub_cuda.seems_available_in(FullyShardedDataParallel, "_setup_streams")
-        kept = plan.sharding is Sharding.GRAD_OPTIM or plan.reshard_after_forward is False
-        options = {"compute_device": self.device, "reshard_after_forward": not kept, "bucket_cap_mb": 2**-10}
+        stays_gathered = plan.sharding is Sharding.GRAD_OPTIM or plan.reshard_after_forward is False
+        options = {"compute_device": self.device, "reshard_after_forward": not stays_gathered, "bucket_cap_mb": 2**-10}
         self.wrappers = wrap_units(model, plan, lambda module: FullyShardedDataParallel(module, **options))
         root: nn.Module = self.wrappers[""]
         return root
@@ -76,5 +76,5 @@ class FairScaleFSDP(TorchAdapter):
         return {} if rank0_only and dist.get_rank() else state
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
-        found = self.model.load_state_dict(state, strict=strict)
-        return LoadedKeys(list(found.missing_keys), list(found.unexpected_keys))
+        keys = self.model.load_state_dict(state, strict=strict)
+        return LoadedKeys(list(keys.missing_keys), list(keys.unexpected_keys))

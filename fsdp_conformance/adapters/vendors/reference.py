@@ -297,12 +297,12 @@ class Reference(TorchAdapter):
         if not fqn:
             return self._root
         wrapped = self.names.modules[fqn]
-        (found,) = {
+        (match,) = {
             each
             for each in self.model.modules()
             if isinstance(each, FullyShardedDataParallel) and each.module is wrapped
         }
-        return found
+        return match
 
     @property
     def _root(self) -> FullyShardedDataParallel:
@@ -346,8 +346,8 @@ class Reference(TorchAdapter):
     def _local(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a unit whose group is this rank alone."""
         group, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
-        kept = {key: value for key, value in options.items() if key != "device_mesh"}
-        return kept | {"process_group": group, "sharding_strategy": engine.ShardingStrategy.SHARD_GRAD_OP}
+        others = {key: value for key, value in options.items() if key != "device_mesh"}
+        return others | {"process_group": group, "sharding_strategy": engine.ShardingStrategy.SHARD_GRAD_OP}
 
     def _wrap_unit(self, model: nn.Module, fqn: str, options: Mapping[str, Any]) -> None:
         """Replace a submodule with its wrapper wherever the submodule appears."""

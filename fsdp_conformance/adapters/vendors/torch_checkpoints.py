@@ -48,8 +48,8 @@ class TorchCheckpoints(TorchAdapter):
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
         options = StateDictOptions(full_state_dict=True, strict=strict)
         # torch changes the dict that it is given.
-        found = set_model_state_dict(self.model, dict(state), options=options)
-        return LoadedKeys(list(found.missing_keys), list(found.unexpected_keys))
+        keys = set_model_state_dict(self.model, dict(state), options=options)
+        return LoadedKeys(list(keys.missing_keys), list(keys.unexpected_keys))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         return get_model_state_dict(self.model)

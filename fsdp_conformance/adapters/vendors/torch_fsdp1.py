@@ -221,16 +221,16 @@ class TorchFSDP1(TorchCheckpoints):
     def _joined_state(self, name: str, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """A parameter's state, from the state of its part on each rank, in rank order."""
         keys = dict.fromkeys(key for piece in pieces for key in piece)
-        found: dict[str, Tensor] = {}
+        joined_state: dict[str, Tensor] = {}
         for key in keys:
             parts = [piece[key] for piece in pieces if key in piece]
             if not parts[0].dim():
-                found[key] = parts[0]
+                joined_state[key] = parts[0]
                 continue
             whole = [part for part in parts if part.numel() == self.names.numel[name]]
             joined = whole[0] if whole else torch.cat([part.flatten() for part in parts])
-            found[key] = joined.reshape(self._shapes[name]).clone()
-        return found
+            joined_state[key] = joined.reshape(self._shapes[name]).clone()
+        return joined_state
 
     def _ranks_of(self, name: str) -> list[int]:
         """The ranks over which a parameter is sharded."""
@@ -266,8 +266,8 @@ class TorchFSDP1(TorchCheckpoints):
         if not fqn:
             return self._root
         wrapped = self.names.modules[fqn]
-        (found,) = {unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit.module is wrapped}
-        return found
+        (wrapper,) = {unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit.module is wrapped}
+        return wrapper
 
     @property
     def _root(self) -> FullyShardedDataParallel:
@@ -312,8 +312,8 @@ class TorchFSDP1(TorchCheckpoints):
         """The options of a unit whose group is this rank alone."""
         group, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
         strategy = options["sharding_strategy"]
-        kept = {key: value for key, value in options.items() if key != "device_mesh"}
-        return kept | {"process_group": group, "sharding_strategy": _UNREPLICATED.get(strategy, strategy)}
+        others = {key: value for key, value in options.items() if key != "device_mesh"}
+        return others | {"process_group": group, "sharding_strategy": _UNREPLICATED.get(strategy, strategy)}
 
     def _wrap_unit(self, model: nn.Module, fqn: str, options: Mapping[str, Any], *, local: bool) -> None:
         """Replace a submodule with its wrapper wherever the submodule appears."""

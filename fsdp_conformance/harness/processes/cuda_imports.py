@@ -28,17 +28,17 @@ def server_without_cuda(modules: tuple[str, ...], variables: Mapping[str, str]) 
 
     What every rank needs is not left out: if torch itself starts the driver, the ranks say so.
     """
-    kept, left_out = modules, ""
+    harmless, left_out = modules, ""
     while True:
-        server = server_for(kept, {**variables, WITHOUT: left_out} if left_out else variables)
-        key = (kept, frozenset(variables.items()))
+        server = server_for(harmless, {**variables, WITHOUT: left_out} if left_out else variables)
+        key = (harmless, frozenset(variables.items()))
         if key not in _known:
             _known[key] = _ask(server)
         culprit = _known[key]
-        if culprit is None or culprit not in kept:
+        if culprit is None or culprit not in harmless:
             return server
-        kept = tuple(name for name in kept if name != culprit)
-        left_out = ",".join(name for name in modules if name not in kept)
+        harmless = tuple(name for name in harmless if name != culprit)
+        left_out = ",".join(name for name in modules if name not in harmless)
 
 
 def _ask(server: WarmServer) -> str | None:
@@ -49,9 +49,9 @@ def _ask(server: WarmServer) -> str | None:
     finally:
         theirs.close()
     with ours:
-        told: str | None = json.loads(ours.recv_bytes())
+        culprit: str | None = json.loads(ours.recv_bytes())
     process.join()
-    return told
+    return culprit
 
 
 def _tell(pipe: Connection) -> None:

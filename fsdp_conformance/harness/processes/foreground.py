@@ -84,11 +84,11 @@ def passing_on_interrupts(pid: Callable[[], int | None]) -> Iterator[None]:
     """Inside, Ctrl-C interrupts the process with that pid instead of this one; without one, this one."""
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
-        found = pid()
-        if found is None:
+        child = pid()
+        if child is None:
             raise KeyboardInterrupt
         with contextlib.suppress(ProcessLookupError):
-            os.kill(found, signum)
+            os.kill(child, signum)
 
     before = signal.signal(signal.SIGINT, pass_on)
     try:

@@ -498,16 +498,16 @@ class _Servers:
 
     def get(self, modules: Iterable[str], variables: Mapping[str, str]) -> WarmServer:
         key = frozenset(variables.items())
-        wanted = tuple(dict.fromkeys(name for name in modules if name != "__main__"))
+        requested = tuple(dict.fromkeys(name for name in modules if name != "__main__"))
         with self._lock:
             self._retired = [server for server in self._retired if not server.reap()]
             base = self._bases.pop(key, None)
             if base is None:
                 if len(self._bases) >= MAX_SERVERS:
                     self._retire(next(iter(self._bases)))
-                base = WarmServer((*preload.BASE, *preload.OPTIONAL, *wanted), variables)
+                base = WarmServer((*preload.BASE, *preload.OPTIONAL, *requested), variables)
             self._bases[key] = base  # the most recently used one is last
-            missing = tuple(name for name in wanted if name not in base.modules)
+            missing = tuple(name for name in requested if name not in base.modules)
             if not missing:
                 return base
             grown = self._grown.get(key)
@@ -515,8 +515,8 @@ class _Servers:
                 if grown is not None:
                     grown.retire()
                     self._retired.append(grown)
-                known = grown.modules if grown is not None else ()
-                grown = self._grown[key] = GrownServer(base, dict.fromkeys((*known, *missing)))
+                loaded = grown.modules if grown is not None else ()
+                grown = self._grown[key] = GrownServer(base, dict.fromkeys((*loaded, *missing)))
             return grown
 
     def put(self, base: WarmServer) -> None:

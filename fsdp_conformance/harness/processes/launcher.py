@@ -101,10 +101,10 @@ def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
     find = server_without_cuda if case.device_type == "cuda" else server_for
     server = find(case.preload, case.preload_environment)
     if case.reuse:
-        found = pool.take(key, case.device_type, slots=case.slots_per_device)
+        ready = pool.take(key, case.device_type, slots=case.slots_per_device)
     else:
-        found = prepared.take(case, server)
-    ranks = found or _start(case, key, server, meeting)
+        ready = prepared.take(case, server)
+    ranks = ready or _start(case, key, server, meeting)
     hosts = meeting.hosts() if meeting is not None else None
     orders = case.for_ranks(ranks.lease.variables, hosts)
     if case.simulated:

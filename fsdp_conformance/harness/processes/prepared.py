@@ -75,14 +75,19 @@ class PreparedRanks:
         if self._next_world_size != case.world_size or not _has_room(case, lease):
             return
         with ExitStack() as resources:
-            prefix = "fsdp-conformance-ahead-"
+            prefix = "fsdp-conformance-waiting_case-"
             directory = Path(
                 resources.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
             )
-            told = replace(
-                case, ahead=True, directory=directory, file_name=str(directory / "store"), payload=b"", options={}
+            waiting_case = replace(
+                case,
+                waiting_case=True,
+                directory=directory,
+                file_name=str(directory / "store"),
+                payload=b"",
+                options={},
             )
-            orders = told.for_ranks(lease.variables)
+            orders = waiting_case.for_ranks(lease.variables)
             before = shared_memory()
             try:
                 members = fork_ranks(rank_process.main, case.world_size, server, directory, case.imports_main)
@@ -91,29 +96,31 @@ class PreparedRanks:
             for order, (_, connection) in zip(orders, members, strict=True):
                 send_orders(connection, [order])
             ranks = RankSet(key=(), members=members, lease=lease, shared_before=before, resources=resources.pop_all())
-        self._waiting = _Waiting(case=told, server=server, environments=_environments(told, lease), ranks=ranks)
+        self._waiting = _Waiting(
+            case=waiting_case, server=server, environments=_environments(waiting_case, lease), ranks=ranks
+        )
 
     def take(self, case: CaseOrder, server: WarmServer) -> RankSet | None:
         """The set, with the lease on its devices, if it fits this case and is ready. One that does not is ended."""
         if not can_prepare(case):
             return None  # of another kind: a probe, say, before the next case
-        found, self._waiting = self._waiting, None
-        if found is None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
             return None
         with ExitStack() as resources:
-            resources.callback(found.ranks.end)
+            resources.callback(waiting.ranks.end)
             # What else the server of this case has imported, a rank can import by itself.
-            if found.server.environment != server.environment or not _same_beginning(found, case):
+            if waiting.server.environment != server.environment or not _same_beginning(waiting, case):
                 return None
-            lease = leases.again(case.device_type, found.ranks.lease, slots=case.slots_per_device)
+            lease = leases.again(case.device_type, waiting.ranks.lease, slots=case.slots_per_device)
             if lease is None:
                 return None
             # The set ends before its devices are given back.
-            found.ranks.resources.push(lease)
-            if not _are_ready(found.ranks.members, time.monotonic() + READY_S):
+            waiting.ranks.resources.push(lease)
+            if not _are_ready(waiting.ranks.members, time.monotonic() + READY_S):
                 return None
             resources.pop_all()
-        return found.ranks
+        return waiting.ranks
 
     def close(self) -> None:
         """End the set, if there is one."""
@@ -130,18 +137,18 @@ def can_prepare(case: CaseOrder) -> bool:
 
 def _has_room(case: CaseOrder, lease: Lease) -> bool:
     """True if each device has memory for a rank that waits, and then still for one that runs."""
-    found = [leases.memory_of(case.device_type, name) for name in lease.devices]
-    return all(memory is None or memory.free_mib >= 2 * RANK_MIB for memory in found)
+    memories = [leases.memory_of(case.device_type, name) for name in lease.devices]
+    return all(memory is None or memory.free_mib >= 2 * RANK_MIB for memory in memories)
 
 
-def _same_beginning(found: _Waiting, case: CaseOrder) -> bool:
+def _same_beginning(waiting: _Waiting, case: CaseOrder) -> bool:
     """True if the ranks have done what those of the case would do first."""
-    told = found.case
-    if any(getattr(told, name) != getattr(case, name) for name in _BEGINNING):
+    order = waiting.case
+    if any(getattr(order, name) != getattr(case, name) for name in _BEGINNING):
         return False
-    if case.group is not None and case.group.only and told.deadlines.collective_s != case.deadlines.collective_s:
+    if case.group is not None and case.group.only and order.deadlines.collective_s != case.deadlines.collective_s:
         return False  # the group for tensors on the CPU has this timeout
-    return found.environments == _environments(case, found.ranks.lease)
+    return waiting.environments == _environments(case, waiting.ranks.lease)
 
 
 def _environments(case: CaseOrder, lease: Lease) -> list[dict[str, str]]:

@@ -67,15 +67,15 @@ class RankPool:
 
         A set that does not fit, has lost a rank, or whose devices are taken, is ended.
         """
-        found, self._idle = self._idle, None
-        if found is None:
+        idle, self._idle = self._idle, None
+        if idle is None:
             return None
-        if found.key == key and all(process.exitcode is None for process, _ in found.members):
-            held = leases.again(device_type, found.lease, slots=slots)
+        if idle.key == key and all(process.exitcode is None for process, _ in idle.members):
+            held = leases.again(device_type, idle.lease, slots=slots)
             if held is not None:
-                found.resources.push(held)
-                return found
-        found.end()
+                idle.resources.push(held)
+                return idle
+        idle.end()
         return None
 
     def put(self, ranks: RankSet) -> None:

@@ -150,11 +150,11 @@ class CollectiveTrace:
             seq, _line = self._lines.popleft()
             del self._offsets[seq]
         start = self._offsets[self._lines[0][0]]
-        kept = os.pread(self._file, self._end - start, start)
-        os.pwrite(self._file, kept, 0)
-        os.ftruncate(self._file, len(kept))
+        tail = os.pread(self._file, self._end - start, start)
+        os.pwrite(self._file, tail, 0)
+        os.ftruncate(self._file, len(tail))
         self._offsets = {seq: offset - start for seq, offset in self._offsets.items()}
-        self._end = len(kept)
+        self._end = len(tail)
 
 
 def trace_line(record: CollectiveRecord, state: str = _ISSUED) -> str:

@@ -240,12 +240,12 @@ def backends_of(device_type: str, *, shared: bool = False) -> str:
 
     Ranks that share GPUs have "gloo", as `init_process_group("gloo")` makes it, which takes CUDA tensors, too.
     """
-    known = distributed_c10d.Backend.default_device_backend_map
-    if device_type not in known:
+    defaults = distributed_c10d.Backend.default_device_backend_map
+    if device_type not in defaults:
         raise ConfigError(
-            [f"device_type must have a backend in torch ({', '.join(sorted(known))}), got {device_type!r}"],
+            [f"device_type must have a backend in torch ({', '.join(sorted(defaults))}), got {device_type!r}"],
             where="register_recording_backend",
         )
     if shared and device_type != SIMULATED:
         return SHARED_BACKEND
-    return known["cpu"] if device_type == "cpu" else f"cpu:{known['cpu']},{device_type}:{known[device_type]}"
+    return defaults["cpu"] if device_type == "cpu" else f"cpu:{defaults['cpu']},{device_type}:{defaults[device_type]}"

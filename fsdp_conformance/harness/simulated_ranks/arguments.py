@@ -151,8 +151,8 @@ def _of_dtypes(call: Call) -> Iterator[str]:
         known_here = DTYPES | {torch.complex64, torch.complex128}
     unknown = sorted({str(tensor.dtype) for tensor in call.tensors if tensor.dtype not in known_here})
     if unknown:
-        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES))
-        yield f"dtype must be one of {known}, got {', '.join(unknown)}: gloo has no other"
+        supported = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES))
+        yield f"dtype must be one of {supported}, got {', '.join(unknown)}: gloo has no other"
     # The pairs of a coalesced gather may differ from each other.
     pairs = [call.tensors]
     if call.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER) and len(call.inputs) == len(call.outputs):
@@ -214,8 +214,8 @@ def _gathered(one: str, parts: Sequence[Tensor], other: str, wholes: Sequence[Te
         if not part.dim():
             yield f"the {one} must have at least one dimension, got a scalar"
         elif whole.shape != (size * part.shape[0], *part.shape[1:]):
-            wanted = (size * part.shape[0], *part.shape[1:])
-            yield f"the {other} must have shape {wanted}, {size} times the {one}, got {tuple(whole.shape)}"
+            shape = (size * part.shape[0], *part.shape[1:])
+            yield f"the {other} must have shape {shape}, {size} times the {one}, got {tuple(whole.shape)}"
 
 
 def _listed(one: str, parts: Sequence[Tensor], other: str, listed: Sequence[Tensor], size: int) -> Iterator[str]:
@@ -229,8 +229,8 @@ def _listed(one: str, parts: Sequence[Tensor], other: str, listed: Sequence[Tens
             return
 
 
-def _unlike(one: str, got: Tensor, other: str, wanted: Tensor, where: str) -> str:
-    return f"the {one} must have shape {tuple(wanted.shape)}, like the {other}, got {tuple(got.shape)}{where}"
+def _unlike(one: str, got: Tensor, other: str, like: Tensor, where: str) -> str:
+    return f"the {one} must have shape {tuple(like.shape)}, like the {other}, got {tuple(got.shape)}{where}"
 
 
 def _exchanged(call: Call) -> Iterator[str]:

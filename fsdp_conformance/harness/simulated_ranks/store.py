@@ -57,10 +57,10 @@ class SimulatedStore(Store):
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Set `desired` if the value is `expected`, or if both are missing. Returns the value afterwards."""
         old = self._values.get(key)
-        wanted = expected.encode() if isinstance(expected, str) else bytes(expected)
-        if old == wanted or (old is None and not wanted):
+        value = expected.encode() if isinstance(expected, str) else bytes(expected)
+        if old == value or (old is None and not value):
             self.set(key, desired)
-        return self._values.get(key, wanted)
+        return self._values.get(key, value)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key. Returns whether it was set."""

@@ -63,9 +63,9 @@ def interface_towards(host: str, proc: Path = _PROC) -> str | None:
     # A host's own name is often a loopback address to itself, and never to the others.
     addresses = [address for address in _addresses(host) if not address.is_loopback]
     for address in addresses or [ipaddress.IPv4Address("0.0.0.0"), ipaddress.IPv6Address("::")]:  # noqa: S104
-        found = [route for route in routes if address in route.network]
-        if found:
-            return min(found, key=lambda route: (-route.network.prefixlen, route.metric)).interface
+        matching = [route for route in routes if address in route.network]
+        if matching:
+            return min(matching, key=lambda route: (-route.network.prefixlen, route.metric)).interface
     # A cluster's private network may have no default route.
     others = {route.interface for route in routes}
     return others.pop() if not addresses and len(others) == 1 else None
@@ -74,11 +74,11 @@ def interface_towards(host: str, proc: Path = _PROC) -> str | None:
 def _addresses(host: str) -> list[Address]:
     """The addresses of a host, IPv4 first; none if it is not known."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    known = dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found)
-    return sorted(map(ipaddress.ip_address, known), key=lambda address: address.version)
+    addresses = dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries)
+    return sorted(map(ipaddress.ip_address, addresses), key=lambda address: address.version)
 
 
 def _routes(proc: Path) -> Iterator[Route]:

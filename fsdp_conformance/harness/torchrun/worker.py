@@ -69,10 +69,10 @@ class CaseMeeting:
     @functools.cached_property
     def _workers(self) -> tuple[_Member, ...]:
         """Every worker of the job, in the order in which cases take them."""
-        found, problem = _dealt(self.worker)
+        workers, problem = _dealt(self.worker)
         if problem:
             raise EnvironmentUnavailable(problem)
-        return found
+        return workers
 
     @functools.cached_property
     def rank(self) -> int:
@@ -126,8 +126,8 @@ class CaseMeeting:
 
     def publish(self, report: RankReport | None, end: RankExit) -> None:
         """Send the first worker the report and the exit of this worker's rank."""
-        said = {"report": report.to_json() if report is not None else None, "end": asdict(end)}
-        self._store.set(f"end/{self.rank}", json.dumps(said, default=repr))
+        message = {"report": report.to_json() if report is not None else None, "end": asdict(end)}
+        self._store.set(f"end/{self.rank}", json.dumps(message, default=repr))
 
     def collect(self, until: float) -> tuple[list[RankReport | None], list[RankExit]]:
         """The report and the exit of every rank, in rank order."""
@@ -139,9 +139,9 @@ class CaseMeeting:
                 reports.append(None)
                 exits.append(_never_heard_of(rank))
                 continue
-            said = json.loads(self._store.get(f"end/{rank}"))
-            reports.append(rank_report_from_json(said["report"]) if said["report"] is not None else None)
-            exits.append(RankExit(**said["end"]))
+            message = json.loads(self._store.get(f"end/{rank}"))
+            reports.append(rank_report_from_json(message["report"]) if message["report"] is not None else None)
+            exits.append(RankExit(**message["end"]))
         return reports, exits
 
     def _absent(self, point: str, until: float) -> list[int]:
