@@ -5,7 +5,7 @@ The cases that ci/test certifies, as options of ci/certify. ci/nightly runs ever
 
 Of every test method the case with the fewest capabilities, which most engines declare, at the smallest world size of at
 least two ranks; with --quick the cases of the profile `quick`. And every case that ci/known-findings.toml lists for
-the implementation.
+the implementation. For an adapter in ci/components.py that is done with the profile of components.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+import components
 import known_findings
 
 from fsdp_conformance.config import RunSettings
@@ -35,7 +36,8 @@ def smallest(entries: Iterable[Entry]) -> list[Entry]:
 
 def selected(implementation: str, *, quick: bool = False) -> list[str]:
     """The ids of the cases, in order."""
-    entries = load_profile(RunSettings().profile).entries
+    of_components = implementation in (*components.COMPONENTS.values(), *components.TORCH)
+    entries = load_profile(components.PROFILE if of_components else RunSettings().profile).entries
     known = {
         finding.case
         for finding in known_findings.known_findings()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,8 +119,8 @@ def keep(tallies: Sequence[Tally]) -> None:
     KEPT.mkdir(exist_ok=True)
     known = {entry.id for entry in load_profile(FULL).entries}
     for each in {**{old.name: old for old in kept()}, **{new.name: new for new in tallies}}.values():
-        text = json.dumps(each.without(set(each.cases) - known).to_json(), indent=1, ensure_ascii=False)
-        (KEPT / f"{each.name}.json").write_text(text + "\n", encoding="utf-8")
+        text = each.without(set(each.cases) - known).to_text()
+        (KEPT / f"{each.name}.json").write_text(text, encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -458,7 +458,7 @@ class Adapter(ABC):
 
         Not collective. Declares `mesh`.
         """
-        raise NotImplementedError
+        raise Unsupported("mesh_costs", f"{self.display_name()} has no cost model")
 
     def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
         """
