@@ -38,13 +38,14 @@ def selected(implementation: str, *, quick: bool = False) -> list[str]:
     """The ids of the cases, in order."""
     of_components = implementation in (*components.COMPONENTS.values(), *components.TORCH)
     entries = load_profile(components.PROFILE if of_components else RunSettings().profile).entries
-    known = {
+    patterns = {
         finding.case
         for finding in known_findings.known_findings()
         if fnmatchcase(implementation, finding.implementation)
     }
+    known = {entry.id for entry in entries if any(fnmatchcase(entry.id, pattern) for pattern in patterns)}
     chosen = load_profile(QUICK).entries if quick else smallest(entries)
-    return sorted({entry.id for entry in chosen} | known & {entry.id for entry in entries})
+    return sorted({entry.id for entry in chosen} | known)
 
 
 def main(words: Sequence[str]) -> int:

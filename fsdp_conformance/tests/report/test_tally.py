@@ -13,7 +13,7 @@ from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.report.recorder import Recorder
-from fsdp_conformance.report.tally import Tally, added, digest_of, tally, tally_from_json
+from fsdp_conformance.report.tally import added, digest_of, tally, tally_from_json
 from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record
 from fsdp_conformance.verdict import Verdict
