@@ -36,8 +36,8 @@ def smallest(entries: Iterable[Entry]) -> list[Entry]:
 
 def selected(implementation: str, *, quick: bool = False) -> list[str]:
     """The ids of the cases, in order."""
-    of_components = implementation in (*components.COMPONENTS.values(), *components.TORCH)
-    entries = load_profile(components.PROFILE if of_components else RunSettings().profile).entries
+    profile = components.PROFILE if implementation in components.ADAPTERS else RunSettings().profile
+    entries = load_profile(profile).entries
     patterns = {
         finding.case
         for finding in known_findings.known_findings()
@@ -54,6 +54,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="the cases of the profile quick instead")
     parser.add_argument("implementation", metavar="IMPLEMENTATION")
     options = parser.parse_args(words)
+    print(*components.profile_options(options.implementation))
     for case in selected(options.implementation, quick=options.quick):
         print("--case", case)
     return 0
