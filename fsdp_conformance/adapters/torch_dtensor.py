@@ -87,9 +87,16 @@ class DTensorMesh:
     def check_meta(
         self, tensor: Tensor, mesh: DeviceMesh, axis: int, *, shape: bool = False, stride: bool = False
     ) -> None:
-        # `from_local` compares both unless it is told the shape and the stride of the whole.
-        stated = {} if shape or stride else {"shape": tensor.shape, "stride": tensor.stride()}
-        DTensor.from_local(tensor, _row(mesh, axis), [Shard(0)], run_check=True, **stated)
+        # `from_local` compares shape and stride, both, unless it gets those of the whole.
+        whole = None if shape or stride else tensor
+        DTensor.from_local(
+            tensor,
+            _row(mesh, axis),
+            [Shard(0)],
+            run_check=True,
+            shape=None if whole is None else whole.shape,
+            stride=None if whole is None else whole.stride(),
+        )
 
 
 def _row(mesh: DeviceMesh, axis: int) -> DeviceMesh:
