@@ -5,7 +5,7 @@ The cases that ci/test certifies, as options of ci/certify. ci/nightly runs ever
 
 Of every test method the case with the fewest capabilities, which most engines declare, at the smallest world size of at
 least two ranks; with --quick the cases of the profile `quick`. And every case that ci/known-findings.toml lists for
-the implementation.
+the implementation. For an adapter in ci/components.py that is done with the profile of components.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+import components
 import known_findings
 
 from fsdp_conformance.contract.profile import Entry, load_profile
@@ -35,14 +36,16 @@ def smallest(entries: Iterable[Entry]) -> list[Entry]:
 
 def selected(implementation: str, *, quick: bool = False) -> list[str]:
     """The ids of the cases, in order."""
-    entries = load_profile(RunSettings().profile).entries
-    known = {
+    profile = components.PROFILE if implementation in components.ADAPTERS else RunSettings().profile
+    entries = load_profile(profile).entries
+    patterns = {
         finding.case
         for finding in known_findings.known_findings()
         if fnmatchcase(implementation, finding.implementation)
     }
+    known = {entry.id for entry in entries if any(fnmatchcase(entry.id, pattern) for pattern in patterns)}
     chosen = load_profile(QUICK).entries if quick else smallest(entries)
-    return sorted({entry.id for entry in chosen} | known & {entry.id for entry in entries})
+    return sorted({entry.id for entry in chosen} | known)
 
 
 def main(words: Sequence[str]) -> int:
@@ -51,6 +54,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="the cases of the profile quick instead")
     parser.add_argument("implementation", metavar="IMPLEMENTATION")
     options = parser.parse_args(words)
+    print(*components.profile_options(options.implementation))
     for case in selected(options.implementation, quick=options.quick):
         print("--case", case)
     return 0

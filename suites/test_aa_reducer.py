@@ -426,21 +426,27 @@ class Hooks(Reducing):
         kills=("any-hook-result-accepted",),
     )
     def test_hook_result_refused(self, result: str) -> None:
-        """A hook result that is not a future, not a tensor, or has the wrong size or dtype raises in backward."""
+        """
+        A hook result that is not a future, not a tensor, or has the wrong size raises in backward; one of another dtype
+        raises, too, or is converted.
+        """
 
         def hook(state: object, bucket: Any) -> Any:
             buffer: Tensor = bucket.buffer()
-            value = {"no-tensor": 3, "other-size": buffer[1:], "other-dtype": buffer.double()}.get(result, buffer)
+            value = {"no-tensor": 3, "other-size": buffer[1:], "other-dtype": buffer.double() * 3}.get(result, buffer)
             return buffer if result == "no-future" else _done(value)
 
-        reducer = self.reducer(Coded([(5,)]))
+        model = Coded([(5,)])
+        reducer = self.reducer(model)
         with self.blaming("implementation"):
             reducer.register_comm_hook(None, _unannotated(hook))
-        with (
-            self.refusal("R170", f"a hook's result: {result}", names=("hook", "result")),
-            self.blaming("implementation"),
-        ):
-            reducer(rank_code(self.rank)).backward()
+        names = ("hook", "result", "tensor") if result == "no-tensor" else ("hook", "result")
+        with self.refusal("R170", f"a hook's result: {result}", names=names) as outcome:
+            with self.blaming("implementation"):
+                reducer(rank_code(self.rank)).backward()
+            converted = position_code((5,)) * (3 * rank_code(self.rank))
+            grad = model.p0.grad
+            outcome.excused = result == "other-dtype" and grad is not None and torch.equal(grad.cpu(), converted)
 
 
 class UnevenInputs(Reducing):

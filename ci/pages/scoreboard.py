@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +45,8 @@ The other columns are runs: `✓ 12` all its cases passed; `✓ 9 of 12` nine pa
 references disagree; `not run` the run did not have them, or they have changed since. An engine has no column in
 chapters of which it ran nothing. A failure counts for the requirements that its findings name.
 
-A column is one adapter, which is one mode of an engine: DeepSpeed's three stages are three columns.
+A column is one adapter, which is one mode of an engine: DeepSpeed's three stages are three columns. Chapters AA to AE
+judge parts of an engine by themselves: those of `reference-components` and `torch-dtensor`, and DDP's reducer.
 
 A column is no certificate: [reading a verdict](reading-a-verdict.md) says what that needs. To write the page from new
 runs, which replace those engines' former ones:
@@ -56,6 +56,8 @@ runs, which replace those engines' former ones:
 $ ci/certify --with deepspeed --report results
 $ ci/scoreboard results/*/run.jsonl
 ```
+
+Runs of components are added to those of the same adapter with `ci/scoreboard --add`.
 
 """
 
@@ -79,7 +81,7 @@ def kept() -> list[Tally]:
 #: Ours first, then torch's, then the others.
 _ORDER = (
     *("reference", "reference-data-parallel", "reference-components"),
-    *("torch-fsdp2", "torch-fsdp1", "torch-ddp"),
+    *("torch-fsdp2", "torch-fsdp1", "torch-ddp", "torch-dtensor"),
 )
 
 
@@ -120,8 +122,8 @@ def keep(tallies: Sequence[Tally]) -> None:
     KEPT.mkdir(exist_ok=True)
     known = {entry.id for entry in load_profile(FULL).entries}
     for each in {**{old.name: old for old in kept()}, **{new.name: new for new in tallies}}.values():
-        text = json.dumps(each.without(set(each.cases) - known).to_json(), indent=1, ensure_ascii=False)
-        (KEPT / f"{each.name}.json").write_text(text + "\n", encoding="utf-8")
+        text = each.without(set(each.cases) - known).to_text()
+        (KEPT / f"{each.name}.json").write_text(text, encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> int:

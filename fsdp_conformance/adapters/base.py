@@ -132,7 +132,7 @@ class Adapter(ABC):
         "reduce_scatter_bucketer": "bucketing",
         "chunk_pool": "chunk_pool",
         "mesh_collectives": "mesh",
-        "redistribution_cost": "mesh",
+        "redistribution_cost": "mesh_costs",
         "run_ranks": "sim_ranks",
     }
     """Optional method to the flag that overriding it declares. Base classes for adapters add their own hooks."""
@@ -457,9 +457,9 @@ class Adapter(ABC):
         """
         The cost of redistributing a tensor of that (full) shape, in microseconds; infinite if impossible.
 
-        Not collective. Declares `mesh`.
+        Not collective. Declares `mesh_costs`; the cases also need `mesh`.
         """
-        raise NotImplementedError
+        raise Unsupported("mesh_costs", f"{self.display_name()} has no cost model")
 
     def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
         """

@@ -137,6 +137,23 @@ class Profile:
             "cases": [asdict(entry) for entry in self.entries],
         }
 
+    def to_text(self) -> str:
+        """The text of its file: JSON with one case a line, so that a diff shows the cases that changed."""
+        facts = self.to_json()
+        cases = [json.dumps(case, ensure_ascii=False) for case in facts.pop("cases")]
+        return json_lines(facts, "cases", cases, brackets="[]")
+
+
+def json_lines(facts: Mapping[str, Any], name: str, rows: Iterable[str], *, brackets: str) -> str:
+    """
+    A JSON object with one line for each fact, and then one for each row of the list or object called `name`.
+
+    `rows` are JSON already; `brackets` are those around them, "[]" or "{}".
+    """
+    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in facts.items()]
+    whole = f"{brackets[0]}\n" + ",\n".join(rows) + f"\n{brackets[1]}"
+    return "{\n" + ",\n".join([*lines, f"{json.dumps(name)}: {whole}"]) + "\n}\n"
+
 
 def names() -> list[str]:
     """The profiles that have a name of their own; there is one more for each extension."""
@@ -396,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 only = list(_read(path, named=str(path)).by_id)
             profile = profile_of(options.write, cases, only=only, certifies=not options.not_certifying)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
+            path.write_text(profile.to_text(), encoding="utf-8")
             print(f"{path}: {len(profile.entries)} cases, sha256 {profile.sha256[:12]}")
             return 0
         return _check(load_profile(str(options.output or options.check)), cases)

@@ -32,6 +32,7 @@ GROUPS = {
     "init-modes": {"init_before", "init_after", "init_never"},
     "manual-unshard": {"manual_unshard", "async_unshard"},
     "memory-bounds": {"mem_bounds", "rate_limit"},
+    "mesh": {"mesh", "mesh_costs", "mesh_padding"},
     "mixed-precision": {"mixed_precision", "mp_reduce", "mp_per_unit"},
     "meta-init": {"meta_init", "meta_init_fn"},
     "offload": {"cpu_offload_params"},

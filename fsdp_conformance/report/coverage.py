@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_conformance.contract import CHAPTERS, Contract, Requirement, load, uncovered, undeclared
 from fsdp_conformance.contract.gate import declined_flags, device_for
-from fsdp_conformance.contract.profile import Entry
+from fsdp_conformance.contract.profile import COMPONENTS, Entry, load_profile, shipped
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.report.tally import Shown, Tally, digest_of
@@ -77,7 +77,10 @@ class Coverage:
     adapters: tuple[str, ...]
     """Every adapter whose declarations are known."""
     stale: tuple[tuple[int, int], ...]
-    """For each engine: cases that are new or have changed since its runs, and cases of its runs that are gone."""
+    """
+    For each engine: cases of its runs' profiles that it did not run or that have changed since, and cases of its runs
+    that are gone.
+    """
     problems: tuple[str, ...]
     """Rows that are empty without a reason, and reasons that no longer hold."""
 
@@ -153,8 +156,13 @@ def markdown(table: Coverage, *, heading: str = "##", link: str = "") -> str:
 
 
 def _lines(table: Coverage, heading: str, link: str) -> Iterator[str]:
-    if table.engines:
-        yield from _engines(table)
+    whole = [place for place, engine in enumerate(table.engines) if not _is_of_components(engine)]
+    parts = [place for place, engine in enumerate(table.engines) if _is_of_components(engine)]
+    if whole:
+        yield from _engines(table, whole)
+    if parts:
+        yield from ("", f"{heading}# Components", "")
+        yield from _engines(table, parts)
     for letter, members in groupby(table.rows, key=lambda row: row.requirement.chapter):
         rows = list(members)
         shown = [
@@ -171,23 +179,30 @@ def _lines(table: Coverage, heading: str, link: str) -> Iterator[str]:
             yield "| " + " | ".join([_named(row, link), *_counts(row, table), *words]) + " |"
 
 
-def _engines(table: Coverage) -> Iterator[str]:
+def _is_of_components(engine: Tally) -> bool:
+    """True if the engine has runs of components alone."""
+    return all(run.profile.startswith(COMPONENTS) for run in engine.runs)
+
+
+def _engines(table: Coverage, places: Sequence[int]) -> Iterator[str]:
+    """The runs of the engines at these places of the table."""
+    engines = [table.engines[place] for place in places]
     facts = {
-        "version": [engine.version for engine in table.engines],
-        "torch": [engine.torch for engine in table.engines],
-        "device": [engine.device for engine in table.engines],
-        "date": [engine.date for engine in table.engines],
-        "suite": [engine.suite[:12] for engine in table.engines],
+        "version": [engine.version for engine in engines],
+        "torch": [engine.torch for engine in engines],
+        "device": [engine.device for engine in engines],
+        "date": [engine.date for engine in engines],
+        "suite": [engine.suite[:12] for engine in engines],
         # Runs of parts of one profile say the same.
-        "profiles": [", ".join(dict.fromkeys(run.profile for run in engine.runs)) for engine in table.engines],
-        "verdict": ["; ".join(dict.fromkeys(run.words for run in engine.runs)) for engine in table.engines],
-        "time": [duration(sum(run.seconds for run in engine.runs)) for engine in table.engines],
-        "cases in the runs": [str(len(engine.cases)) for engine in table.engines],
-        "of these, gone since": [str(gone) for _, gone in table.stale],
-        "cases not run, or changed since": [str(new) for new, _ in table.stale],
+        "profiles": [", ".join(dict.fromkeys(run.profile for run in engine.runs)) for engine in engines],
+        "verdict": ["; ".join(dict.fromkeys(run.words for run in engine.runs)) for engine in engines],
+        "time": [duration(sum(run.seconds for run in engine.runs)) for engine in engines],
+        "cases in the runs": [str(len(engine.cases)) for engine in engines],
+        "of these, gone since": [str(table.stale[place][1]) for place in places],
+        "cases not run, or changed since": [str(table.stale[place][0]) for place in places],
     }
-    yield "| engine | " + " | ".join(engine.name for engine in table.engines) + " |"
-    yield "|---|" + "---|" * len(table.engines)
+    yield "| engine | " + " | ".join(engine.name for engine in engines) + " |"
+    yield "|---|" + "---|" * len(engines)
     for label, values in facts.items():
         yield f"| {label} | " + " | ".join(values) + " |"
 
@@ -236,7 +251,11 @@ def _kind(requirement: str, entry: Entry, shown: Shown | None) -> str:
 
 def _stale(entries: Iterable[Entry], tally: Tally) -> tuple[int, int]:
     now = {entry.id: digest_of(entry) for entry in entries}
-    new = sum(name not in tally.cases or tally.cases[name].digest != digest for name, digest in now.items())
+    profiles = [load_profile(run.profile) for run in tally.runs if shipped(run.profile) is not None]
+    due = {case for profile in profiles for case in profile.by_id} if profiles else now.keys()
+    new = sum(
+        name not in tally.cases or tally.cases[name].digest != digest for name, digest in now.items() if name in due
+    )
     return new, sum(name not in now for name in tally.cases)
 
 

@@ -11,10 +11,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from fsdp_conformance.capability import offered
-from fsdp_conformance.contract.profile import Entry, Profile, load_profile
+from fsdp_conformance.contract.profile import Entry, Profile, json_lines, load_profile
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.terminal import verdict_words
@@ -88,6 +89,15 @@ class Tally:
         """A JSON-ready mapping; `tally_from_json` is its inverse."""
         content = self._content()
         return {"format": FORMAT, "sha256": _sha256(content), **content}
+
+    def to_text(self) -> str:
+        """The text of its file: JSON with the cases of one requirement a line."""
+        facts = self.to_json()
+        rows = [
+            ", ".join(f"{json.dumps(case)}: {json.dumps(words)}" for case, words in members)
+            for _, members in groupby(facts.pop("cases").items(), key=lambda item: item[0].partition("/")[0])
+        ]
+        return json_lines(facts, "cases", rows, brackets="{}")
 
     def _content(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ The bundled adapters.
     torch_fsdp2         torch's fully_shard
     torch_zero1         torch's ZeroRedundancyOptimizer on top of DistributedDataParallel
     torch_replicate     torch's composable replicate
+    torch_dtensor       DTensor's collectives, as a component
     deepspeed_zero      DeepSpeed ZeRO-1, 2 and 3
     fairscale_fsdp      FairScale's FullyShardedDataParallel
     megatron_fsdp       Megatron-FSDP with ZeRO-1, 2 and 3

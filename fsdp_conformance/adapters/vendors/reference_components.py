@@ -53,6 +53,7 @@ class ReferenceComponents(ReferenceDataParallel):
     """Exposes the engine's components."""
 
     name: ClassVar[str] = "reference-components"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"mesh_padding"})
     link: ClassVar[LinkSpec] = LINKS["nvlink"]
     """Of every mesh axis, for costs."""
     ranks_timeout_s: ClassVar[float] = 30.0

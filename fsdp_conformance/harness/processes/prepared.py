@@ -75,7 +75,7 @@ class PreparedRanks:
         if self._next_world_size != case.world_size or not _has_room(case, lease):
             return
         with ExitStack() as resources:
-            prefix = "fsdp-conformance-waiting_case-"
+            prefix = "fsdp-conformance-ahead-"
             directory = Path(
                 resources.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
             )

@@ -12,6 +12,7 @@ import pytest
 
 from fsdp_conformance.contract import Level
 from fsdp_conformance.contract.profile import (
+    PROFILES,
     Profile,
     collect_cases,
     difference,
@@ -207,7 +208,30 @@ def test_a_profile_survives_its_file() -> None:
     """Written and read it is the same."""
     profile = made({}, {"world_size": 3, "needs": ("zero3",)})
 
-    assert profile_from_json(json.dumps(profile.to_json()), where="here") == profile
+    assert profile_from_json(profile.to_text(), where="here") == profile
+
+
+def test_a_file_has_one_case_a_line() -> None:
+    """A diff of two profiles shows the cases that differ, and titles stay readable."""
+    profile = made({"title": "Ω holds."}, {"world_size": 3, "needs": ("zero3",)})
+    lines = profile.to_text().splitlines()
+
+    assert [json.loads(line.rstrip(","))["id"] for line in lines[6:-2]] == list(profile.by_id)
+    assert "Ω holds." in lines[6]
+
+
+@pytest.mark.parametrize("indent", [None, 1, 4])
+def test_a_profile_may_be_laid_out_in_any_way(indent: int | None) -> None:
+    """Users have files from earlier versions, which had one value a line."""
+    profile = made({}, {"world_size": 3})
+
+    assert profile_from_json(json.dumps(profile.to_json(), indent=indent), where="here") == profile
+
+
+def test_shipped_profiles_have_the_layout_that_the_command_writes() -> None:
+    """Otherwise the next one that is written would change every line."""
+    for path in PROFILES.glob("*.json"):
+        assert path.read_text(encoding="utf-8") == load_profile(path.stem).to_text(), path.name
 
 
 def test_a_profile_that_was_edited_is_refused() -> None:

@@ -22,13 +22,27 @@ def _selection() -> ModuleType:
     return importlib.import_module("selection")
 
 
-def test_every_method_runs(selection: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("name", "profile"), [("reference", RunSettings().profile), ("reference-components", "components-2026.11")]
+)
+def test_every_method_runs(selection: ModuleType, name: str, profile: str) -> None:
     """One case of each, at the smallest world size that is one."""
-    chosen = set(selection.selected("reference"))
-    entries = [entry for entry in ENTRIES if entry.id in chosen]
+    entries = load_profile(profile).entries
+    chosen = set(selection.selected(name))
+    methods = {(entry.primary, entry.title) for entry in entries if entry.id in chosen}
 
-    assert {(entry.primary, entry.title) for entry in entries} == {(entry.primary, entry.title) for entry in ENTRIES}
-    assert len(chosen) < len(ENTRIES) / 2
+    assert methods == {(entry.primary, entry.title) for entry in entries}
+    assert len(chosen) < len(entries) / 2
+
+
+def test_components_are_selected_with_their_profile(selection: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """`ci/certify` takes the options as they are printed."""
+    for name, options in (("reference-components", ["--profile", "components-2026.11"]), ("reference", [])):
+        assert selection.main([name]) == 0
+        words = capsys.readouterr().out.split()
+
+        assert words[: len(options)] == options
+        assert words[len(options) :] == [word for case in selection.selected(name) for word in ("--case", case)]
 
 
 def test_the_quick_ones(selection: ModuleType) -> None:

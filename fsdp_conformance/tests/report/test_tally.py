@@ -12,7 +12,7 @@ import pytest
 from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.report.recorder import Recorder
-from fsdp_conformance.report.tally import Tally, added, digest_of, tally, tally_from_json
+from fsdp_conformance.report.tally import added, digest_of, tally, tally_from_json
 from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record
@@ -45,11 +45,6 @@ def ran(
     return verify(run.path, profile)
 
 
-def kept(found: Tally) -> str:
-    """The text of its file."""
-    return json.dumps(found.to_json())
-
-
 def test_each_case_keeps_its_verdict_and_what_failed(tmp_path: Path) -> None:
     """With what the case asked for, the flags that were declared, and the run."""
     found = tally([ran(tmp_path, R070=Verdict.CRASH, R117=Verdict.FAIL)], PROFILE)
@@ -70,8 +65,19 @@ def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     """All of it; without cases that are gone, if asked."""
     found = tally([ran(tmp_path, R117=Verdict.FAIL)], PROFILE)
 
-    assert tally_from_json(kept(found), where="one.json") == found
+    assert tally_from_json(found.to_text(), where="one.json") == found
     assert list(found.without(["R001/probe-ws2", "R999/other-ws2"]).cases) == ["R070/probe-ws2", "R117/probe-ws2"]
+
+
+def test_its_file_has_one_requirement_a_line(tmp_path: Path) -> None:
+    """Hundreds of cases fit on a few screens, and a diff shows the requirements whose verdicts differ."""
+    found = tally([ran(tmp_path, R117=Verdict.FAIL)], PROFILE)
+    lines = found.to_text().splitlines()
+    begin = lines.index('"cases": {') + 1
+
+    rows = [json.loads("{" + line.rstrip(",") + "}") for line in lines[begin:-2]]
+    assert [{case.partition("/")[0] for case in row} for row in rows] == [{"R001"}, {"R070"}, {"R117"}]
+    assert {case: words for row in rows for case, words in row.items()} == found.to_json()["cases"]
 
 
 def test_several_runs_make_one_tally(tmp_path: Path) -> None:
@@ -101,7 +107,7 @@ def test_a_later_run_is_added(tmp_path: Path) -> None:
     assert [first, second, third] == list(found.cases)
     assert found.cases[second].verdict is Verdict.PASS
     assert ("grown", 2) == (found.suite, len(found.runs))
-    assert tally_from_json(kept(found), where="one.json") == found
+    assert tally_from_json(found.to_text(), where="one.json") == found
 
 
 @pytest.mark.parametrize("key", ["name", "version", "adapter", "torch", "device"])
@@ -148,7 +154,7 @@ def test_a_run_of_other_cases_is_refused(tmp_path: Path) -> None:
 )
 def test_an_edited_tally_is_refused(edit: object, message: str, tmp_path: Path) -> None:
     """Whatever was changed in it."""
-    text = kept(tally([ran(tmp_path, R117=Verdict.FAIL)], PROFILE))
+    text = tally([ran(tmp_path, R117=Verdict.FAIL)], PROFILE).to_text()
 
     with pytest.raises(UsageError, match=message):
         tally_from_json(edit(text), where="one.json")  # type: ignore[operator]
