@@ -81,7 +81,7 @@ class PreparedRanks:
             )
             waiting_case = replace(
                 case,
-                waiting_case=True,
+                ahead=True,
                 directory=directory,
                 file_name=str(directory / "store"),
                 payload=b"",
