@@ -29,7 +29,7 @@ KNOWN = "R059/order-differs-between-ranks-ws2"
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names that the script defines."""
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
-    return runpy.run_path(str(ROOT / "ci/soak.py"))
+    return runpy.run_path(str(ROOT / "ci/soak"))
 
 
 class Soak:

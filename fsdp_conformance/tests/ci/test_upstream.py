@@ -80,7 +80,7 @@ instantiate_device_type_tests(TestPerDevice, globals(), only_for=("cuda", "hpu")
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
     """The names that the script defines."""
-    return runpy.run_path(str(ROOT / "ci/upstream.py"))
+    return runpy.run_path(str(ROOT / "ci/upstream"))
 
 
 @pytest.fixture
@@ -357,7 +357,7 @@ def test_a_signal_ends_everything(tests: Path, tmp_path: Path, number: signal.Si
     reached = tmp_path / "reached-"
     options = ["--tests", str(tests), "--group", "fsdp1", "--ranks", "cpu", "--jobs", "2"]
     process = subprocess.Popen(
-        [sys.executable, ROOT / "ci/upstream.py", *options],
+        [sys.executable, ROOT / "ci/upstream", *options],
         env={**os.environ, "TMPDIR": str(scratch), "REACHED": str(reached)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
