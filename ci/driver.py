@@ -22,7 +22,7 @@ from typing import IO, NoReturn
 try:
     import psutil
 except ImportError:  # ci/setup has not made the environment yet
-    psutil = None  # type: ignore[assignment]
+    psutil = None
 
 ROOT = Path(__file__).resolve().parent.parent
 

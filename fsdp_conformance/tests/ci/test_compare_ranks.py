@@ -21,7 +21,7 @@ from fsdp_conformance.tests.guards.checkout import ROOT
 from fsdp_conformance.tests.report.evidence import a_record
 from fsdp_conformance.verdict import Verdict
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 FIRST, SECOND = "R001/exact-probe-ws2", "R001/exact-probe-ws4"
 
@@ -348,7 +348,6 @@ sys.exit(script["main"](["torch-fsdp2", *options]))
     assert not any(name in left for name in names)
 
 
-@pytest.mark.nightly
 def test_cases_across_two_hosts(tmp_path: Path) -> None:
     """The same verdicts as on one host, over a link that delays and loses packets."""
     problem = allows_namespaces()

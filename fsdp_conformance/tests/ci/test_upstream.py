@@ -24,6 +24,7 @@ from fsdp_conformance.tests.guards.checkout import ROOT
 
 pytestmark = [
     checkout.required,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         not hasattr(common_fsdp, "FSDPTestMixin"), reason="ci/upstream needs the classes of a newer torch"
     ),
@@ -291,7 +292,6 @@ def test_the_lists_themselves(script: dict[str, Any], subject: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("subject", ["torch", "reference"])
 def test_run(script: dict[str, Any], tests: Path, tmp_path: Path, subject: str) -> None:
     """Tests for two GPUs run on the CPU, on torch's class or on the engine; the table says what failed and why."""
@@ -346,7 +346,7 @@ class Test(unittest.TestCase):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_everything(tests: Path, tmp_path: Path, number: signal.Signals) -> None:
     """Two files at a time: both end, with the children that they have started, and no file is left."""
     for name in ("one", "two", "three"):
