@@ -9,6 +9,7 @@ import importlib.util
 import sys
 import tomllib
 from collections import defaultdict
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -54,14 +55,13 @@ GUARDS = (
 
 
 def script(name: str) -> ModuleType:
-    """A Python file under ci/, as a module."""
-    path = checkout.ROOT / "ci" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"ci_{name}", path)
+    """A script under ci/, as a module."""
+    loader = SourceFileLoader(f"ci_{name.replace('-', '_')}", str(checkout.ROOT / "ci" / name))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # a dataclass looks its module up
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module
 
 
@@ -151,7 +151,7 @@ class TestTheList:
     def test_the_page_has_its_tables(self) -> None:
         """The tables in the documentation match the list."""
         page = (checkout.ROOT / "docs/simulated-accelerator.md").read_text(encoding="utf-8")
-        sync_sites = script("sync_sites")
+        sync_sites = script("sync-sites")
         known = list(sync_sites.read()[1].values())
 
         assert sync_sites.counts_table(known) in page
@@ -188,7 +188,7 @@ def on_ranks(jobs: list[Job]) -> dict[Job, list[Shown]]:
 @pytest.mark.nightly
 def test_nothing_races_and_every_number_is_the_cpus() -> None:
     """All accesses are ordered, losses and parameters are bitwise the CPU's, and without waits there are findings."""
-    result = script("race_freedom").check([TRAININGS[name] for name in SAMPLE])
+    result = script("race-freedom").check([TRAININGS[name] for name in SAMPLE])
 
     assert {name: problem for name, (problem, _) in result.items()} == dict.fromkeys(SAMPLE, "")
 
@@ -227,7 +227,7 @@ def test_a_race_that_is_not_found_has_a_reason() -> None:
 @checkout.required
 def test_a_wait_that_is_taken_out_is_missed() -> None:
     """Sites of each kind and engine, dropped one by one, give the findings of the list."""
-    version, known = script("sync_sites").read()
+    version, known = script("sync-sites").read()
     if version != torch.__version__.partition("+")[0]:
         pytest.skip(f"the list is for torch {version}")
     chosen = [_guard(known, words) for words in GUARDS]
@@ -247,7 +247,7 @@ def _guard(known: dict[str, Any], words: str) -> Any:
 @checkout.required
 def test_the_list_knows_every_site() -> None:
     """The installed torch has no synchronisation, in a training of each engine, that the list does not have."""
-    sync_sites = script("sync_sites")
+    sync_sites = script("sync-sites")
     version, known = sync_sites.read()
     if version != torch.__version__.partition("+")[0]:
         pytest.skip(f"the list is for torch {version}")
