@@ -183,9 +183,9 @@ def on_ranks(jobs: list[Job]) -> dict[Job, list[Shown]]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 @checkout.required
-@pytest.mark.nightly
 def test_nothing_races_and_every_number_is_the_cpus() -> None:
     """All accesses are ordered, losses and parameters are bitwise the CPU's, and without waits there are findings."""
     result = script("race-freedom").check([TRAININGS[name] for name in SAMPLE])
@@ -195,8 +195,8 @@ def test_nothing_races_and_every_number_is_the_cpus() -> None:
 
 @pytest.mark.skipif(OLD, reason="the races are put into the FSDP2 of newer versions")
 @pytest.mark.slow
-@needs_compiler
 @pytest.mark.nightly
+@needs_compiler
 def test_seeded_races_are_found() -> None:
     """Each race of a real engine is found when its defect is put in, and nothing is found without it."""
     wrong: dict[str, Any] = {}
@@ -223,6 +223,7 @@ def test_a_race_that_is_not_found_has_a_reason() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 @checkout.required
 def test_a_wait_that_is_taken_out_is_missed() -> None:
@@ -243,6 +244,7 @@ def _guard(known: dict[str, Any], words: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 @checkout.required
 def test_the_list_knows_every_site() -> None:
@@ -259,6 +261,7 @@ def test_the_list_knows_every_site() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 def test_order_is_the_same_in_equal_runs() -> None:
     """Runs of one training have one digest and one list of findings; without waits the digest is another."""
@@ -286,6 +289,7 @@ KNOWN_RACES = {
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 def test_races_of_torch_itself_are_found() -> None:
     """DDP's mixed precision and the scaler of offloaded gradients race in torch 2.13: the checker says so."""
