@@ -15,18 +15,27 @@ from fsdp_conformance.simulator.device import is_active
 from fsdp_conformance.tests.simulator import simulator_process
 from fsdp_conformance.tests.torch_versions import limit_of
 
+#: The private store of references that ci/test makes for one run, if there is one.
+PRIVATE_STORE = "FSDP_CONFORMANCE_TEST_REFERENCES"
+
 
 def pytest_configure() -> None:
     """
-    Share no references, with the user or with other tests, but where a test says so.
+    Share no references with the user's store, and with other tests only in ci/test, but where a test says so.
 
     And restore SIGINT, which background jobs of a shell ignore together with their children: some tests send it.
     """
-    os.environ[REFERENCES_STORE] = "off"
+    os.environ[REFERENCES_STORE] = os.environ.get(PRIVATE_STORE, "off")
     # Texts are as wide as in files, whatever the terminal; xdist sets 80 for its workers.
     os.environ["COLUMNS"] = str(WIDTH)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take long come first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None and item.path.name != "test_kill_matrix.py")
 
 
 @pytest.hookimpl(wrapper=True)

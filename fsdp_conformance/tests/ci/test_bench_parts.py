@@ -11,7 +11,7 @@ from fsdp_conformance.pytest_plugin.dispatch import Slots
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 
 def made_checkout(directory: Path, figures: str) -> Path:

@@ -14,7 +14,7 @@ from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 from fsdp_conformance.tests.report.evidence import a_record
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 
 @pytest.fixture

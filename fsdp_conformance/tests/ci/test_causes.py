@@ -10,6 +10,8 @@ from studies import small_engine
 from studies.causes import TRUTHS, Score, defects, scored
 from studies.small_defects import CLIP_3, DEFERRED_3, MICRO_2, NESTED_2, PROBE_3
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize(
     ("truth", "likely", "score"),

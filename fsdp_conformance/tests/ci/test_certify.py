@@ -29,7 +29,7 @@ def certify(tmp_path: Path, *arguments: str, quick: int = 0, whole: int = 0) -> 
     binaries, calls = tmp_path / "env/bin", tmp_path / "calls"
     binaries.mkdir(parents=True)
     (tmp_path / "ci").mkdir()
-    for name in ("certify", "children.sh", "constraints-deepspeed.txt"):
+    for name in ("certify", "driver.py", "constraints-deepspeed.txt"):
         shutil.copy(ROOT / "ci" / name, tmp_path / "ci")
     scripts = {
         tmp_path / "ci/setup": f'#!/bin/sh\necho "$@" >>"{tmp_path}/setups"\necho {tmp_path / "env"}\n',
@@ -87,8 +87,8 @@ def test_workers_alone_change_nothing_else(workers: list[str], tmp_path: Path) -
     _, calls, _ = certify(tmp_path, "--implementation", "x", *workers)
 
     assert calls == [
-        f"run --implementation x --report {tmp_path}/r/quick/x {' '.join(workers)} --profile quick",
-        f"run --implementation x --report {tmp_path}/r/x {' '.join(workers)}",
+        f"run --implementation x --report {tmp_path}/r/quick/x -n 1 --profile quick",
+        f"run --implementation x --report {tmp_path}/r/x -n 1",
     ]
 
 

@@ -21,7 +21,7 @@ from fsdp_conformance.tests.guards.checkout import ROOT
 from fsdp_conformance.tests.report.evidence import a_record
 from fsdp_conformance.verdict import Verdict
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 FIRST, SECOND = "R001/exact-probe-ws2", "R001/exact-probe-ws4"
 
@@ -29,7 +29,7 @@ FIRST, SECOND = "R001/exact-probe-ws2", "R001/exact-probe-ws4"
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
     """The names that the script defines."""
-    return runpy.run_path(str(ROOT / "ci/compare_ranks.py"))
+    return runpy.run_path(str(ROOT / "ci/compare-ranks"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -331,7 +331,7 @@ def test_a_comparison_that_is_told_to_end(script: dict[str, Any], tmp_path: Path
     code = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT / "ci")!r})
-script = runpy.run_path({str(ROOT / "ci/compare_ranks.py")!r})
+script = runpy.run_path({str(ROOT / "ci/compare-ranks")!r})
 def words_on_hosts(hosts, *_):
     print(*hosts.names, flush=True)
     return [hosts.words(host, ["sh", "-c", "sleep 300", "sh"]) for host in range(2)]
@@ -348,7 +348,6 @@ sys.exit(script["main"](["torch-fsdp2", *options]))
     assert not any(name in left for name in names)
 
 
-@pytest.mark.nightly
 def test_cases_across_two_hosts(tmp_path: Path) -> None:
     """The same verdicts as on one host, over a link that delays and loses packets."""
     problem = allows_namespaces()
@@ -366,7 +365,7 @@ def test_cases_across_two_hosts(tmp_path: Path) -> None:
         str(tmp_path),
     ]
     done = subprocess.run(
-        [sys.executable, ROOT / "ci/compare_ranks.py", *words, "--case", f"{FIRST},R001/exact-probe-ws3"],
+        [sys.executable, ROOT / "ci/compare-ranks", *words, "--case", f"{FIRST},R001/exact-probe-ws3"],
         capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip
 

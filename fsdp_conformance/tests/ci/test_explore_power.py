@@ -21,7 +21,7 @@ from fsdp_conformance.verdict import Verdict
 from studies import explore_power, explore_reach
 from studies.explore_power import Answer, Forks
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 
 def _answer(name: str, **changes: Any) -> Answer:

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_conformance.tests.guards import checkout
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 
 def _tool() -> Any:
@@ -122,7 +122,6 @@ def test_a_defect_of_some_versions_of_torch(
     assert counted.endswith(", 1 of other versions of torch") == said.startswith("right, as")
 
 
-@pytest.mark.nightly
 def test_what_needs_an_accelerator_shows_on_the_simulated_one() -> None:
     """So that no machine leaves these scripts unchecked."""
     tool = _tool()
@@ -148,7 +147,6 @@ def test_a_name_that_no_script_has(tmp_path: Path) -> None:
     assert _tool().main(["b"], root=tmp_path) == 2
 
 
-@pytest.mark.nightly
 def test_every_defect_still_shows() -> None:
     """With the torch that is installed."""
     assert _tool().main([]) == 0

@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,13 @@ for engine in $JUDGED; do mkdir -p "$report/$engine"; echo >"$report/$engine/run
 exit "$CERTIFY_STATUS"
 """
 
-#: The environment's Python, which runs ci/summary.py and ci/known_findings.py.
-PYTHON = """\
+#: The environment's Python, which runs ci/nightly, ci/summary.py and ci/known_findings.py.
+PYTHON = f"""\
 #!/bin/sh
-case $1 in *known_findings.py) exit "$KNOWN_STATUS" ;; esac
+case $1 in
+    *known_findings.py) exit "$KNOWN_STATUS" ;;
+    */ci/nightly) exec {sys.executable} "$@" ;;
+esac
 """
 
 
@@ -48,7 +52,7 @@ case $1 in *known_findings.py) exit "$KNOWN_STATUS" ;; esac
 def test_status(tmp_path: Path, judged: tuple[str, ...], certified: int, known: int, status: int) -> None:
     """Cases that need more GPUs than there are do not count, as long as every engine was judged."""
     (tmp_path / "ci").mkdir()
-    for name in ("nightly", "children.sh"):
+    for name in ("nightly", "driver.py"):
         shutil.copy(ROOT / "ci" / name, tmp_path / "ci")
     scripts = {"ci/certify": CERTIFY, "ci/setup": f"#!/bin/sh\necho {tmp_path}/env\n", "env/bin/python": PYTHON}
     for name, text in scripts.items():

@@ -13,7 +13,7 @@ from fsdp_conformance.tests.guards import checkout
 from studies import kill_matrix
 from studies.kill_matrix import Pair
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 _METHODS = {"R001/a-ws2": "A", "R001/a-ws3": "A", "R002/b-ws2": "B"}
 
@@ -122,7 +122,6 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_a_pair_is_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the file has is not run again."""
     file = tmp_path / "pairs.jsonl"

@@ -12,7 +12,7 @@ import yaml
 
 from fsdp_conformance.tests.guards import checkout
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 #: What the image provides. Names of pods are known to `getent` from the third question on.
 TOOLS = {

@@ -27,8 +27,8 @@ DEADLINE_S = 240.0
 WAITING = """#!{python}
 import os, signal, subprocess, sys, threading
 
-if "-c" in sys.argv:  # ci/certify and ci/test ask the environment's Python for facts
-    os.execv({python!r}, sys.argv)
+if sys.argv[1:] and ("/ci/" in sys.argv[1] or sys.argv[1] == "-c"):  # a script that goes on in the environment
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 if os.environ.get("DEAF"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 code = "import os, threading; open(os.environ['REACHED'], 'w').close(); threading.Event().wait(600)"
@@ -41,7 +41,7 @@ threading.Event().wait(600)
 def _stubs(tmp_path: Path) -> Path:
     """A checkout with the real scripts, whose environment has nothing but commands that wait."""
     (tmp_path / "ci").mkdir()
-    for name in ("test", "certify", "nightly", "children.sh", "constraints-deepspeed.txt"):
+    for name in ("test", "certify", "nightly", "driver.py", "constraints-deepspeed.txt"):
         shutil.copy(ROOT / "ci" / name, tmp_path / "ci")
     environment = tmp_path / "env"
     (environment / "bin").mkdir(parents=True)
@@ -72,7 +72,7 @@ def _started(stubs: Path, request: pytest.FixtureRequest) -> Iterator[subprocess
     """A script in the middle of what it waits for. The parameter: its command line, and more variables."""
     command, variables = request.param
     environment = {**os.environ, **variables, "REACHED": str(stubs / "reached")}
-    # A shell cannot trap a signal that was ignored when it started, such as SIGHUP under nohup.
+    # A signal that is ignored at the start stays ignored, such as SIGHUP under nohup.
     caught = ["env", "--default-signal=HUP,INT"]
     process = subprocess.Popen(
         [*caught, stubs / command[0], *command[1:]],
@@ -103,7 +103,7 @@ CERTIFY = (["ci/certify", "--implementation", "x"], NO_VARIABLES)
         ((["ci/test", "--only", "types", "--busy"], NO_VARIABLES), signal.SIGHUP),
         (CERTIFY, signal.SIGTERM),
         (CERTIFY, signal.SIGINT),
-        ((CERTIFY[0], {"DEAF": "yes", "children_grace_s": "1"}), signal.SIGTERM),
+        ((CERTIFY[0], {"DEAF": "yes", "FSDP_CONFORMANCE_GRACE_S": "1"}), signal.SIGTERM),
         ((["ci/nightly", "--without", "deepspeed"], NO_VARIABLES), signal.SIGTERM),
     ],
     ids=["test TERM", "test INT", "test HUP busy", "certify TERM", "certify INT", "certify TERM deaf", "nightly TERM"],

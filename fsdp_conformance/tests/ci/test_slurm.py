@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_conformance.tests.guards import checkout
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 #: What the site provides: a list of nodes, a launcher that runs the same words on each, and torchrun, which here only
 #: says how it was called, word by word, and fails on the node in FAILS_ON.

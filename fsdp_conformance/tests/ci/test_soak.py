@@ -18,7 +18,7 @@ from fsdp_conformance.tests.guards.checkout import ROOT
 from fsdp_conformance.tests.report.evidence import a_record
 from fsdp_conformance.verdict import Verdict
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.nightly]
 
 CASE = "R001/exact-probe-ws2"
 #: In the list of known findings for torch-fsdp2.
@@ -29,7 +29,7 @@ KNOWN = "R059/order-differs-between-ranks-ws2"
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names that the script defines."""
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
-    return runpy.run_path(str(ROOT / "ci/soak.py"))
+    return runpy.run_path(str(ROOT / "ci/soak"))
 
 
 class Soak:

@@ -24,6 +24,7 @@ from fsdp_conformance.tests.guards.checkout import ROOT
 
 pytestmark = [
     checkout.required,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         not hasattr(common_fsdp, "FSDPTestMixin"), reason="ci/upstream needs the classes of a newer torch"
     ),
@@ -80,7 +81,7 @@ instantiate_device_type_tests(TestPerDevice, globals(), only_for=("cuda", "hpu")
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
     """The names that the script defines."""
-    return runpy.run_path(str(ROOT / "ci/upstream.py"))
+    return runpy.run_path(str(ROOT / "ci/upstream"))
 
 
 @pytest.fixture
@@ -291,7 +292,6 @@ def test_the_lists_themselves(script: dict[str, Any], subject: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("subject", ["torch", "reference"])
 def test_run(script: dict[str, Any], tests: Path, tmp_path: Path, subject: str) -> None:
     """Tests for two GPUs run on the CPU, on torch's class or on the engine; the table says what failed and why."""
@@ -346,7 +346,7 @@ class Test(unittest.TestCase):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_everything(tests: Path, tmp_path: Path, number: signal.Signals) -> None:
     """Two files at a time: both end, with the children that they have started, and no file is left."""
     for name in ("one", "two", "three"):
@@ -357,7 +357,7 @@ def test_a_signal_ends_everything(tests: Path, tmp_path: Path, number: signal.Si
     reached = tmp_path / "reached-"
     options = ["--tests", str(tests), "--group", "fsdp1", "--ranks", "cpu", "--jobs", "2"]
     process = subprocess.Popen(
-        [sys.executable, ROOT / "ci/upstream.py", *options],
+        [sys.executable, ROOT / "ci/upstream", *options],
         env={**os.environ, "TMPDIR": str(scratch), "REACHED": str(reached)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,79 +20,72 @@ from fsdp_conformance.verdict import Verdict
 
 pytestmark = checkout.required
 
+Versions = Callable[..., tuple[int, list[str]]]
+
 _XML = '<testsuites><testsuite tests="9" failures="{failed}" errors="0" skipped="2"/></testsuites>'
 
-#: Stands for Python: pytest fails on 2.8, and everything else goes to the real one.
-_PYTHON = """#!/bin/sh
-echo "$@" >>"{place}/calls"
-case "$*" in
-    *"-m pytest"*2.8*) exit 1 ;;
-    *"-m pytest"* | *known_findings*) exit 0 ;;
-esac
-exec {python} "$@"
-"""
 
-#: Stands for ci/setup: 2.7 cannot be installed.
-_SETUP = """#!/bin/sh
-echo "setup $*" >>"{place}/calls"
-[ "$1" != torch-2.7 ] || exit 3
-echo {place}/env
-"""
+@pytest.fixture(name="versions")
+def _versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Versions:
+    """Runs it with these arguments. The commands are only noted: 2.7 cannot be set up, and tests fail on 2.8."""
+    main = runpy.run_path(str(ROOT / "ci/versions"))["main"]
+    driver = main.__globals__["driver"]
+    calls: list[str] = []
 
+    def run(command: Sequence[object], **_: object) -> int:
+        calls.append(" ".join(map(str, command)))
+        return int("-m pytest" in calls[-1] and "/2.8/" in calls[-1])
 
-def versions(place: Path, *arguments: str) -> tuple[int, list[str], str]:
-    """Run it with stand-ins. Returns the exit status, the calls, and stdout."""
-    (place / "ci").mkdir()
-    (place / "env/bin").mkdir(parents=True)
-    for name in ("versions", "versions.py", "children.sh"):
-        shutil.copy(ROOT / "ci" / name, place / "ci")
-    scripts = {
-        place / "ci/setup": _SETUP.format(place=place),
-        place / "env/bin/python": _PYTHON.format(place=place, python=sys.executable),
-        place / "env/bin/fsdp-conformance": f'#!/bin/sh\necho "$@" >>"{place}/calls"\nexit 1\n',
-    }
-    for path, text in scripts.items():
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o755)
-    done = subprocess.run(
-        [place / "ci/versions", "--output", place / "out", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, (place / "calls").read_text(encoding="utf-8").splitlines(), done.stdout
+    def capture(command: Sequence[object], **_: object) -> tuple[int, str]:
+        run(command)
+        return 3 if command[-1] == "torch-2.7" else 0, f"{tmp_path}/env\n"
+
+    for name, stub in {
+        "run": run,
+        "capture": capture,
+        "enter": lambda: tmp_path,
+        "catch_signals": lambda: None,
+    }.items():
+        monkeypatch.setattr(driver, name, stub)
+    monkeypatch.setitem(main.__globals__, "ROOT", tmp_path)
+
+    def versions(*arguments: str) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["versions", "--output", str(tmp_path / "out"), *arguments])
+        return main(), calls
+
+    return versions
 
 
-def test_each_version_is_set_up_tried_and_removed(tmp_path: Path) -> None:
+def test_each_version_is_set_up_tried_and_removed(tmp_path: Path, versions: Versions) -> None:
     """Certified or not is no failure here; what is new is asked of the list of known findings."""
     (tmp_path / ".venvs/torch-2.6").mkdir(parents=True)
-    status, calls, _ = versions(tmp_path, "2.6")
+    status, calls = versions("2.6")
 
     assert status == 0
-    assert [call for call in calls if call.startswith("setup")] == ["setup ", "setup torch-2.6"]
-    assert [call.split()[2] for call in calls if call.startswith("run")] == ["torch-fsdp2", "torch-fsdp1", "reference"]
+    assert [call for call in calls if "ci/setup" in call] == [f"{tmp_path}/ci/setup torch-2.6"]
+    runs = [call.split()[3] for call in calls if "fsdp-conformance run" in call]
+    assert runs == ["torch-fsdp2", "torch-fsdp1", "reference"]
     assert sum("-m pytest" in call for call in calls) == 2
     assert not (tmp_path / ".venvs/torch-2.6").exists()
 
 
 @pytest.mark.parametrize("version", ["2.7", "2.8"])
-def test_one_version_that_fails_does_not_stop_the_others(version: str, tmp_path: Path) -> None:
+def test_one_version_that_fails_does_not_stop_the_others(version: str, versions: Versions) -> None:
     """One that cannot be installed, and one whose tests fail."""
-    status, calls, _ = versions(tmp_path, "--only", "tests", version, "2.13")
+    status, calls = versions("--only", "tests", version, "2.13")
 
     assert status == 1
     assert any("torch-2.13" in call for call in calls)
     assert sum("-m pytest" in call for call in calls) == (1 if version == "2.7" else 2)
 
 
-def test_the_other_parts_of_a_version_keep_their_results(tmp_path: Path) -> None:
+def test_the_other_parts_of_a_version_keep_their_results(tmp_path: Path, versions: Versions) -> None:
     """What is run again is removed first, so that nothing old is taken for new."""
     place = tmp_path / "out/2.6"
     ran(place / "torch-fsdp2", a_record())
     for part in ("tests", "simulator"):
         (place / f"{part}.xml").write_text(_XML.format(failed=0), encoding="utf-8")
-    versions(tmp_path, "--only", "simulator", "2.6")
+    versions("--only", "simulator", "2.6")
 
     assert sorted(path.name for path in place.glob("*.xml")) == ["tests.xml"]
     assert (place / "torch-fsdp2" / runfile.NAME).exists()
@@ -100,7 +94,7 @@ def test_the_other_parts_of_a_version_keep_their_results(tmp_path: Path) -> None
 def table(place: Path) -> str:
     """The page of these results."""
     done = subprocess.run(
-        [sys.executable, ROOT / "ci/versions.py", place], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, ROOT / "ci/versions_table.py", place], capture_output=True, text=True, timeout=120, check=False
     )
     return done.stdout if done.returncode == 0 else done.stderr
 

@@ -1,13 +1,22 @@
-"""The command line as a user types it: in a process of its own, with its exit status and all that it said."""
+"""
+The command line as a user types it: its exit status, and all that it printed.
+
+    said        in a process of its own: signals, ranks, a terminal, the exit status of the process
+    answered    in this process, for commands that start no rank: the same without the seconds that imports take
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from fsdp_conformance.cli import main
 
 #: An adapter that loads no engine: enough to be described.
 ADAPTER = """
@@ -92,6 +101,21 @@ def said(
     )
     assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
     return Said(done.returncode, done.stdout, done.stderr)
+
+
+def answered(*arguments: str, cwd: Path | None = None) -> Said:
+    """Run the command in this process. A traceback is no message here, either."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        contextlib.chdir(cwd or Path.cwd()),
+    ):
+        try:
+            status = main(arguments)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    assert "Traceback" not in out.getvalue() + err.getvalue(), out.getvalue() + err.getvalue()
+    return Said(status, out.getvalue(), err.getvalue())
 
 
 def with_quick_survey(env: Mapping[str, str], directory: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from fsdp_conformance.contract.profile import profile_of
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.recorder import Recorder
 from fsdp_conformance.run_settings import RunSettings
-from fsdp_conformance.tests.cli.cli_runs import said
+from fsdp_conformance.tests.cli.cli_runs import answered
 from fsdp_conformance.tests.report.evidence import a_case, a_record
 from fsdp_conformance.verdict import Verdict
 
@@ -39,7 +39,7 @@ def _old(tmp_path: Path) -> str:
 def test_equal_verdicts_are_status_0(old: str, tmp_path: Path) -> None:
     """Whatever else is in the files."""
     new = ran(tmp_path / "new", a_record("R003/once-ws2", seconds=9.0), a_record())
-    found = said("compare", old, new)
+    found = answered("compare", old, new)
 
     assert (found.status, found.last_line) == (0, "0 of 2 verdicts differ")
 
@@ -47,7 +47,7 @@ def test_equal_verdicts_are_status_0(old: str, tmp_path: Path) -> None:
 def test_a_verdict_that_differs_is_status_1(old: str, tmp_path: Path) -> None:
     """As text and as JSON."""
     new = ran(tmp_path / "new", a_record(verdict=Verdict.FAIL, reason="gradients are summed"))
-    text, data = said("compare", old, new), said("compare", old, new, "--json")
+    text, data = answered("compare", old, new), answered("compare", old, new, "--json")
 
     assert (text.status, data.status) == (1, 1)
     assert "R001/probe-ws2: PASS -> FAIL\n  new: gradients are summed\n" in text.out
@@ -58,7 +58,7 @@ def test_a_verdict_that_differs_is_status_1(old: str, tmp_path: Path) -> None:
 
 def test_a_case_that_only_one_run_has_does_not_differ(old: str, tmp_path: Path) -> None:
     """It is reported all the same."""
-    found = said("compare", ran(tmp_path / "new", a_record()), old)
+    found = answered("compare", ran(tmp_path / "new", a_record()), old)
 
     assert (found.status, found.last_line) == (0, "0 of 1 verdicts differ; 1 case is in only one of the runs")
 
@@ -68,13 +68,12 @@ def test_runs_of_different_things_are_status_2(name: str, old: str, tmp_path: Pa
     """Unless they are forced to be compared."""
     records = a_record(), a_record("R003/once-ws2")
     new = ran(tmp_path / "new", *records, **{name: "other"})  # type: ignore[arg-type]
-    refused, forced = said("compare", old, new), said("compare", old, new, "--force")
+    refused, forced = answered("compare", old, new), answered("compare", old, new, "--force")
 
     assert (refused.status, forced.status) == (2, 0)
     assert f"the runs have different {name}s" in refused.err
 
 
-@pytest.mark.slow
 def test_files_that_are_not_finished_runs_are_status_2(old: str, tmp_path: Path) -> None:
     """Missing, foreign, aborted or edited."""
     (tmp_path / "foreign").write_text("{}", encoding="utf-8")
@@ -88,5 +87,5 @@ def test_files_that_are_not_finished_runs_are_status_2(old: str, tmp_path: Path)
         (str(edited), "the file was edited"),
         (aborted, "the run did not finish"),
     ):
-        found = said("compare", old, path)
+        found = answered("compare", old, path)
         assert (found.status, problem in found.err) == (2, True), found.err

@@ -226,7 +226,7 @@ def test_an_earlier_run_is_kept_and_not_taken_for_this_one(suite: mini_suite.Min
     assert "run file:" not in found.out
 
 
-@pytest.mark.parametrize("no_color", ["", "1"], ids=["colours", "NO_COLOR"])
+@pytest.mark.parametrize("no_color", ["", pytest.param("1", marks=pytest.mark.nightly)], ids=["colours", "NO_COLOR"])
 def test_on_a_terminal_progress_is_drawn_in_place(no_color: str, suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """A line per chapter with its counts, and the verdict below; in colour, unless NO_COLOR is set."""
     ours, theirs = pty.openpty()
@@ -260,7 +260,7 @@ def test_on_a_terminal_progress_is_drawn_in_place(no_color: str, suite: mini_sui
     [
         ("broken.py", "def wrap(:\n", "SyntaxError: invalid syntax"),
         ("deadly.py", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "died of SIGKILL"),
-        ("leaves.py", "import sys\nprint('bye')\nsys.exit(0)\n", "bye"),
+        pytest.param("leaves.py", "import sys\nprint('bye')\nsys.exit(0)\n", "bye", marks=pytest.mark.nightly),
         (
             "partly.py:Partly",
             "from fsdp_conformance.adapters.base import Adapter\nclass Partly(Adapter):\n    pass\n",
@@ -359,7 +359,7 @@ def test_a_world_size_without_devices_is_the_environment(suite: mini_suite.MiniS
     assert not (tmp_path / "report").exists()
 
 
-@pytest.mark.parametrize("place", ["file/report", "file"])
+@pytest.mark.parametrize("place", [pytest.param("file/report", marks=pytest.mark.nightly), "file"])
 def test_a_directory_that_cannot_be_written_is_the_environment(
     place: str, suite: mini_suite.MiniSuite, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from fsdp_conformance.report import runfile
-from fsdp_conformance.tests.cli.cli_runs import said
+from fsdp_conformance.tests.cli.cli_runs import answered
 from fsdp_conformance.tests.cli.test_compare import ran
 from fsdp_conformance.tests.report.evidence import a_finding, a_record
 from fsdp_conformance.verdict import Verdict
@@ -15,9 +15,9 @@ from fsdp_conformance.verdict import Verdict
 def test_a_new_failure_is_status_1(tmp_path: Path) -> None:
     """As text, as JSON and as annotations; in directories of any depth."""
     ran(tmp_path / "a", a_record())
-    assert said("trend", str(tmp_path)).status == 0
+    assert answered("trend", str(tmp_path)).status == 0
     ran(tmp_path / "b" / "mine", a_record(verdict=Verdict.FAIL, findings=[a_finding()]))
-    text, data, github = (said("trend", str(tmp_path), *words) for words in ([], ["--json"], ["--annotations"]))
+    text, data, github = (answered("trend", str(tmp_path), *words) for words in ([], ["--json"], ["--annotations"]))
 
     assert (text.status, data.status, github.status) == (1, 1, 1)
     assert text.last_line == "1 new, 0 known, 0 fixed"
@@ -28,7 +28,7 @@ def test_a_new_failure_is_status_1(tmp_path: Path) -> None:
 
 def test_a_directory_without_runs_is_status_2(tmp_path: Path) -> None:
     """It is named."""
-    found = said("trend", str(tmp_path))
+    found = answered("trend", str(tmp_path))
 
     assert found.status == 2
     assert f"expected run files (run.jsonl) below {tmp_path}, found none" in found.err
@@ -38,7 +38,7 @@ def test_an_edited_run_is_refused(tmp_path: Path) -> None:
     """History is evidence as well."""
     path = Path(ran(tmp_path / "a", a_record())) / runfile.NAME
     path.write_text(path.read_text(encoding="utf-8").replace("PASS", "FAIL", 1), encoding="utf-8")
-    found = said("trend", str(tmp_path))
+    found = answered("trend", str(tmp_path))
 
     assert found.status == 2
     assert "does not match its hash" in found.err

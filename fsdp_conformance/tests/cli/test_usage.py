@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_conformance import status
 from fsdp_conformance.cli import arguments
-from fsdp_conformance.tests.cli.cli_runs import said, words
+from fsdp_conformance.tests.cli.cli_runs import answered, words
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 
 
@@ -47,7 +47,7 @@ def _suite(tmp_path_factory: pytest.TempPathFactory) -> mini_suite.MiniSuite:
 )
 def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str, tmp_path: Path) -> None:
     """The message names what was wrong and what it should be."""
-    found = said(*typed, cwd=tmp_path)
+    found = answered(*typed, cwd=tmp_path)
 
     assert (found.status, found.out) == (2, "")
     assert expected in found.err
@@ -74,7 +74,7 @@ def test_a_selection_that_chooses_nothing_is_wrong_usage(
     typed: list[str], expected: str, suite: mini_suite.MiniSuite, tmp_path: Path
 ) -> None:
     """A case or world size that the profile does not have is said, with those that it has."""
-    found = said("run", "--profile", str(suite.profile_path), *typed, cwd=tmp_path)
+    found = answered("run", "--profile", str(suite.profile_path), *typed, cwd=tmp_path)
 
     assert found.status == 2
     assert expected in found.err
@@ -83,7 +83,7 @@ def test_a_selection_that_chooses_nothing_is_wrong_usage(
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
     """Two options out of range make two lines."""
-    found = said("run", "--world-size", "0", "--deadline-scale", "nan", cwd=tmp_path)
+    found = answered("run", "--world-size", "0", "--deadline-scale", "nan", cwd=tmp_path)
 
     assert [line.split()[1] for line in found.err.splitlines()] == ["world_size", "deadline_scale"]
 
@@ -91,7 +91,7 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("typed", [["--help"], ["--version"], ["run", "--help"], ["list", "--help"]], ids=" ".join)
 def test_help_and_version_go_to_stdout(typed: list[str]) -> None:
     """They are what was asked for: status 0."""
-    found = said(*typed)
+    found = answered(*typed)
 
     assert (found.status, found.err) == (0, "")
     assert found.out.strip() != ""
@@ -99,7 +99,7 @@ def test_help_and_version_go_to_stdout(typed: list[str]) -> None:
 
 def test_the_help_documents_every_exit_status() -> None:
     """Statuses are an interface: scripts read them."""
-    found = said("run", "--help")
+    found = answered("run", "--help")
 
     assert all(f"\n  {status} " in found.out for status in (0, 1, 2, 3, 4, 130))
 
@@ -107,7 +107,7 @@ def test_the_help_documents_every_exit_status() -> None:
 @pytest.mark.parametrize("command", ["run", "compare", "plan", "sanitize", "verify"])
 def test_the_help_has_the_statuses_of_the_command(command: str) -> None:
     """From the one table."""
-    assert said(command, "--help").out.endswith(status.table(command))
+    assert answered(command, "--help").out.endswith(status.table(command))
 
 
 def test_world_sizes_come_by_commas_and_by_repetition() -> None:
@@ -165,7 +165,7 @@ def test_a_file_that_is_no_run_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     file.write_text(json.dumps({"type": "something else"}) + "\n", encoding="utf-8")
 
-    verified, explained = said("verify", str(tmp_path)), said("explain", "R003", "--report", str(file))
+    verified, explained = answered("verify", str(tmp_path)), answered("explain", "R003", "--report", str(file))
 
     assert (verified.status, explained.status) == (2, 2)
     assert "is not a run file of this version" in verified.err

@@ -22,7 +22,10 @@ pytestmark = [checkout.required, pytest.mark.slow]
 ADAPTERS = "docs/writing-an-adapter.md"
 
 #: Pages whose commands take long, and whose features have tests of their own.
-NIGHTLY = frozenset({"docs/exploring.md", "docs/tutorial.md", "docs/sanitize.md", "docs/simulated-ranks.md"})
+NIGHTLY = frozenset(
+    f"docs/{name}.md"
+    for name in ("engine", "exploring", "planner", "sanitize", "simulated-cuda", "simulated-ranks", "tutorial")
+)
 
 #: Pages with something to run. Those that need the simulated accelerator cannot be shown where it cannot be compiled.
 RUN = [

@@ -19,7 +19,7 @@ ENTRIES = load_profile(RunSettings().profile).entries
 
 @pytest.fixture(name="selection")
 def _selection() -> ModuleType:
-    return importlib.import_module("selection")
+    return importlib.import_module("certified_cases")
 
 
 @pytest.mark.parametrize(

@@ -181,8 +181,16 @@ def test_a_world_size_disables_the_others(suite: MiniSuite) -> None:
     ("options", "expected"),
     [
         (("--conformance-case", "R001/*-ws[24]"), ["R001/probe-ws4", "R001/probe-ws2"]),
-        (("--conformance-requirement", "R001"), ["R001/probe-ws4", "R001/probe-ws2", "R001/probe-ws1"]),
-        (("--conformance-binding", "R003", "--conformance-case", "*-ws1"), ["R001/probe-ws1"]),
+        pytest.param(
+            ("--conformance-requirement", "R001"),
+            ["R001/probe-ws4", "R001/probe-ws2", "R001/probe-ws1"],
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            ("--conformance-binding", "R003", "--conformance-case", "*-ws1"),
+            ["R001/probe-ws1"],
+            marks=pytest.mark.nightly,
+        ),
         (("--conformance-chapter", "J,G", "-n", "2"), ["R070/order-ws2", "R093/deferred-ws2"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -226,7 +234,9 @@ def test_workers_get_one_case_at_a_time(suite: MiniSuite) -> None:
     assert "at a time: None\n" in done.stdout
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param((), marks=pytest.mark.nightly), ("-n", "2")], ids=["one process", "workers"]
+)
 def test_fail_fast_stops_after_the_first_failure(suite: MiniSuite, workers: tuple[str, ...]) -> None:
     """The run has a footer, the status of a failure, and a note on what was not run."""
     acts = {"R001/probe-ws4": "FAIL"}
@@ -329,19 +339,33 @@ def test_a_whole_run_that_earns_no_certificate_is_not_a_success(suite: MiniSuite
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
+        pytest.param(
             ("--conformance-case", "R999"),
             "or a glob such as 'R005/*-ws2', got 'R999'",
+            marks=pytest.mark.nightly,
         ),
-        (("--conformance-world-size", "7"), "world_size must be one of 1, 2, 4, got 7"),
-        (("--conformance-world-size", "two"), "world_size must be a positive integer, got 'two'"),
+        pytest.param(
+            ("--conformance-world-size", "7"),
+            "world_size must be one of 1, 2, 4, got 7",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            ("--conformance-world-size", "two"),
+            "world_size must be a positive integer, got 'two'",
+            marks=pytest.mark.nightly,
+        ),
         (("--conformance-deadline-scale", "-1"), "deadline_scale must be a positive number, got '-1'"),
-        (
+        pytest.param(
             ("--conformance-device", "cuda:0"),
             "device must be a type such as cpu, sim or cuda, without an index",
+            marks=pytest.mark.nightly,
         ),
-        (("--conformance-profile", "none"), "or the path of a .json file, got 'none'"),
-        (("--implementation", "missing"), "implementation='missing' cannot be imported"),
+        pytest.param(
+            ("--conformance-profile", "none"), "or the path of a .json file, got 'none'", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            ("--implementation", "missing"), "implementation='missing' cannot be imported", marks=pytest.mark.nightly
+        ),
         (("--implementation", "broken"), "broken has no wrap()\nbroken has no step()"),
     ],
 )
@@ -360,7 +384,12 @@ def test_a_mistake_is_one_message(suite: MiniSuite, options: tuple[str, str], wo
 @pytest.mark.parametrize(
     ("options", "status", "words"),
     [
-        (("--implementation", "elsewhere"), EXIT_ENVIRONMENT, "backend 'nccl' is absent"),
+        pytest.param(
+            ("--implementation", "elsewhere"),
+            EXIT_ENVIRONMENT,
+            "backend 'nccl' is absent",
+            marks=pytest.mark.nightly,
+        ),
         (("--implementation", "deadly"), EXIT_SUITE, "rank 0 died of SIGSEGV while the adapter was imported"),
         (
             ("--conformance-device", "cuda", "--conformance-world-size", "4"),

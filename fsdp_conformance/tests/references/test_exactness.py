@@ -19,7 +19,7 @@ _EXACT = tuple(name for name in workload_names() if workload_by_name(name).exact
 
 
 @pytest.mark.parametrize(
-    "world_size", [3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.nightly)]
+    "world_size", [3, pytest.param(5, marks=pytest.mark.nightly), pytest.param(8, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("name", _EXACT)
 def test_a_probe_is_exact(name: str, world_size: int) -> None:

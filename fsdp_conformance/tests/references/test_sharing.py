@@ -106,7 +106,7 @@ def _forged(store: ReferenceStore, workload: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("case", [EXACT, NOISY])
+@pytest.mark.parametrize("case", [pytest.param(EXACT, marks=pytest.mark.nightly), NOISY])
 def test_a_warm_store_gives_the_same_verdict(store: ReferenceStore, case: str) -> None:
     """On another engine than the one that wrote it; nothing is trained but the engine."""
     record = _ran(case, "torch-fsdp2")
@@ -115,7 +115,9 @@ def test_a_warm_store_gives_the_same_verdict(store: ReferenceStore, case: str) -
     assert _counts(record) == (0, 1, 0)
 
 
-@pytest.mark.parametrize(("case", "workload"), [(EXACT, "exact-mlp"), (NOISY, "norm-mlp")])
+@pytest.mark.parametrize(
+    ("case", "workload"), [(EXACT, "exact-mlp"), pytest.param(NOISY, "norm-mlp", marks=pytest.mark.nightly)]
+)
 def test_a_hit_is_what_ranks_train(store: ReferenceStore, case: str, workload: str) -> None:
     """Bit for bit, on an exact workload and on another: what a spot check compares."""
     path, _ = _entry(store, workload)

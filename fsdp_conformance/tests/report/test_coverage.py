@@ -14,7 +14,7 @@ from fsdp_conformance.contract.profile import load_profile, profile_of
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.coverage import Coverage, Row, Seen, coverage, markdown
 from fsdp_conformance.report.tally import Shown, Tally, digest_of
-from fsdp_conformance.tests.cli.cli_runs import said
+from fsdp_conformance.tests.cli.cli_runs import answered
 from fsdp_conformance.tests.report import test_tally
 from fsdp_conformance.tests.report.evidence import a_case
 from fsdp_conformance.verdict import Verdict
@@ -166,14 +166,13 @@ def test_the_page_has_a_table_for_each_chapter() -> None:
     )
 
 
-@pytest.mark.slow
 def test_the_command_shows_runs_beside_the_contract(tmp_path: Path) -> None:
     """Each requirement with a case; a run of a profile of one's own is refused, because its cases are nobody else's."""
-    own = said("scoreboard", "--coverage", str(test_tally.ran(tmp_path / "own").run.path))
+    own = answered("scoreboard", "--coverage", str(test_tally.ran(tmp_path / "own").run.path))
     smoke = load_profile("smoke")
     path = str(test_tally.ran(tmp_path / "smoke", cases=tuple(smoke.by_id), profile=smoke).run.path)
 
-    text, data = (said("scoreboard", "--coverage", path, *more) for more in ((), ("--json",)))
+    text, data = (answered("scoreboard", "--coverage", path, *more) for more in ((), ("--json",)))
 
     assert (own.status, "profile must be one of" in own.err) == (2, True)
     assert (text.status, text.out.splitlines()[0]) == (0, "| engine | one |")

@@ -14,7 +14,7 @@ from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.report.formats import FORMATS, badge, ctrf, sarif, trace
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.verify import Verification
-from fsdp_conformance.tests.cli.cli_runs import said
+from fsdp_conformance.tests.cli.cli_runs import answered
 from fsdp_conformance.tests.report import test_tally
 from fsdp_conformance.tests.report.evidence import a_record, an_exit
 from fsdp_conformance.tests.report.test_texts import a_certificate, a_run, failed, hung
@@ -184,13 +184,12 @@ def smoke_run(directory: Path) -> Verification:
 class TestCommand:
     """`fsdp-conformance export`."""
 
-    @pytest.mark.slow
     def test_every_format(self, tmp_path: Path) -> None:
         """On standard output, or in a file in a directory that is made."""
         ran = smoke_run(tmp_path / "run")
         for name in FORMATS:
-            shown = said("export", str(ran.run.path), "--format", name)
-            written = said("export", str(ran.run.path), "--format", name, "-o", str(tmp_path / "out" / name))
+            shown = answered("export", str(ran.run.path), "--format", name)
+            written = answered("export", str(ran.run.path), "--format", name, "-o", str(tmp_path / "out" / name))
             assert (shown.status, written.status, written.out) == (0, 0, "")
             assert shown.out == (tmp_path / "out" / name).read_text(encoding="utf-8") != ""
 
@@ -198,8 +197,8 @@ class TestCommand:
         """By glob; a glob that matches nothing is a mistake."""
         ran = smoke_run(tmp_path / "run")
         case = ran.run.records[0].case
-        found = json.loads(said("export", str(ran.run.path), "--format", "ctrf", "--case", f"{case[:-1]}*").out)
-        lost = said("export", str(ran.run.path), "--format", "ctrf", "--case", "R777/*")
+        found = json.loads(answered("export", str(ran.run.path), "--format", "ctrf", "--case", f"{case[:-1]}*").out)
+        lost = answered("export", str(ran.run.path), "--format", "ctrf", "--case", "R777/*")
 
         assert case in {test["name"] for test in found["results"]["tests"]}
         assert (lost.status, "--case R777/* names no case that has a verdict" in lost.err) == (2, True)
@@ -208,7 +207,7 @@ class TestCommand:
         """The machine's fault, in one sentence."""
         ran = smoke_run(tmp_path / "run")
         (tmp_path / "file").touch()
-        found = said("export", str(ran.run.path), "--format", "badge", "-o", str(tmp_path / "file" / "x.svg"))
+        found = answered("export", str(ran.run.path), "--format", "badge", "-o", str(tmp_path / "file" / "x.svg"))
 
         assert (found.status, "Choose another file with --output." in found.err) == (3, True)
 
@@ -216,7 +215,7 @@ class TestCommand:
         """The text is made, since somebody may want to look at it, but the status says that it proves nothing."""
         path = Path(smoke_run(tmp_path / "run").run.path)
         path.write_text(path.read_text().replace('"verdict":"PASS"', '"verdict":"FAIL"', 1))
-        found = said("export", str(path), "--format", "badge")
+        found = answered("export", str(path), "--format", "badge")
 
         assert found.out.startswith("<svg")
         assert (found.status, found.err) != (0, "")

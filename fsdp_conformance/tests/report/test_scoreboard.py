@@ -13,7 +13,7 @@ from fsdp_conformance.report.recorder import Recorder
 from fsdp_conformance.report.scoreboard_page import Cell, markdown, scoreboard
 from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.run_settings import RunSettings
-from fsdp_conformance.tests.cli.cli_runs import said
+from fsdp_conformance.tests.cli.cli_runs import answered
 from fsdp_conformance.tests.report.evidence import a_case, a_record
 from fsdp_conformance.verdict import Verdict
 
@@ -100,12 +100,11 @@ def test_an_edited_run_is_refused(tmp_path: Path) -> None:
         scoreboard([read(path)])
 
 
-@pytest.mark.slow
 def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     """A run of a profile that is not shipped cannot be read by name: the message says so."""
-    found = said("scoreboard", str(tmp_path))
+    found = answered("scoreboard", str(tmp_path))
     assert (found.status, "expected a run file" in found.err) == (2, True)
-    lost = said("scoreboard", str(ran(tmp_path / "one", "one")))
+    lost = answered("scoreboard", str(ran(tmp_path / "one", "one")))
     assert (lost.status, "profile must be one of" in lost.err) == (2, True)
     profile = tmp_path / "some.json"
     profile.write_text(json.dumps(PROFILE.to_json()), encoding="utf-8")
@@ -115,7 +114,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     run.case(a_record())
     run.finish()
 
-    text, data = (said("scoreboard", str(run.path), *more) for more in ((), ("--json",)))
+    text, data = (answered("scoreboard", str(run.path), *more) for more in ((), ("--json",)))
 
     assert (text.status, text.out.splitlines()[0]) == (0, "| | two |")
     assert json.loads(data.out)["columns"][0]["cells"]["R001"]["passed"] == 1

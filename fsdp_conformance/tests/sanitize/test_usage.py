@@ -9,7 +9,7 @@ import pytest
 from fsdp_conformance.cli import arguments
 from fsdp_conformance.cli.commands.sanitize import order_of
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.tests.cli.cli_runs import said
+from fsdp_conformance.tests.cli.cli_runs import answered, said
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from fsdp_conformance.tests.cli.cli_runs import said
 )
 def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str, tmp_path: Path) -> None:
     """The message names what was wrong and what it should be."""
-    found = said("sanitize", *typed, cwd=tmp_path)
+    found = answered("sanitize", *typed, cwd=tmp_path)
 
     assert (found.status, found.out) == (2, "")
     assert expected in found.err
@@ -48,7 +48,7 @@ def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str,
 def test_a_file_for_the_findings_needs_a_directory(option: str, tmp_path: Path) -> None:
     """Said before the script runs, not after."""
     (tmp_path / "train.py").touch()
-    found = said("sanitize", option, "nowhere/out.json", "train.py", cwd=tmp_path)
+    found = answered("sanitize", option, "nowhere/out.json", "train.py", cwd=tmp_path)
 
     assert (found.status, found.out) == (2, "")
     assert f"{option} must be a file in an existing directory, got 'nowhere/out.json'" in found.err
@@ -107,7 +107,7 @@ def test_a_module_is_named_as_for_python() -> None:
 
 def test_the_help_documents_the_exit_statuses_of_this_command() -> None:
     """They mean something else here than in a run."""
-    found = said("sanitize", "--help")
+    found = answered("sanitize", "--help")
 
     assert all(f"\n  {status} " in found.out for status in (0, 1, 2, 3, 4, 5, 130))
     assert "clean" in found.out

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 import tomllib
 from collections import defaultdict
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -54,14 +55,13 @@ GUARDS = (
 
 
 def script(name: str) -> ModuleType:
-    """A Python file under ci/, as a module."""
-    path = checkout.ROOT / "ci" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"ci_{name}", path)
+    """A script under ci/, as a module."""
+    loader = SourceFileLoader(f"ci_{name.replace('-', '_')}", str(checkout.ROOT / "ci" / name))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # a dataclass looks its module up
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module
 
 
@@ -151,7 +151,7 @@ class TestTheList:
     def test_the_page_has_its_tables(self) -> None:
         """The tables in the documentation match the list."""
         page = (checkout.ROOT / "docs/simulated-accelerator.md").read_text(encoding="utf-8")
-        sync_sites = script("sync_sites")
+        sync_sites = script("sync-sites")
         known = list(sync_sites.read()[1].values())
 
         assert sync_sites.counts_table(known) in page
@@ -183,20 +183,20 @@ def on_ranks(jobs: list[Job]) -> dict[Job, list[Shown]]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 @checkout.required
-@pytest.mark.nightly
 def test_nothing_races_and_every_number_is_the_cpus() -> None:
     """All accesses are ordered, losses and parameters are bitwise the CPU's, and without waits there are findings."""
-    result = script("race_freedom").check([TRAININGS[name] for name in SAMPLE])
+    result = script("race-freedom").check([TRAININGS[name] for name in SAMPLE])
 
     assert {name: problem for name, (problem, _) in result.items()} == dict.fromkeys(SAMPLE, "")
 
 
 @pytest.mark.skipif(OLD, reason="the races are put into the FSDP2 of newer versions")
 @pytest.mark.slow
-@needs_compiler
 @pytest.mark.nightly
+@needs_compiler
 def test_seeded_races_are_found() -> None:
     """Each race of a real engine is found when its defect is put in, and nothing is found without it."""
     wrong: dict[str, Any] = {}
@@ -223,11 +223,12 @@ def test_a_race_that_is_not_found_has_a_reason() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 @checkout.required
 def test_a_wait_that_is_taken_out_is_missed() -> None:
     """Sites of each kind and engine, dropped one by one, give the findings of the list."""
-    version, known = script("sync_sites").read()
+    version, known = script("sync-sites").read()
     if version != torch.__version__.partition("+")[0]:
         pytest.skip(f"the list is for torch {version}")
     chosen = [_guard(known, words) for words in GUARDS]
@@ -243,11 +244,12 @@ def _guard(known: dict[str, Any], words: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 @checkout.required
 def test_the_list_knows_every_site() -> None:
     """The installed torch has no synchronisation, in a training of each engine, that the list does not have."""
-    sync_sites = script("sync_sites")
+    sync_sites = script("sync-sites")
     version, known = sync_sites.read()
     if version != torch.__version__.partition("+")[0]:
         pytest.skip(f"the list is for torch {version}")
@@ -259,6 +261,7 @@ def test_the_list_knows_every_site() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 def test_order_is_the_same_in_equal_runs() -> None:
     """Runs of one training have one digest and one list of findings; without waits the digest is another."""
@@ -286,6 +289,7 @@ KNOWN_RACES = {
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 def test_races_of_torch_itself_are_found() -> None:
     """DDP's mixed precision and the scaler of offloaded gradients race in torch 2.13: the checker says so."""

@@ -77,10 +77,10 @@ def trained_beside_ddp(rank: int, world_size: int, plans: list[Plan]) -> dict[st
 
 
 def thirds() -> Iterator[Any]:
-    """A world size and which third of the combinations: each in two worlds. The other two thirds are nightly."""
+    """A world size and which third of the combinations: one of each world up to 4 ranks. All others are nightly."""
     for index, world_size in enumerate(WORLD_SIZES):
         for third in range(3):
-            marks = () if third == index % 3 else (pytest.mark.nightly,)
+            marks = () if third == index % 3 and world_size <= 4 else (pytest.mark.nightly,)
             yield pytest.param(world_size, third, marks=marks)
 
 
@@ -108,7 +108,10 @@ def test_every_strategy_and_prefetch(world_size: int, third: int) -> None:
 
 @compiled
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(size, marks=[] if size <= 4 else [pytest.mark.nightly]) for size in WORLD_SIZES],
+)
 @in_process_of_its_own
 def test_every_strategy_init_mode_and_offload(world_size: int) -> None:
     """On the simulated accelerator: a third of the combinations in each world, all of them in three worlds."""

@@ -1,7 +1,7 @@
 """
 The cases that ci/test certifies, as options of ci/certify. ci/nightly runs every case of the profile.
 
-    python ci/selection.py [--quick] IMPLEMENTATION
+    python ci/certified_cases.py [--quick] IMPLEMENTATION
 
 Of every test method the case with the fewest capabilities, which most engines declare, at the smallest world size of at
 least two ranks; with --quick the cases of the profile `quick`. And every case that ci/known-findings.toml lists for

@@ -1,7 +1,7 @@
 """
 What ci/versions found, as a Markdown table with a row for each version of torch.
 
-    python ci/versions.py DIR
+    python ci/versions_table.py DIR
 """
 
 from __future__ import annotations
