@@ -15,13 +15,13 @@ _PAGES = Path(__file__).resolve().parent
 ADAPTER = ("writing-an-adapter", "")
 """How to write an adapter: the whole protocol."""
 ADAPTER_PROBLEMS = ("writing-an-adapter", "when-smoke-complains")
-"""What the findings of `smoke` mean."""
+"""The findings of `smoke`, and their common causes."""
 VERDICT = ("reading-a-verdict", "")
-"""What the verdicts mean, and how to read a failure."""
+"""The meaning of the verdicts, and how to read a failure."""
 NOT_CERTIFIED = ("reading-a-verdict", "why-a-run-is-not-certified")
 """Every reason that stands between a run and a certificate."""
 ENVIRONMENT = ("gpus-and-clusters", "what-a-machine-needs")
-"""What a machine needs to run the cases."""
+"""The hardware that cases need."""
 
 #: Every page that a message links to, as arguments of `link`.
 LINKED = (ADAPTER, ADAPTER_PROBLEMS, VERDICT, NOT_CERTIFIED, ENVIRONMENT)

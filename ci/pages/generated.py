@@ -1,4 +1,4 @@
-"""What is written from the contract, from the table of capabilities and from that of exit statuses."""
+"""Pages and tables generated from the contract, the capabilities and the exit statuses."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _REQUIREMENTS = """\
 
 # The requirements
 
-The contract has {number} requirements: {levels}. *MUST* binds every engine. *MUST if declared* binds an engine
-that declares the [capability](capabilities.md); an engine that does not declare it must refuse loudly
-([R000](#r000)). *SHOULD* is measured and reported, and never stands between an engine and a certificate.
-Cases bind {bound} of them so far.
+The contract has {number} requirements: {levels}. *MUST* applies to every engine. *MUST if declared* applies to
+engines that declare the [capability](capabilities.md); an engine that does not declare it must reject its use with an
+error ([R000](#r000)). *SHOULD* is measured and reported, but never prevents a certificate. {bound} of the requirements
+have cases so far.
 
-`fsdp-conformance explain R003` prints the same text for one requirement, with what your last run found. The
-data is in `fsdp_conformance/contract/requirements.toml`, and the reasons behind the wording are in
+`fsdp-conformance explain R003` prints the same text for one requirement, with the findings of your last run. The
+data is in `fsdp_conformance/contract/requirements.toml`, and the reasons for the wording are in
 `fsdp_conformance/contract/choices.md`.
 
 | observed by | meaning |
@@ -46,21 +46,22 @@ _CAPABILITIES = """\
 
 # Capabilities
 
-A capability is a flag by which an adapter says what its engine offers. A case that needs an undeclared flag is
-UNSUPPORTED instead of a failure. Name flags in `capabilities`, remove inherited ones with `declines`, or write the
-optional method in the last column, which declares its flag.
+A capability is a flag with which an adapter declares what its engine offers. A case that needs an undeclared flag is
+UNSUPPORTED, not a failure. To declare flags, list them in `capabilities` or implement the optional method in the last
+column; to remove inherited ones, list them in `declines`.
 
 {plain} of the {number} cases of `{core}` need no flag at all. The tables count the cases that name each flag; a
-case may name several, and runs only if all of them are declared. `fsdp-conformance list --not-run` shows what your
-own declarations leave out.
+case may name several, and runs only if all of them are declared. `fsdp-conformance list --not-run` shows which cases
+your declarations leave out.
 
-*Asked by* says what happens without the flag. A *plan* or *method* flag: the case does not run, because there is no
-way to ask. A *model* flag: the case runs anyway, since the model itself asks, and the engine must raise or be right.
+*Asked by* says what happens without the flag. For *plan* and *method*, the case does not run, because there is no way
+to ask for the feature. For *model*, the case runs anyway, because the model itself needs the feature: the engine must
+either raise an error or get the right result.
 
 *Extension* is the part of a [certificate](reading-a-verdict.md#what-a-certificate-covers) that the flag's cases belong
 to. The base has {base} cases; they need no flag.
 
-A count of 0 means that no case names the flag. It may still be asked: `cpu_compute` by every case on the CPU, the
+If the count is 0, no case names the flag, but it may still be used: `cpu_compute` by every case on the CPU, the
 `init_` flags and `any_accelerator` by every case on an accelerator, and `full_grads` and `full_buffers` wherever
 gradients and buffers are compared.
 """
@@ -68,7 +69,7 @@ gradients and buffers are compared.
 _CAPABILITY_TABLE = """
 ## {area}
 
-| flag | what it says | asked by | extension | cases | declared by writing |
+| flag | meaning | asked by | extension | cases | declared by method |
 |---|---|---|---|--:|---|
 {rows}
 """
@@ -76,16 +77,16 @@ _CAPABILITY_TABLE = """
 _NOT_YET = """
 ## Not yet
 
-The contract names these flags, but no case needs them yet, so no adapter can declare them:
+The contract names these flags, but no case needs them yet, so adapters cannot declare them:
 
-| flag | what it will say |
+| flag | meaning |
 |---|---|
 {rows}
 """
 
 
 def requirements_page() -> str:
-    """Every requirement, by chapter."""
+    """The text of docs/requirements.md: every requirement, by chapter."""
     requirements = contract.load().requirements
     bound = _bound(load_profile(CORE), load_profile(COMPONENTS))
     levels = Counter(requirement.level.word for requirement in requirements.values())
@@ -105,12 +106,12 @@ def requirements_page() -> str:
 
 
 def _bound(*profiles: Profile) -> dict[str, list[str]]:
-    """Requirement id to the cases that bind it, counted in words: `312 of core-2026.11`."""
-    found: dict[str, list[str]] = {}
+    """Maps each requirement id to the number of cases that bind it in each profile, such as `312 of core-2026.11`."""
+    counts: dict[str, list[str]] = {}
     for profile in profiles:
         for name, number in Counter(name for entry in profile.entries for name in entry.requirements).items():
-            found.setdefault(name, []).append(f"{number} of {profile.name}")
-    return found
+            counts.setdefault(name, []).append(f"{number} of {profile.name}")
+    return counts
 
 
 def _chapter_row(letter: str, requirements: Mapping[str, Requirement], bound: Mapping[str, list[str]]) -> str:
@@ -137,7 +138,7 @@ def _requirement(requirement: Requirement, cases: list[str] | tuple[()], uncover
 
 
 def capabilities_page() -> str:
-    """Every capability flag, by area, with the cases that name it."""
+    """The text of docs/capabilities.md: every capability flag, by area, with the number of cases that name it."""
     core, components = load_profile(CORE), load_profile(COMPONENTS)
     named = Counter(flag for entry in (*core.entries, *components.entries) for flag in entry.needs)
     methods = _methods()
@@ -162,25 +163,25 @@ def capabilities_page() -> str:
 
 
 def _methods() -> dict[str, str]:
-    """Flag to the optional methods that declare it."""
-    found: dict[str, list[str]] = {}
+    """Maps each flag to the optional methods that declare it."""
+    methods: dict[str, list[str]] = {}
     for base in reversed(TorchAdapter.__mro__):
         for method, flag in vars(base).get("optional", {}).items():
-            found.setdefault(flag, []).append(f"`{method}`")
-    return {flag: ", ".join(names) for flag, names in found.items()}
+            methods.setdefault(flag, []).append(f"`{method}`")
+    return {flag: ", ".join(names) for flag, names in methods.items()}
 
 
 def with_tables(text: str) -> str:
-    """A page's text with tables of exit statuses between `<!-- exit statuses: COMMAND -->` and `<!-- end -->`."""
+    """Return `text` with the tables filled in between `<!-- exit statuses: COMMAND -->` and `<!-- end -->`."""
     return re.sub(r"<!-- exit statuses: (\w+) -->\n(.*?)<!-- end -->", _statuses, text, flags=re.DOTALL)
 
 
-def _statuses(found: re.Match[str]) -> str:
-    rows = "".join(f"| {int(one)} | {meaning} |\n" for one, meaning in status.meanings(found[1]).items())
-    return f"<!-- exit statuses: {found[1]} -->\n\n| status | meaning |\n|---|---|\n{rows}\n<!-- end -->"
+def _statuses(match: re.Match[str]) -> str:
+    rows = "".join(f"| {int(one)} | {meaning} |\n" for one, meaning in status.meanings(match[1]).items())
+    return f"<!-- exit statuses: {match[1]} -->\n\n| status | meaning |\n|---|---|\n{rows}\n<!-- end -->"
 
 
-#: Every page that is generated as a whole.
+#: The pages that are generated as a whole.
 GENERATED: Mapping[str, Callable[[], str]] = {
     "docs/requirements.md": requirements_page,
     "docs/capabilities.md": capabilities_page,

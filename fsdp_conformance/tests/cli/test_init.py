@@ -257,8 +257,8 @@ def test_what_is_written_works(root: Path) -> None:
 
 
 def filled_in(text: str) -> str:
-    """The skeleton with what its comment says of FSDP2 as the body of `wrap`."""
-    before, _, rest = text.partition("        # This is what it would be for torch's FSDP2:\n        #\n")
+    """Return the skeleton with the FSDP2 example of its comment as the body of `wrap`."""
+    before, _, rest = text.partition("        # With torch's FSDP2, for example:\n        #\n")
     example, _, after = rest.partition("        raise AdapterError(")
     body = "\n".join(line.removeprefix("        #") for line in example.splitlines())
     return before + textwrap.indent(textwrap.dedent(body), " " * 8) + "\n" + after.partition("\n")[2]

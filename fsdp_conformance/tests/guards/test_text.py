@@ -33,6 +33,32 @@ FORBIDDEN_TEXT: dict[str, str] = {
     r"<<<<<<< |>>>>>>> ": "a conflict left by a merge",
 }
 
+#: Words that no engineer would say to a colleague, and what to write instead.
+TICS: dict[str, str] = {
+    r"\banew\b": "write `again`",
+    r"\bmend(s|ed|ing)?\b": "write `fix`",
+    r"\bin vain\b": "say what failed",
+    r"\b(some|no)body\b": "say who, or use the passive",
+}
+
+#: A docstring that begins like this is half a question: write `Return ...`, `True if ...`, or name the thing.
+_QUESTION = re.compile(r"\s*(What|Whether)\b")
+
+#: Directory to the number of TICS and questions that its files still have; 0 where it is not listed. Lower a number
+#: when you clean files, and never raise one. Titles of cases (in suites) stay, because the profiles pin them.
+TICS_LEFT: dict[str, int] = {
+    "CHANGELOG.md": 8,
+    "ci": 103,
+    "docs": 7,
+    "fixtures": 9,
+    "fsdp_conformance": 682,
+    "fsdp_conformance/tests": 333,
+    "suites": 35,
+}
+
+#: The files that people read: code, pages, scripts and settings.
+_PROSE = frozenset({"", ".cpp", ".h", ".jinja", ".md", ".py", ".sbatch", ".sh", ".toml", ".yaml", ".yml"})
+
 _SKIPS = frozenset({"skip", "skipIf", "skipUnless", "skipTest", "SkipTest", "skipif", "importorskip"})
 
 Rule = Callable[[Module], Iterator[tuple[int, str]]]
@@ -44,6 +70,28 @@ def forbidden_text(text: str) -> list[tuple[int, str]]:
         (text.count("\n", 0, match.start()) + 1, f"{match.group()!r}: {reason}")
         for pattern, reason in FORBIDDEN_TEXT.items()
         for match in re.finditer(pattern, text)
+    ]
+
+
+def tics(text: str) -> list[tuple[int, str]]:
+    """Line number and advice for each of TICS in `text`."""
+    return [
+        (text.count("\n", 0, match.start()) + 1, f"{match.group()!r}: {advice}")
+        for pattern, advice in TICS.items()
+        for match in re.finditer(pattern, text, re.IGNORECASE)
+    ]
+
+
+def questions(tree: ast.Module) -> list[tuple[int, str]]:
+    """Line number and advice for each docstring, also of an attribute, that begins with `What` or `Whether`."""
+    return [
+        (
+            node.lineno,
+            f"a docstring that begins with {match[1]!r}: write `Return ...`, `True if ...`, or name the thing",
+        )
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if (match := _QUESTION.match(node.value.value))
     ]
 
 
@@ -119,6 +167,22 @@ def test_no_file_holds_forbidden_text() -> None:
     assert found == []
 
 
+def test_tics_only_become_fewer() -> None:
+    """No directory has more of TICS, or of docstrings that are questions, than TICS_LEFT allows."""
+    places: dict[str, list[str]] = {}
+    for file in checkout.files():
+        if file.as_posix() == _OWN or file.suffix not in _PROSE:
+            continue
+        findings = tics((checkout.ROOT / file).read_text(encoding="utf-8", errors="replace"))
+        findings += questions(checkout.parse(checkout.ROOT / file)) if file.suffix == ".py" else []
+        directory = "fsdp_conformance/tests" if file.parts[:2] == ("fsdp_conformance", "tests") else file.parts[0]
+        places.setdefault(directory, []).extend(f"{file}:{line}: {advice}" for line, advice in findings)
+    counts = {directory: len(found) for directory, found in places.items() if found}
+    more = {name: places[name] for name, count in counts.items() if count > TICS_LEFT.get(name, 0)}
+
+    assert not more, f"counts are {counts}; look among {more}"
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_no_module_breaks_the_rule(rule: Rule) -> None:
     """The rule is silent on every module of the package."""
@@ -154,6 +218,33 @@ def test_the_text_guard_speaks(text: str) -> None:
 def test_the_text_guard_leaves_other_text_alone(text: str) -> None:
     """What only looks alike is not reported."""
     assert forbidden_text(text) == []
+
+
+@pytest.mark.parametrize("text", ["Trained anew.", "it was mended", "tried in vain", "for somebody", "Nobody reads it"])
+def test_each_tic_is_reported(text: str) -> None:
+    """Each word is reported once, on its line."""
+    assert [line for line, _ in tics(f"first\n{text}\n")] == [2]
+
+
+@pytest.mark.parametrize("text", ["a newer torch", "amend the commit", "recommended", "invaluable", "everybody"])
+def test_words_that_contain_a_tic_are_left_alone(text: str) -> None:
+    """Only whole words are reported."""
+    assert tics(text) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ('def f():\n    """What it is."""', [2]),
+        ('class A:\n    x: int\n    """Whether x."""', [3]),
+        ('def f():\n    """\n    What it is.\n    """', [2]),
+        ('"""Whatever comes."""\ntext = "What is it?"', []),
+        ('def f():\n    """True if it is what it says."""', []),
+    ],
+)
+def test_docstrings_that_are_questions_are_reported(source: str, lines: list[int]) -> None:
+    """Docstrings of modules, classes, functions and attributes count, other strings do not."""
+    assert [line for line, _ in questions(ast.parse(source))] == lines
 
 
 @pytest.mark.parametrize(
