@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.simulator import build
+from fsdp_conformance.simulator.device import build
 from studies.stream_ranks import run_on_ranks
 from studies.stream_study import ALL, Job, outcome_of, reference, study
 from studies.stream_trainings import TRAININGS, Training

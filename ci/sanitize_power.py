@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.simulator import build
+from fsdp_conformance.simulator.device import build
 from studies.script_controls import CONTROLS
 from studies.script_defects import DEFECTS
 from studies.script_programs import CORRECT, WRONG

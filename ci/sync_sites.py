@@ -16,8 +16,8 @@ import torch
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.simulator import build
-from fsdp_conformance.simulator.sync_sites import site_from_id
+from fsdp_conformance.simulator.checker.sync_sites import site_from_id
+from fsdp_conformance.simulator.device import build
 from studies.stream_ranks import run_on_ranks
 from studies.stream_study import Job, study
 from studies.stream_trainings import TRAININGS

@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fsdp_conformance.cases import places as case_places as place
 from fsdp_conformance import run_settings
 from fsdp_conformance.adapters import cuda_names, registry
 from fsdp_conformance.adapters.base import Adapter
@@ -57,8 +58,7 @@ from fsdp_conformance.outcome.records import CaseRecord, RankError, RankExit, Ra
 from fsdp_conformance.plan import SIMULATED, InitMode, Plan
 from fsdp_conformance.references.sharing import offered
 from fsdp_conformance.run_settings import SHARED_DEVICES, RunOrder, RunSettings, TorchrunWorker, order_from_json
-from fsdp_conformance.simulator import place
-from fsdp_conformance.simulator.build import cache_directory
+from fsdp_conformance.simulator.device.build import cache_directory
 from fsdp_conformance.stress import MEASUREMENT, failure_of
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload.definition import Regime, Workload

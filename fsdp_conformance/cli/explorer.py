@@ -40,11 +40,11 @@ def _explore(order: dict[str, Any]) -> None:
         raise EnvironmentUnavailable(
             "explore needs Hypothesis, which is not installed: pip install 'fsdp-conformance[explore]'"
         )
+    from fsdp_conformance.cases import places as case_places as place
     from fsdp_conformance.adapters import registry
     from fsdp_conformance.explore.exploration import Budget, Explorer
     from fsdp_conformance.explore.pool import WarmWorker
     from fsdp_conformance.run_settings import RunOrder, settings_from_json
-    from fsdp_conformance.simulator import place
 
     settings = replace(settings_from_json(order["settings"]), ranks="simulated")
     if settings.device == SIMULATED and (problem := place.build_problem()):

@@ -77,8 +77,8 @@ class Controller:
         order = options.order_of(self.config) if self.recorder is not None else None
         if order is None or order.description is None:
             return
+        from fsdp_conformance.cases import places as case_places as place
         from fsdp_conformance.adapters import registry
-        from fsdp_conformance.simulator import place
 
         cases = [entry.case() for entry in options.selected_entries(self.config)]
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -213,9 +213,9 @@ _RERUN = "not comparable: a plugin reran failed cases, and a case must run only 
 
 def _check_devices(settings: RunSettings) -> None:
     """Raise EnvironmentUnavailable if this machine cannot run what was asked for by name."""
+    from fsdp_conformance.cases.places import place_of
     from fsdp_conformance.errors import EnvironmentUnavailable
     from fsdp_conformance.harness import devices
-    from fsdp_conformance.simulator.place import place_of
 
     here = place_of(settings.device)
     if here.problem:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_conformance.cases import places as case_places as place
 from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
 from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
@@ -28,7 +29,7 @@ from fsdp_conformance.mutants.streams import FreesInFlight, StepsOnASideStream
 from fsdp_conformance.plan import SIMULATED, InitMode, Plan
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, run_case
-from fsdp_conformance.simulator import build, place
+from fsdp_conformance.simulator.device import build
 from fsdp_conformance.suites.test_h_delays import _DEGREES, _DELAYS, _PREFETCH, COVERED, stands_together
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN
@@ -133,7 +134,7 @@ def test_only_its_own_ranks_pay_for_it() -> None:
     """Ranks on the CPU come from another warm process."""
     assert devices.preload("cpu") == ()
     assert dict(devices.preload_environment("cpu")) == {}
-    assert devices.preload(SIMULATED) == ("fsdp_conformance.simulator.activated",)
+    assert devices.preload(SIMULATED) == ("fsdp_conformance.simulator.activate_on_import",)
     assert dict(devices.preload_environment(SIMULATED)) != {}
 
 
