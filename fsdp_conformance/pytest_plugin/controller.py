@@ -77,13 +77,13 @@ class Controller:
         order = options.order_of(self.config) if self.recorder is not None else None
         if order is None or order.description is None:
             return
-        from fsdp_conformance.cases import places as case_places as place
         from fsdp_conformance.adapters import registry
+        from fsdp_conformance.cases import places
 
         cases = [entry.case() for entry in options.selected_entries(self.config)]
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         say = reporter.write_line if reporter is not None else print
-        place.prepare(cases, order.settings, registry.description_from_json(order.description).declared, say=say)
+        places.prepare(cases, order.settings, registry.description_from_json(order.description).declared, say=say)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write down what a report says about a case."""

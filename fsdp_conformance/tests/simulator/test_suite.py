@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_conformance.cases import places as case_places as place
 from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
 from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.cases import places
 from fsdp_conformance.checks.streams import stream_control, stream_safety
 from fsdp_conformance.contract.gate import Place
 from fsdp_conformance.driver.watch import AcceleratorWatch, SimulatedWatch, Watch, watch_for
@@ -91,7 +91,7 @@ def test_the_device_is_built_once_before_the_cases_that_need_it(monkeypatch: pyt
     monkeypatch.setattr(build, "unavailable", lambda: None)
     monkeypatch.setattr(build, "is_built", lambda: bool(built))
     monkeypatch.setattr(place, "build_problem", lambda: built.append("now"))
-    place_problem = partial(place.prepare, declared=_declares_all, say=said.append)
+    place_problem = partial(places.prepare, declared=_declares_all, say=said.append)
     monkeypatch.setattr(place, "places", lambda settings: _places_without_compiling())
 
     place_problem([a_case()], RunSettings())
@@ -113,13 +113,13 @@ def test_looking_for_the_device_compiles_nothing(monkeypatch: pytest.MonkeyPatch
     """`list`, `doctor` and collection ask where cases would run."""
     monkeypatch.setattr(build, "require", lambda: pytest.fail("compiled"))
     monkeypatch.setattr(build, "unavailable", lambda: "no C++ compiler")
-    place.build_problem.cache_clear()
+    places.build_problem.cache_clear()
 
-    found = place.places(RunSettings())
+    found = places.places(RunSettings())
 
     assert found["cpu"].problem == ""
     assert (found[SIMULATED].problem, found[SIMULATED].present) == ("no C++ compiler", frozenset())
-    assert SIMULATED not in place.places(RunSettings(simulator=False))
+    assert SIMULATED not in places.places(RunSettings(simulator=False))
 
 
 def test_simulated_devices_are_shared_and_leased_by_nobody() -> None:
