@@ -44,6 +44,7 @@ Ways in:
     pytest_plugin  pytest
     simulated_cuda
                    simulated GPUs for any tests, notebooks and functions
+    script_ranks   training scripts on ranks of the harness, for `sanitize`
     cli            the command fsdp-conformance
 
 The cases themselves are in `fsdp_conformance.suites`, their models and batches in `fsdp_conformance.fixtures`; in a

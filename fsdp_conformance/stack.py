@@ -37,7 +37,7 @@ class Owner(StrEnum):
 
 #: Directory of this package, with a separator at the end, as the others here.
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_MACHINERY = tuple(f"{_PACKAGE}{part}{os.sep}" for part in ("harness", "simulator", "simulated_cuda"))
+_MACHINERY = tuple(f"{_PACKAGE}{part}{os.sep}" for part in ("harness", "script_ranks", "simulator"))
 #: Directories of packages, and the programs that start pytest.
 _RUNNERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_pytest", "pluggy", "pytest", "xdist", "execnet"))
 _RUNNER_PROGRAMS = tuple(f"{os.sep}bin{os.sep}{name}" for name in ("pytest", "py.test"))

@@ -219,8 +219,9 @@ def time_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace,
 
 def weigh_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, size: str, setting: str) -> None:
     """One rank: measure every engine's peak in its third step, with a batch of one token and with the timed batch."""
-    from fsdp_conformance.simulator import checker, device
+    from fsdp_conformance.simulator import checker
     from fsdp_conformance.simulator.activation import activate
+    from fsdp_conformance.simulator.device import devices as device
 
     torch.set_num_threads(1)
     activate()

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.simulator import checker, ordering
+from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator.activation import activate
+from fsdp_conformance.simulator.checker import ordering
 
 #: Width, layers, sequences and tokens of each.
 SIZES = ((128, 2, 2, 32), (512, 4, 4, 128))

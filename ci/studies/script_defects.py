@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_conformance.history.hazard import HazardKind
-from fsdp_conformance.simulator.disagreement import DisagreementKind
+from fsdp_conformance.simulator.checker.hazard import HazardKind
+from fsdp_conformance.simulator.collectives.disagreement import DisagreementKind
 from studies.script_runs import Script
 
 _DIFFERENT = DisagreementKind.DIFFERENT

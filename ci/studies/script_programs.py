@@ -7,8 +7,8 @@ what the checker finds in code that it was not made for.
 
 from __future__ import annotations
 
-from fsdp_conformance.history.hazard import HazardKind
-from fsdp_conformance.simulator.disagreement import DisagreementKind
+from fsdp_conformance.simulator.checker.hazard import HazardKind
+from fsdp_conformance.simulator.collectives.disagreement import DisagreementKind
 from studies.script_runs import Script
 
 

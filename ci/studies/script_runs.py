@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsdp_conformance.cli.alerts import Alert, alerts_of
-from fsdp_conformance.cli.sanitize_report import ScriptReport
-from fsdp_conformance.simulator.launch import ScriptLaunch, ScriptOrder, end_server, warm_server
-from fsdp_conformance.status import Status
+from fsdp_conformance.script_ranks.endings import script_end
+from fsdp_conformance.script_ranks.launch import ScriptLaunch, end_server, warm_server
+from fsdp_conformance.simulator.sanitize.alerts import Alert, alerts_of
+from fsdp_conformance.simulator.sanitize.order import ScriptOrder
+from fsdp_conformance.simulator.sanitize.report import ExitStatus, ScriptReport
 
 #: The comment on the line of a mistake.
 MARK = "# wrong"
@@ -75,7 +76,7 @@ class Outcome:
     """What was found in a script."""
 
     script: Script
-    status: Status
+    status: ExitStatus
     alerts: tuple[Alert, ...]
     verdict: str
     text: str
@@ -100,7 +101,7 @@ class Outcome:
     @property
     def is_silent(self) -> bool:
         """Whether the script ran, and nothing was found."""
-        return self.status is Status.CERTIFIED
+        return self.status is ExitStatus.CLEAN
 
     @property
     def is_right(self) -> bool:
@@ -159,8 +160,7 @@ def run_scripts(scripts: Iterable[Script]) -> Iterator[Outcome]:
                 report = ScriptReport(
                     order,
                     observed=launch.observed,
-                    reports=reports,
-                    exits=exits,
+                    end=script_end(reports, exits),
                     seconds=seconds,
                     calls=launch.calls,
                 )

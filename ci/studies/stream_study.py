@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from fsdp_conformance.simulator import build, checker
+from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator.checker import Wait
-from fsdp_conformance.simulator.hazard import Access, Hazard
-from fsdp_conformance.simulator.sync_sites import SiteWatch
-from fsdp_conformance.stack import Frame, below_torch
+from fsdp_conformance.simulator.checker.hazard import Access, Hazard
+from fsdp_conformance.simulator.checker.sync_sites import SiteWatch
+from fsdp_conformance.simulator.device import build
+from fsdp_conformance.simulator.frames import Frame, below_torch
 from studies.stream_ranks import synchronized
 from studies.stream_runs import Outcome, run
 from studies.stream_trainings import RACING, TRAININGS

@@ -35,7 +35,9 @@ def provide(adapter: type[Adapter], device_type: str) -> None:
 
 @functools.cache
 def _install() -> None:
-    from fsdp_conformance.simulator import as_cuda, cuda_names, labels
+    from fsdp_conformance.simulator.as_cuda import names as cuda_names
+    from fsdp_conformance.simulator.as_cuda import translation as as_cuda
+    from fsdp_conformance.simulator.checker import labels
 
     specs = [importlib.util.find_spec(name) for name in _SUITE]
     cuda_names.keep_own_names(place for spec in specs if spec for place in spec.submodule_search_locations or ())

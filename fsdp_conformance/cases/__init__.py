@@ -6,5 +6,6 @@ Conformance cases: how one is declared, what its body may call, and how the cont
     checks         the checks that a body calls
     references     the references of a case, trained or taken from the store
     worlds         smaller worlds inside a case, and a directory that all of its ranks see
+    places         the devices of this machine that cases can run on
     refusal        what counts as a refusal, and what is a breakdown
 """

@@ -30,6 +30,7 @@ from fsdp_conformance.adapters import cuda_names, registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.cases import places
 from fsdp_conformance.cases.checks import CaseChecks
 from fsdp_conformance.cases.references import CaseReferences
 from fsdp_conformance.cases.worlds import CaseWorlds
@@ -57,8 +58,7 @@ from fsdp_conformance.outcome.records import CaseRecord, RankError, RankExit, Ra
 from fsdp_conformance.plan import SIMULATED, InitMode, Plan
 from fsdp_conformance.references.sharing import offered
 from fsdp_conformance.run_settings import SHARED_DEVICES, RunOrder, RunSettings, TorchrunWorker, order_from_json
-from fsdp_conformance.simulator import place
-from fsdp_conformance.simulator.build import cache_directory
+from fsdp_conformance.simulator.device.build import cache_directory
 from fsdp_conformance.stress import MEASUREMENT, failure_of
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload.definition import Regime, Workload
@@ -155,9 +155,9 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
 
     def _gated(self, description: AdapterDescription, settings: RunSettings) -> Gated:
         """The device of the case, or why it does not run. The first simulated case may wait for a compiler."""
-        gated = gate(self.case, declared=description.declared, settings=settings, places=place.places(settings))
-        if gated.record is None and gated.device == SIMULATED and place.build_problem():
-            gated = gate(self.case, declared=description.declared, settings=settings, places=place.places(settings))
+        gated = gate(self.case, declared=description.declared, settings=settings, places=places.places(settings))
+        if gated.record is None and gated.device == SIMULATED and places.build_problem():
+            gated = gate(self.case, declared=description.declared, settings=settings, places=places.places(settings))
         return gated
 
     def _offered_references(self, settings: RunSettings, device: str) -> dict[str, Any] | None:

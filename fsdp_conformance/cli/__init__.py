@@ -39,9 +39,8 @@ Child processes. They import torch; the command itself, except for `smoke` and t
 What the commands about one case share:
     single          finding it, running it in this process, its exit status
 
-What `sanitize` prints:
-    sanitize_report  hazards, folded over ranks
-    alerts          its findings as code-scanning alerts and annotations
+For `sanitize`:
+    alerts          its findings as code-scanning results and annotations
 """
 
 from fsdp_conformance.cli.command import main

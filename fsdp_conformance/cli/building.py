@@ -12,7 +12,7 @@ from fsdp_conformance.report.terminal import duration
 #: Compiling takes half a minute on two idle cores; another process may be compiling it already.
 TIMEOUT_S = 900.0
 
-_CODE = "from fsdp_conformance.simulator import place; print(place.build_problem())"
+_CODE = "from fsdp_conformance.cases import places; print(places.build_problem())"
 
 
 def build_simulator(*, timeout_s: float = TIMEOUT_S) -> str:

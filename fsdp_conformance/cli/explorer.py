@@ -41,13 +41,13 @@ def _explore(order: dict[str, Any]) -> None:
             "explore needs Hypothesis, which is not installed: pip install 'fsdp-conformance[explore]'"
         )
     from fsdp_conformance.adapters import registry
+    from fsdp_conformance.cases import places
     from fsdp_conformance.explore.exploration import Budget, Explorer
     from fsdp_conformance.explore.pool import WarmWorker
     from fsdp_conformance.run_settings import RunOrder, settings_from_json
-    from fsdp_conformance.simulator import place
 
     settings = replace(settings_from_json(order["settings"]), ranks="simulated")
-    if settings.device == SIMULATED and (problem := place.build_problem()):
+    if settings.device == SIMULATED and (problem := places.build_problem()):
         raise EnvironmentUnavailable(f"the simulated accelerator cannot be built: {problem}")
     description = registry.describe(settings.implementation)
     declared = description.declared(settings.device)

@@ -60,10 +60,10 @@ def machine_here(device: str) -> Machine:
     """What this machine offers; counts devices without starting any."""
     import importlib.metadata
 
+    from fsdp_conformance.cases.places import place_of
     from fsdp_conformance.harness import devices, leases
     from fsdp_conformance.plan import SIMULATED
-    from fsdp_conformance.simulator import build
-    from fsdp_conformance.simulator.place import place_of
+    from fsdp_conformance.simulator.device import build
 
     here, simulated = place_of(device), place_of(SIMULATED)
     backend, problem = "", here.problem

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from fsdp_conformance.harness.warm_up import warm_up
-from fsdp_conformance.history.hazard import HazardRecord
+from fsdp_conformance.history.hazard import HazardKind, HazardRecord
 from fsdp_conformance.plan import SIMULATED
+from fsdp_conformance.simulator.checker.hazard import Hazard
 
 
 class Watch:
@@ -125,7 +126,7 @@ class SimulatedWatch(AcceleratorWatch):
         self._submitted = self._checker.submitted(self.device.index)
 
     def hazards(self) -> list[HazardRecord]:
-        return [found.record() for found in self._checker.hazards(self.device.index)]
+        return [hazard_record(hazard) for hazard in self._checker.hazards(self.device.index)]
 
     def accesses(self) -> int:
         return self._checker.accesses() - self._accesses
@@ -133,6 +134,20 @@ class SimulatedWatch(AcceleratorWatch):
     def streams(self) -> int:
         now = self._checker.submitted(self.device.index)
         return sum(count > self._submitted.get(lane, 0) for lane, count in now.items())
+
+
+def hazard_record(hazard: Hazard) -> HazardRecord:
+    """The form in which a run's history stores a hazard."""
+    return HazardRecord(
+        kind=HazardKind(hazard.kind),
+        then_op=hazard.then.site.op,
+        then_label=hazard.then.site.label,
+        now_op=hazard.now.site.op,
+        now_label=hazard.now.site.label,
+        sentence=hazard.sentence(),
+        text=hazard.explain(),
+        count=hazard.count,
+    )
 
 
 def watch_for(device: torch.device) -> Watch:

@@ -34,7 +34,7 @@ _SIMULATED_DEVICES = "FSDP_CONFORMANCE_SIM_DEVICES"
 
 #: What a warm process imports first, so that the ranks forked from it know the device type. Given by name, because the
 #: simulator imports this package. CPU ranks have a warm process without it: a device type cannot be unloaded.
-_PRELOAD = {SIMULATED: ("fsdp_conformance.simulator.activated",)}
+_PRELOAD = {SIMULATED: ("fsdp_conformance.simulator.activate_on_import",)}
 
 
 def device_count(device_type: str) -> int:

@@ -78,12 +78,12 @@ class Controller:
         if order is None or order.description is None:
             return
         from fsdp_conformance.adapters import registry
-        from fsdp_conformance.simulator import place
+        from fsdp_conformance.cases import places
 
         cases = [entry.case() for entry in options.selected_entries(self.config)]
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         say = reporter.write_line if reporter is not None else print
-        place.prepare(cases, order.settings, registry.description_from_json(order.description).declared, say=say)
+        places.prepare(cases, order.settings, registry.description_from_json(order.description).declared, say=say)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write down what a report says about a case."""
@@ -213,9 +213,9 @@ _RERUN = "not comparable: a plugin reran failed cases, and a case must run only 
 
 def _check_devices(settings: RunSettings) -> None:
     """Raise EnvironmentUnavailable if this machine cannot run what was asked for by name."""
+    from fsdp_conformance.cases.places import place_of
     from fsdp_conformance.errors import EnvironmentUnavailable
     from fsdp_conformance.harness import devices
-    from fsdp_conformance.simulator.place import place_of
 
     here = place_of(settings.device)
     if here.problem:

@@ -19,6 +19,7 @@ from typing import Any
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.cases.places import places
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.gate import gate
 from fsdp_conformance.contract.profile import load_profile
@@ -28,7 +29,6 @@ from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest.cases import BoundCase, bound_cases, run_case
 from fsdp_conformance.selftest.correct import BUNDLED, CORRECT, has_upstream_defect
 from fsdp_conformance.selftest.plain import STRICT, USUAL, difference, plain_loss
-from fsdp_conformance.simulator.place import places
 from fsdp_conformance.verdict import RAN, Verdict
 
 #: Engines of which a plain comparison of losses trains a model; others are parts that training does not reach.

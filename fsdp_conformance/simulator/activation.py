@@ -15,9 +15,8 @@ import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable
-from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.simulator import batch_norm, build, process_group, threads, torch_sim
-from fsdp_conformance.simulator.device import MAX_DEVICES, is_active
+from fsdp_conformance.simulator.device import SIMULATED, batch_norm, build, process_group, torch_sim
+from fsdp_conformance.simulator.device.devices import MAX_DEVICES, is_active
 
 __all__ = ["DEFAULT_NUM_DEVICES", "NUM_DEVICES", "activate"]
 
@@ -60,7 +59,6 @@ def activate(num_devices: int | None = None) -> None:
     generate_methods_for_privateuse1_backend(for_storage=True)
     batch_norm.register()
     process_group.register()
-    threads.enable()
     atexit.register(extension.empty_cache)
 
 

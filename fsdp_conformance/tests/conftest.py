@@ -11,7 +11,7 @@ import torch
 
 from fsdp_conformance.report.folding import WIDTH
 from fsdp_conformance.run_settings import REFERENCES_STORE
-from fsdp_conformance.simulator.device import is_active
+from fsdp_conformance.simulator.device.devices import is_active
 from fsdp_conformance.tests.simulator import simulator_process
 from fsdp_conformance.tests.torch_versions import limit_of
 

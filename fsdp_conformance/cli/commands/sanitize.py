@@ -22,9 +22,12 @@ from typing import Any
 
 from fsdp_conformance import __version__
 from fsdp_conformance.cli import alerts, messages
-from fsdp_conformance.cli.sanitize_report import ScriptReport
 from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable, UsageError
-from fsdp_conformance.simulator.launch import ScriptLaunch, ScriptOrder
+from fsdp_conformance.script_ranks.endings import script_end
+from fsdp_conformance.script_ranks.launch import ScriptLaunch
+from fsdp_conformance.simulator.sanitize.alerts import alerts_of
+from fsdp_conformance.simulator.sanitize.order import ScriptOrder
+from fsdp_conformance.simulator.sanitize.report import ScriptReport
 
 MODES = ("record", "raise", "poison")
 
@@ -42,8 +45,8 @@ def main(arguments: argparse.Namespace) -> int:
     output = Path(arguments.json) if arguments.json else None
     sarif = Path(arguments.sarif) if arguments.sarif else None
     _check(order, {"--json": output, "--sarif": sarif})
-    from fsdp_conformance.simulated_cuda.of_ranks import RankChildren
-    from fsdp_conformance.simulator import build
+    from fsdp_conformance.simulator.device import build
+    from fsdp_conformance.simulator.sanitize.rank_children import RankChildren
 
     reason = build.unavailable()
     if reason:
@@ -69,8 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
     report = ScriptReport(
         order,
         observed=launch.observed,
-        reports=reports,
-        exits=exits,
+        end=script_end(reports, exits),
         seconds=time.monotonic() - began,
         calls=launch.calls,
         children=children.observed if children is not None else (),
@@ -80,7 +82,7 @@ def main(arguments: argparse.Namespace) -> int:
         terminal.say(text, style)
     if output is not None:
         output.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    found = alerts.alerts_of(report)
+    found = alerts_of(report)
     if sarif is not None:
         sarif.write_text(alerts.sarif(found, report), encoding="utf-8")
     if os.environ.get("GITHUB_ACTIONS") == "true":
@@ -88,11 +90,11 @@ def main(arguments: argparse.Namespace) -> int:
             terminal.say(line)
     if interrupted is not None:
         raise interrupted
-    return report.status
+    return int(report.status)
 
 
 def order_of(arguments: argparse.Namespace) -> ScriptOrder:
-    """What to run. Raises ConfigError with every problem found."""
+    """The script to run. Raises ConfigError with every problem found."""
     problems: list[str] = []
     words = arguments.module_words if arguments.module_words is not None else arguments.script_words
     if not words:

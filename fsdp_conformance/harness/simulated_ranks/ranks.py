@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
@@ -36,17 +36,12 @@ from fsdp_conformance.harness.simulated_ranks.group import simulated_groups
 from fsdp_conformance.harness.simulated_ranks.scheduler import RankScheduler
 from fsdp_conformance.harness.simulated_ranks.state import RankState
 from fsdp_conformance.harness.simulated_ranks.store import SimulatedStore
+from fsdp_conformance.plan import SIMULATED
 
 T = TypeVar("T")
 
 #: How long ranks may take to end after one failed or the deadline passed: everything that they wait for fails at once.
 _GRACE_S: Final = 10.0
-
-#: Entered once for all ranks, with their number: what a device needs for ranks in one process.
-device_worlds: list[Callable[[int], AbstractContextManager[Any]]] = []
-
-#: Called first in the thread of each rank, with the rank.
-device_ranks: list[Callable[[int], object]] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +92,12 @@ def run_ranks(world_size: int, function: Callable[[int], T], *, timeout_s: float
 
 def default_backend() -> str:
     """The backends of all devices that simulated ranks can use in this process."""
-    return devices.SIMULATED_BACKEND if device_ranks else "gloo"
+    return devices.SIMULATED_BACKEND if _simulated_device() is not None else "gloo"
+
+
+def _simulated_device() -> Any:
+    """Return `torch.sim`, which the simulated accelerator registers; None if it is not active in this process."""
+    return getattr(torch, SIMULATED, None)
 
 
 @contextmanager
@@ -125,8 +125,9 @@ def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
             stack.enter_context(_meshes_apart())
             stack.enter_context(_profilers_off())
             stack.enter_context(simulated_groups())
-            for enter in device_worlds:
-                stack.enter_context(enter(len(states)))
+            device = _simulated_device()
+            if device is not None:
+                stack.enter_context(device.thread_world(len(states), scheduler.wait_until))
             yield scheduler
     finally:
         rank_scheduler.use(None)
@@ -203,8 +204,9 @@ def start_ranks(scheduler: RankScheduler, body: Callable[[int], object]) -> list
     def live(rank: int) -> None:
         scheduler.enter(rank)
         try:
-            for begin in device_ranks:
-                begin(rank)
+            device = _simulated_device()
+            if device is not None:
+                device.set_device(rank)
             with torch.autograd.set_multithreading_enabled(False):
                 body(rank)
         finally:

@@ -13,7 +13,7 @@ from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.errors import RankRaised, Unsupported
 from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks
 from fsdp_conformance.plan import Plan, flags_of_names
-from fsdp_conformance.simulator import cuda_names as names
+from fsdp_conformance.simulator.as_cuda import names
 from fsdp_conformance.tests.cli.cli_runs import said, with_adapter
 from fsdp_conformance.tests.simulator.simulator_ranks import compiled
 

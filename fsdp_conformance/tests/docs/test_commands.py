@@ -11,7 +11,7 @@ from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.driver.smoke import smoke
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
 from fsdp_conformance.selftest import bound_case, run_case
-from fsdp_conformance.simulator import build
+from fsdp_conformance.simulator.device import build
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.verdict import Verdict
 from pages.blocks import Block, blocks_of, pages

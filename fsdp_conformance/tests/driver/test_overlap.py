@@ -9,7 +9,7 @@ from fsdp_conformance.driver.overlap import OverlapRecorder
 from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording.process_group import BACKEND, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
-from fsdp_conformance.simulator import torch_sim as sim
+from fsdp_conformance.simulator.device import torch_sim as sim
 from fsdp_conformance.tests.simulator.simulator_collectives import all_gather_into_tensor
 from fsdp_conformance.tests.simulator.simulator_ranks import SimulatedRanks, compiled
 from fsdp_conformance.tests.torch_versions import OLD

@@ -20,7 +20,7 @@ from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.run_settings import RunOrder, RunSettings
-from fsdp_conformance.simulator import build
+from fsdp_conformance.simulator.device import build
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload.definition import Regime
 from fsdp_conformance.workload.events import Action, Event, Moment

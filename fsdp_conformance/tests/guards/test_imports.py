@@ -26,7 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     # torch from here on.
     frozenset({"harness"}),
     frozenset({"faults", "references", "engine", "simulator"}),
-    frozenset({"planner", "diagnosis", "simulated_cuda"}),
+    frozenset({"planner", "diagnosis", "script_ranks", "simulated_cuda"}),
     # An oracle asks diagnosis for the likely cause of what it found.
     frozenset({"checks", "adapters", "judge"}),
     frozenset({"driver"}),
@@ -160,6 +160,55 @@ def test_imports_go_one_way() -> None:
     ]
 
     assert broken == []
+
+
+#: The simulated accelerator could be installed alone: all that it needs of the rest. `errors` imports exit statuses.
+NEEDED_BY_SIMULATOR = ("fsdp_conformance.simulator", "fsdp_conformance.errors")
+
+#: Its rooms, from the bottom up: a room imports those before it.
+ROOMS = ("device", "checker", "collectives", "as_cuda", "simulated_cuda", "sanitize")
+
+
+def outside_simulator(name: str) -> str | None:
+    """Why the simulator must not import `name`, or None."""
+    if is_below(name, PACKAGE) and name != PACKAGE and not is_below(name, *NEEDED_BY_SIMULATOR):
+        return f"the simulator must import only {' and '.join(NEEDED_BY_SIMULATOR)}, got {name}"
+    return None
+
+
+def upper_room(place: str, name: str) -> str | None:
+    """Why the module `place` of the simulator must not import `name`, or None. Rooms do not know those above them."""
+    room, target = (word.removeprefix(f"{PACKAGE}.simulator.").partition(".")[0] for word in (place, name))
+    if room not in ROOMS or target not in ROOMS or ROOMS.index(target) <= ROOMS.index(room):
+        return None
+    return f"{room} must import only rooms below it, got {target}"
+
+
+def test_the_simulator_stands_alone() -> None:
+    """It imports nothing of the rest of the package but errors, and its rooms import one another one way only."""
+    broken = [
+        f"{module.place}:{found.line}: {reason}"
+        for module in checkout.modules()
+        if module.part == "simulator"
+        for found in imports(module)
+        if (reason := outside_simulator(found.name) or upper_room(module.name, found.name))
+    ]
+
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", ["harness.context", "config", "cli", "outcome", "simulated_cuda"])
+def test_the_guard_of_the_simulator_sees_the_rest(name: str) -> None:
+    """Each part of the package that is not errors is reported, words too."""
+    assert outside_simulator(f"{PACKAGE}.{name}") is not None
+
+
+def test_the_guard_of_the_simulator_sees_a_room_above() -> None:
+    """The device must not know the checker, and the checker may know the device."""
+    device, checker = f"{PACKAGE}.simulator.device.streams", f"{PACKAGE}.simulator.checker.hazard"
+
+    assert upper_room(device, checker) is not None
+    assert upper_room(checker, device) is None
 
 
 def test_reserved_modules_are_imported_where_they_may_be() -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.cases.places import places
 from fsdp_conformance.contract.gate import gate
 from fsdp_conformance.mutants import MUTANTS, kill
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import BoundCase, bound_cases, run_case
-from fsdp_conformance.simulator.place import places
 
 _SETTINGS = RunSettings()
 

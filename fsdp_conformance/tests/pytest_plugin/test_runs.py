@@ -506,9 +506,10 @@ def test_other_tests_are_left_alone(tmp_path: Path) -> None:
         "import sys\n"
         "def test_light():\n"
         "    ours = sorted(name for name in sys.modules if name.startswith('fsdp_conformance.'))\n"
-        "    assert {name.split('.')[1] for name in ours} == {'pytest_plugin', 'simulated_cuda'}\n"
-        "    cuda = {name for name in ours if '.simulated_cuda' in name}\n"
-        "    assert cuda == {'fsdp_conformance.simulated_cuda', 'fsdp_conformance.simulated_cuda.plugin'}\n"
+        "    assert {name.split('.')[1] for name in ours} == {'pytest_plugin', 'simulator'}\n"
+        "    room = 'fsdp_conformance.simulator.simulated_cuda'\n"
+        "    simulator = {name for name in ours if '.simulator' in name}\n"
+        "    assert simulator == {'fsdp_conformance.simulator', room, room + '.plugin'}\n"
         "    assert 'torch' not in sys.modules\n",
         encoding="utf-8",
     )

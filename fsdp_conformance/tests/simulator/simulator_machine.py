@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.simulator import build
+from fsdp_conformance.simulator.device import build
 
 HOST = 0
 BYTES = 64

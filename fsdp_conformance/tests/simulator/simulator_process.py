@@ -26,8 +26,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from fsdp_conformance.simulator import build, checker
+from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator.activation import activate
+from fsdp_conformance.simulator.device import build
 
 #: What a test may take; it takes seconds at most.
 DEADLINE_S = 600

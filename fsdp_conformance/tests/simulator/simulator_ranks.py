@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.simulator import build, checker
-from fsdp_conformance.simulator.hazard import HazardKind
+from fsdp_conformance.simulator import checker
+from fsdp_conformance.simulator.checker.hazard import HazardKind
+from fsdp_conformance.simulator.device import build
 from fsdp_conformance.tests.simulator.simulator_collectives import Outputs, Values, differences
 
 compiled = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))

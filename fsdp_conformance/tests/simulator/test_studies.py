@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.simulator import build
 from fsdp_conformance.simulator.checker import Wait
-from fsdp_conformance.simulator.sync_sites import SyncSite, site_from_id
+from fsdp_conformance.simulator.checker.sync_sites import SyncSite, site_from_id
+from fsdp_conformance.simulator.device import build
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.torch_versions import OLD
 from studies.seeded_races import RACES, SeededRace

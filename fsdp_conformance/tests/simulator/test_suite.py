@@ -16,6 +16,7 @@ from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
 from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.cases import places
 from fsdp_conformance.checks.streams import stream_control, stream_safety
 from fsdp_conformance.contract.gate import Place
 from fsdp_conformance.driver.watch import AcceleratorWatch, SimulatedWatch, Watch, watch_for
@@ -28,7 +29,7 @@ from fsdp_conformance.mutants.streams import FreesInFlight, StepsOnASideStream
 from fsdp_conformance.plan import SIMULATED, InitMode, Plan
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, run_case
-from fsdp_conformance.simulator import build, place
+from fsdp_conformance.simulator.device import build
 from fsdp_conformance.suites.test_h_delays import _DEGREES, _DELAYS, _PREFETCH, COVERED, stands_together
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN
@@ -89,9 +90,9 @@ def test_the_device_is_built_once_before_the_cases_that_need_it(monkeypatch: pyt
     built: list[str] = []
     monkeypatch.setattr(build, "unavailable", lambda: None)
     monkeypatch.setattr(build, "is_built", lambda: bool(built))
-    monkeypatch.setattr(place, "build_problem", lambda: built.append("now"))
-    place_problem = partial(place.prepare, declared=_declares_all, say=said.append)
-    monkeypatch.setattr(place, "places", lambda settings: _places_without_compiling())
+    monkeypatch.setattr(places, "build_problem", lambda: built.append("now"))
+    place_problem = partial(places.prepare, declared=_declares_all, say=said.append)
+    monkeypatch.setattr(places, "places", lambda settings: _places_without_compiling())
 
     place_problem([a_case()], RunSettings())
     place_problem([a_case(environment=("accelerator",))], RunSettings(simulator=False))
@@ -112,13 +113,13 @@ def test_looking_for_the_device_compiles_nothing(monkeypatch: pytest.MonkeyPatch
     """`list`, `doctor` and collection ask where cases would run."""
     monkeypatch.setattr(build, "require", lambda: pytest.fail("compiled"))
     monkeypatch.setattr(build, "unavailable", lambda: "no C++ compiler")
-    place.build_problem.cache_clear()
+    places.build_problem.cache_clear()
 
-    found = place.places(RunSettings())
+    found = places.places(RunSettings())
 
     assert found["cpu"].problem == ""
     assert (found[SIMULATED].problem, found[SIMULATED].present) == ("no C++ compiler", frozenset())
-    assert SIMULATED not in place.places(RunSettings(simulator=False))
+    assert SIMULATED not in places.places(RunSettings(simulator=False))
 
 
 def test_simulated_devices_are_shared_and_leased_by_nobody() -> None:
@@ -133,7 +134,7 @@ def test_only_its_own_ranks_pay_for_it() -> None:
     """Ranks on the CPU come from another warm process."""
     assert devices.preload("cpu") == ()
     assert dict(devices.preload_environment("cpu")) == {}
-    assert devices.preload(SIMULATED) == ("fsdp_conformance.simulator.activated",)
+    assert devices.preload(SIMULATED) == ("fsdp_conformance.simulator.activate_on_import",)
     assert dict(devices.preload_environment(SIMULATED)) != {}
 
 

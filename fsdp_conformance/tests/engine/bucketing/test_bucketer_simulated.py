@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fsdp_conformance.engine.bucketing.reduce_scatter_bucketer import ReduceScatterBucketer
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.simulator import build, checker
-from fsdp_conformance.simulator.hazard import Hazard
+from fsdp_conformance.simulator import checker
+from fsdp_conformance.simulator.checker.hazard import Hazard
+from fsdp_conformance.simulator.device import build
 from fsdp_conformance.tests.engine.engine_sites import watching_engine
 from fsdp_conformance.tests.simulator.simulator_ranks import SimulatedRanks
 

@@ -21,8 +21,9 @@ from fsdp_conformance.engine.chunks.chunk import ChunkConfig
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind
 from fsdp_conformance.engine.chunks.storage import StorageConfig
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.simulator import build, checker
-from fsdp_conformance.simulator.hazard import Hazard
+from fsdp_conformance.simulator import checker
+from fsdp_conformance.simulator.checker.hazard import Hazard
+from fsdp_conformance.simulator.device import build
 from fsdp_conformance.tests.engine.chunks.chunk_training import ChunkTrainer, Schedule
 from fsdp_conformance.tests.engine.engine_sites import watching_engine
 from fsdp_conformance.tests.simulator.simulator_ranks import SimulatedRanks

@@ -22,8 +22,9 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.simulator import build, checker
+from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator.checker import Wait
+from fsdp_conformance.simulator.device import build
 from fsdp_conformance.tests.engine.engine_sites import noting_sites, site_in_program
 from fsdp_conformance.tests.simulator.simulator_ranks import SimulatedRanks
 

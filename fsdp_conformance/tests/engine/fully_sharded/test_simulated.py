@@ -20,7 +20,8 @@ from fsdp_conformance.engine.errors import ExecutionOrderError, ParameterMoved
 from fsdp_conformance.engine.fully_sharded.model_state import full_state_dict, load_full_state_dict, sharded_state_dict
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_conformance.simulator import checker, process_group
+from fsdp_conformance.simulator import checker
+from fsdp_conformance.simulator.device import process_group
 from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
     LEARNING_RATE,
     WIDTH,

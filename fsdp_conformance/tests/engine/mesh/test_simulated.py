@@ -23,8 +23,9 @@ from fsdp_conformance.engine.mesh.collectives import (
 )
 from fsdp_conformance.engine.mesh.tensor_meta import check_tensor_meta
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.simulator import build, checker
-from fsdp_conformance.simulator.hazard import Hazard
+from fsdp_conformance.simulator import checker
+from fsdp_conformance.simulator.checker.hazard import Hazard
+from fsdp_conformance.simulator.device import build
 from fsdp_conformance.tests.engine.engine_sites import watching_engine
 from fsdp_conformance.tests.engine.mesh.mesh_ranks import coded
 from fsdp_conformance.tests.simulator.simulator_ranks import SimulatedRanks

@@ -1,0 +1,608 @@
+"""
+Runs a script that uses "cuda" on the simulated accelerator: `install()` translates its calls to torch.
+
+It wraps torch's entry points, not its internals: factories, methods of tensors, modules and storages that take a
+device, `torch.device` itself, autocast, GradScaler, meshes, process groups, checkpoints, and `torch.cuda`
+(`cuda_module`). It does not use a TorchFunctionMode: modes belong to one thread, while backward hooks, data loaders and
+the script's own threads run in others, and a mode would see every operation.
+
+For the script, a simulated device has `device.type == "cuda"` and `tensor.is_cuda`; for torch it is what it is
+(`cuda_names.script_asks`). Printed, it is "cuda:0", in messages of torch's C++ too (`messages`). Features without a
+counterpart raise NotSimulated.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.parallel.comm
+from torch import _utils
+from torch.distributed import device_mesh, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.utils import _device
+from torch.utils.data import dataloader
+
+from fsdp_conformance.simulator.as_cuda import attention, dtensor_rng
+from fsdp_conformance.simulator.as_cuda import error_messages as messages
+from fsdp_conformance.simulator.as_cuda import process_groups as made_groups
+from fsdp_conformance.simulator.as_cuda import torch_cuda as cuda_module
+from fsdp_conformance.simulator.as_cuda.names import (
+    COLLECTIVES,
+    CUDA,
+    NotSimulated,
+    asks_for_gloo,
+    script_asks,
+    shown_to_script,
+    simulated,
+    simulated_backend,
+    simulated_map,
+    translated,
+)
+from fsdp_conformance.simulator.checker.labels import Labels
+from fsdp_conformance.simulator.device import SIMULATED, build, process_group
+from fsdp_conformance.simulator.frames import Owner, owner
+from fsdp_conformance.simulator.import_hook import when_imported
+from fsdp_conformance.simulator.replacements import Replacements
+
+#: Torch's version of CUDA, where something asks for one.
+_CUDA_VERSION = "12.8"
+
+#: Factories that are missing from torch's own list.
+_MORE_FACTORIES = (
+    "normal", "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+)  # fmt: skip
+
+#: Tensor methods that take a device.
+_METHODS = (
+    "to", "new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "pin_memory",
+    "is_pinned",
+)  # fmt: skip
+
+#: Functions of torch that take a device type.
+_ABOUT_DEVICES = (
+    "get_autocast_dtype", "set_autocast_dtype", "set_autocast_enabled", "set_default_device", "get_device_module",
+)  # fmt: skip
+
+#: Ways to make a tensor in a format that the device has not.
+_FORMATS = {
+    "compressed sparse tensors": (
+        "sparse_compressed_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor",
+        "Tensor.to_sparse_csr", "Tensor.to_sparse_csc", "Tensor.to_sparse_bsr", "Tensor.to_sparse_bsc",
+    ),
+    "quantized tensors": (
+        "quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel", "_empty_affine_quantized",
+    ),
+}  # fmt: skip
+
+#: Priority of our handling of storages in checkpoints: before torch's own, which start at 10.
+_PRIORITY = 5
+
+_TENSOR_TYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+
+
+def install(labels: Labels) -> Replacements:
+    """
+    Start translating, in this process. The accelerator must be active.
+
+    `undo()` of the result stops it. What a program has taken meanwhile stays with it: tensors on the device, and
+    functions of torch's that it imported by name, which go on translating.
+    """
+    replaced = Replacements()
+    # torch's list of factories is for `set_default_device`, and must contain the originals, not the wrappers.
+    factories = _device._device_constructors()
+    _install_device(replaced)
+    cuda_module.install(replaced, labels)
+    _install_factories(replaced, factories)
+    _install_tensors(replaced)
+    _install_mixed_precision(replaced)
+    _install_distributed(replaced)
+    _install_checkpoints(replaced)
+    _install_refusals(replaced)
+    messages.install(replaced)
+    return replaced
+
+
+def show_version(replaced: Replacements) -> None:
+    """
+    Programs find a version of CUDA in `torch.version.cuda`, which many of them parse.
+
+    torch itself finds what it was built with: its tests would otherwise expect CUDA graphs and libraries of NVIDIA's.
+    """
+    built_with = torch.version.cuda
+    if built_with is not None:
+        return
+
+    def attribute(name: str) -> str | None:
+        if name != "cuda":
+            raise AttributeError(f"module {torch.version.__name__!r} has no attribute {name!r}")
+        return _CUDA_VERSION if owner(sys._getframe(1).f_code.co_filename) is Owner.USER else built_with
+
+    del torch.version.cuda
+    replaced.on_undo(functools.partial(setattr, torch.version, "cuda", built_with))
+    replaced.set(torch.version, __getattr__=attribute)
+
+
+def _install_device(replaced: Replacements) -> None:
+    """`torch.device`, the classes that take one, and what a device says of itself."""
+    extension = build.active()
+    # The classes remain what they are, for isinstance, annotations and torch.jit.
+    extension.translate_constructors([torch.device, torch.Generator, torch.Stream, torch.Event])
+    replaced.on_undo(extension.leave_constructors)
+    kind, long, short, reduce = (vars(torch.device)[name] for name in ("type", "__repr__", "__str__", "__reduce__"))
+
+    def type_for_caller(device: torch.device) -> str:
+        found: str = kind.__get__(device)
+        return CUDA if found == SIMULATED and script_asks() else found
+
+    def repr_for_caller(device: torch.device) -> str:
+        said: str = long(device)
+        return said.replace(f"'{SIMULATED}'", f"'{CUDA}'") if shown_to_script() else said
+
+    def str_for_caller(device: torch.device) -> str:
+        said: str = short(device)
+        return CUDA + said.removeprefix(SIMULATED) if said.startswith(SIMULATED) and shown_to_script() else said
+
+    def reduce_as_cuda(device: torch.device) -> Any:
+        # A file is read where there may be GPUs, or where CUDA's names are translated.
+        made, words = reduce(device)
+        return made, tuple(CUDA if word == SIMULATED else word for word in words)
+
+    replaced.set_on_class(
+        torch.device,
+        type=property(type_for_caller),
+        __repr__=repr_for_caller,
+        __str__=str_for_caller,
+        __reduce__=reduce_as_cuda,
+    )
+
+
+def _install_factories(replaced: Replacements, factories: set[Callable[..., Any]]) -> None:
+    for module in (torch, torch.fft, torch.nested, torch.sparse):
+        for name, value in list(vars(module).items()):
+            is_one = _hashable(value) and value in factories
+            if is_one or (module is torch and name in _MORE_FACTORIES):
+                replaced.set(module, **{name: translated(value)})
+    for name in _ABOUT_DEVICES:
+        if hasattr(torch, name):
+            replaced.set(torch, **{name: translated(getattr(torch, name))})
+    asked, of_type = torch.is_autocast_enabled, torch.get_device_module
+
+    def get_device_module(device: Any = None) -> Any:
+        found = of_type(device)
+        return torch.cuda if found is getattr(torch, SIMULATED) and script_asks() else found
+
+    replaced.set(
+        torch,
+        # Without an argument it means CUDA.
+        is_autocast_enabled=lambda device_type=CUDA: asked(simulated(device_type)),
+        get_autocast_gpu_dtype=functools.partial(torch.get_autocast_dtype, CUDA),
+        set_default_tensor_type=_set_default_tensor_type,
+        get_device_module=get_device_module,
+    )
+    other = getattr(_utils, "_is_privateuse1_backend_available", None)
+    if other is not None:
+        # torch.testing asks: its tests are to run once for each device, under the name of CUDA.
+        replaced.set(_utils, _is_privateuse1_backend_available=lambda: other() and not script_asks())
+
+
+def _install_tensors(replaced: Replacements) -> None:
+    methods = {name: translated(getattr(torch.Tensor, name)) for name in _METHODS}
+    typed = _tensor_type_method(torch.Tensor.type)
+    allowed = UninitializedTensorMixin._allowed_methods
+    known = {name for name in (*methods, "cuda") if getattr(torch.Tensor, name) in allowed}
+    replaced.set(torch.Tensor, **methods, cuda=_tensor_cuda, is_cuda=property(_is_cuda), type=typed)
+    # Parameters of lazy modules may be moved before they have a shape.
+    moving = [getattr(torch.Tensor, name) for name in known]
+    replaced.set(UninitializedTensorMixin, _allowed_methods=[*allowed, *moving])
+    replaced.set(torch.UntypedStorage, cuda=_storage_cuda, to=translated(torch.UntypedStorage.to))
+    _install_loaders(replaced)
+    # nn.Module.to parses its arguments with this.
+    replaced.set(torch._C._nn, _parse_to=translated(torch._C._nn._parse_to))
+
+
+def _tensor_cuda(
+    self: torch.Tensor,
+    device: Any = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> torch.Tensor:
+    return self.to(_place(device), non_blocking=non_blocking, memory_format=memory_format)
+
+
+def _storage_cuda(self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False) -> Any:
+    return self.to(device=_place(device), non_blocking=non_blocking)
+
+
+def _place(device: Any) -> torch.device:
+    """The device in `cuda(device)`: an index, a name, a device, or None for the current one."""
+    if device is None:
+        return torch.device(SIMULATED, getattr(torch, SIMULATED).current_device())
+    return torch.device(SIMULATED, device) if isinstance(device, int) else torch.device(device)
+
+
+def _is_cuda(self: torch.Tensor) -> bool:
+    return self.device.type == SIMULATED and script_asks()
+
+
+def _tensor_type_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def typed(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            return original(self).replace(f"torch.{SIMULATED}.", f"torch.{CUDA}.")
+        found = _cuda_tensor_type(dtype)
+        if found is not None:
+            return self.to(device=SIMULATED, dtype=found, non_blocking=non_blocking)
+        return original(self, dtype, non_blocking, **kwargs)
+
+    return typed
+
+
+def _cuda_tensor_type(kind: Any) -> torch.dtype | None:
+    """The dtype of `torch.cuda.FloatTensor` and the like, given as a class or by name."""
+    name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
+    found = re.fullmatch(r"torch\.cuda\.(\w+)", name)
+    return _TENSOR_TYPES.get(found[1]) if found else None
+
+
+def _set_default_tensor_type(kind: Any, _original: Callable[..., Any] = torch.set_default_tensor_type) -> None:
+    dtype = _cuda_tensor_type(kind)
+    if dtype is None:
+        _original(kind)
+        return
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(SIMULATED)
+
+
+def _install_loaders(replaced: Replacements) -> None:
+    """In torch 2.6, data loaders ask whether there is CUDA before they pin memory; in 2.8, for an accelerator."""
+    iterator = dataloader._BaseDataLoaderIter
+    init = iterator.__init__
+
+    @functools.wraps(init)
+    def pinning_init(self: Any, loader: Any) -> None:
+        init(self, loader)
+        if not loader.pin_memory_device:
+            self._pin_memory = loader.pin_memory
+
+    if "torch.cuda.is_available()" in inspect.getsource(init):
+        replaced.set(iterator, __init__=pinning_init)
+
+
+def _install_mixed_precision(replaced: Replacements) -> None:
+    extension = build.active()
+    extension.set_cuda_names(True)
+    replaced.on_undo(functools.partial(extension.set_cuda_names, False))
+    mode, scaler = torch.amp.autocast_mode, torch.amp.grad_scaler
+    replaced.set(mode.autocast, __init__=translated(mode.autocast.__init__))
+    available = translated(mode.is_autocast_available)
+    decorators = {name: translated(getattr(mode, name)) for name in ("custom_fwd", "custom_bwd")}
+    for module in (mode, torch.amp):
+        replaced.set(module, is_autocast_available=available, **decorators)
+    # These were bound to "cuda" when torch was imported.
+    bound = {name: functools.partial(decorator, device_type=CUDA) for name, decorator in decorators.items()}
+    for module in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
+        replaced.set(module, **bound)
+    init = scaler.GradScaler.__init__
+
+    @functools.wraps(init)
+    def scaler_init(self: torch.amp.GradScaler, device: str = CUDA, *args: Any, **kwargs: Any) -> None:
+        init(self, simulated(device), *args, **kwargs)
+
+    replaced.set(scaler.GradScaler, __init__=scaler_init)
+
+
+def _install_distributed(replaced: Replacements) -> None:
+    for name in ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"):
+        wrapper = _with_backend(getattr(distributed_c10d, name))
+        for module in (distributed_c10d, dist):
+            replaced.set(module, **{name: wrapper})
+    asked, said = distributed_c10d.is_nccl_available, distributed_c10d.get_backend
+    has_backend = distributed_c10d.is_backend_available
+    default_of = getattr(distributed_c10d, "get_default_backend_for_device", None)
+
+    def is_nccl_available() -> bool:
+        return True if script_asks() else asked()
+
+    def is_backend_available(backend: str) -> bool:
+        return True if backend.lower() == "nccl" and script_asks() else has_backend(backend)
+
+    @functools.wraps(said)
+    def get_backend(group: Any = None) -> Any:
+        backend = said(group)
+        # This function of torch's refuses all but gloo's groups.
+        asks = script_asks() or sys._getframe(1).f_code.co_name == "monitored_barrier"
+        if COLLECTIVES not in str(backend) or not asks:
+            return backend
+        asked = distributed_c10d._get_default_group() if group is None else group
+        return "gloo" if process_group.is_gloo(asked) else "nccl"
+
+    name_of = dist.ProcessGroup.name
+
+    def name_of_group(self: Any) -> str:
+        found: str = name_of(self)
+        # torch's word for any backend that is not its own, and before 2.7 for a group with several.
+        if found not in ("custom", "undefined") or not any(device.type == SIMULATED for device in self._device_types):
+            return found
+        return ("gloo" if process_group.is_gloo(self) else "nccl") if script_asks() else found
+
+    replaced.set(dist.ProcessGroup, name=name_of_group, barrier=_barrier(dist.ProcessGroup.barrier))
+    for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
+        if hasattr(dist.ProcessGroup, name):  # torch 2.14 has only the first one
+            replaced.set(dist.ProcessGroup, **{name: _of_backend(name, getattr(dist.ProcessGroup, name))})
+
+    def get_default_backend_for_device(device: Any) -> Any:
+        backend = default_of(device)  # type: ignore[misc]
+        return "nccl" if backend == COLLECTIVES and script_asks() else backend
+
+    for module in (distributed_c10d, dist):
+        replaced.set(
+            module,
+            is_nccl_available=is_nccl_available,
+            is_backend_available=is_backend_available,
+            get_backend=get_backend,
+        )
+        if default_of is not None:  # not in every version
+            replaced.set(module, get_default_backend_for_device=get_default_backend_for_device)
+        if not hasattr(module, "ProcessGroupNCCL"):  # a build for the CPU
+            replaced.set(module, ProcessGroupNCCL=made_groups.process_group_nccl())
+    made_gloo = made_groups.process_group_gloo()
+    for module in (distributed_c10d, dist):
+        replaced.set(module, ProcessGroupGloo=made_gloo)
+    if not hasattr(dist, "set_timeout"):  # since torch 2.14 every backend is asked
+        replaced.set(distributed_c10d, _set_pg_timeout=_set_timeout(distributed_c10d._set_pg_timeout))
+    _install_backends(replaced)
+    _install_hooks(replaced)
+    _install_meshes(replaced)
+    attention.install(replaced)
+    dtensor_rng.install(replaced)
+
+
+def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ProcessGroup.barrier`, which in C++ asks NCCL's group for a GPU and any other one for the CPU."""
+
+    @functools.wraps(original)
+    def barrier(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and [device.type for device in self._device_types] == [SIMULATED]:
+            options = dist.BarrierOptions()
+            options.device = torch.device(SIMULATED, torch.accelerator.current_device_index())
+            return original(self, options)
+        return original(self, *args, **kwargs)
+
+    return barrier
+
+
+def _of_backend(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of groups that in C++ is for torch's own backends alone, and that the device's backend has too."""
+
+    @functools.wraps(original)
+    def asking_the_backend(self: Any) -> Any:
+        for device in self._device_types:
+            if device.type == SIMULATED:
+                return getattr(self._get_backend(device), name)()
+        return original(self)
+
+    return asking_the_backend
+
+
+def _set_timeout(original: Callable[..., None]) -> Callable[..., None]:
+    """`_set_pg_timeout`, which knows the classes of NCCL's and gloo's groups, and warns of all others."""
+
+    @functools.wraps(original)
+    def set_timeout(timeout: timedelta, group: Any = None) -> None:
+        asked = distributed_c10d._get_default_group() if group is None else group
+        if not isinstance(asked, dist.ProcessGroup):  # torch says what is wrong
+            original(timeout, group)
+            return
+        devices = [device for device in asked._device_types if device.type == SIMULATED]
+        if len(devices) < len(asked._device_types):
+            original(timeout, asked)
+        for device in devices:
+            asked._get_backend(device)._set_default_timeout(timeout)
+
+    return set_timeout
+
+
+def _install_hooks(replaced: Replacements) -> None:
+    """DDP accepts `bf16_compress_hook` only where torch has CUDA and NCCL, which a build for the CPU has not."""
+    check: Any = DistributedDataParallel._check_comm_hook
+
+    def checked(self: Any, hook: Any) -> None:
+        meanwhile = Replacements()
+        meanwhile.set(torch.version, cuda=torch.version.cuda or _CUDA_VERSION)
+        meanwhile.set(dist, is_nccl_available=lambda: True)
+        try:
+            check(self, hook)
+        finally:
+            meanwhile.undo()
+
+    replaced.set(DistributedDataParallel, _check_comm_hook=checked)
+
+
+def _install_backends(replaced: Replacements) -> None:
+    """A program's own backends for CUDA, such as torch.testing's between threads, serve tensors on the accelerator."""
+    backends: Any = distributed_c10d.Backend
+    register = vars(backends)["register_backend"].__func__
+
+    def serve(name: str) -> None:
+        devices = backends.backend_capability.get(name, ())
+        if CUDA in devices and SIMULATED not in devices:
+            replaced.on_undo(functools.partial(backends.backend_capability.__setitem__, name, devices))
+            backends.backend_capability[name] = [*devices, SIMULATED]
+
+    @functools.wraps(register)
+    def register_and_serve(cls: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        register(cls, name, *args, **kwargs)
+        serve(name.lower())
+
+    for name in backends._plugins:
+        serve(name.lower())
+    replaced.set(backends, register_backend=classmethod(register_and_serve))
+    config: Any = distributed_c10d.BackendConfig
+    text = config.__repr__
+
+    def repr_for_caller(self: Any) -> str:
+        said: str = text(self)
+        return _as_script_named(said) if script_asks() else said
+
+    replaced.set(config, __repr__=repr_for_caller)
+
+
+def _as_script_named(said: str) -> str:
+    """ "cpu:gloo,cuda:nccl" for "cpu:gloo,sim:simccl"."""
+    found = {}
+    for pair in said.split(","):
+        device, _, backend = pair.partition(":")
+        found[CUDA if device == SIMULATED else device] = "nccl" if backend == COLLECTIVES else backend
+    return ",".join(f"{device}:{backend}" for device, backend in found.items())
+
+
+def _install_meshes(replaced: Replacements) -> None:
+    make = translated(device_mesh.init_device_mesh)
+    for module in (device_mesh, dist):
+        replaced.set(module, init_device_mesh=make)
+    mesh = device_mesh.DeviceMesh
+    kind, text = vars(mesh).get("device_type"), mesh.__repr__
+    is_asked = isinstance(kind, property)  # in older versions a mesh stores it
+
+    def type_for_caller(self: device_mesh.DeviceMesh) -> str:
+        found: str = kind.__get__(self) if is_asked else vars(self)["device_type"]  # type: ignore[union-attr]
+        return CUDA if found == SIMULATED and script_asks() else found
+
+    def store_type(self: device_mesh.DeviceMesh, value: str) -> None:
+        vars(self)["device_type"] = value
+
+    def repr_for_caller(self: device_mesh.DeviceMesh) -> str:
+        return text(self).replace(f"'{SIMULATED}'", f"'{CUDA}'")
+
+    replaced.set(mesh, __init__=translated(mesh.__init__), __repr__=repr_for_caller)
+    replaced.set(mesh, device_type=property(type_for_caller, None if is_asked else store_type))
+
+
+#: Before torch 2.7, a group is bound only to a device of the type "cuda", as torch sees it.
+_BINDS_ONLY_CUDA = torch.__version__ < "2.7"
+
+
+def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with `backend` translated: the first argument of init_process_group, a keyword of the others."""
+
+    @functools.wraps(function)
+    def translating(*args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("backend")
+        if args and isinstance(args[0], str):
+            asked = args[0]
+            args = (simulated_backend(args[0]), *args[1:])
+        if "backend" in kwargs:
+            kwargs["backend"] = simulated_backend(kwargs["backend"])
+        bound = kwargs.pop("device_id", None) if _BINDS_ONLY_CUDA else None
+        with process_group.as_gloo(asks_for_gloo(asked)):
+            made = function(*args, **kwargs)
+        group = distributed_c10d._get_default_group() if made is None else made
+        if bound is not None and isinstance(group, dist.ProcessGroup):
+            group.bound_device_id = bound
+        return made
+
+    return translating
+
+
+def _install_checkpoints(replaced: Replacements) -> None:
+    """Storages on sim:0 are saved as "cuda:0", and "cuda:0" is loaded to sim:0."""
+
+    def tag(storage: Any) -> str | None:
+        device = storage.device
+        return f"{CUDA}:{device.index or 0}" if device.type == SIMULATED else None
+
+    def restore(storage: Any, location: str) -> Any:
+        place = simulated(location)
+        return None if place == location else storage.to(device=torch.device(place))
+
+    registered = torch.serialization._package_registry
+    before = list(registered)
+    torch.serialization.register_package(_PRIORITY, tag, restore)
+    (entry,) = (entry for entry in registered if entry not in before)
+    replaced.on_undo(functools.partial(registered.remove, entry))
+    load = torch.load
+
+    @functools.wraps(load)
+    def loading(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return load(f, simulated_map(map_location), *args, **kwargs)
+
+    for module in (torch, torch.serialization):
+        replaced.set(module, load=loading)
+
+
+def _install_refusals(replaced: Replacements) -> None:
+    """Reject what would compile code for a GPU, or copy between the GPUs of one process; and formats of tensors."""
+    for kind, names in _FORMATS.items():
+        for name in names:
+            owner: Any = torch.Tensor if name.startswith("Tensor.") else torch
+            bare = name.removeprefix("Tensor.")
+            if hasattr(owner, bare):
+                replaced.set(owner, **{bare: _without_format(getattr(owner, bare), name, kind)})
+    replaced.on_undo(when_imported("torch.utils.cpp_extension", functools.partial(_refuse_kernels, replaced)))
+    for name in ("broadcast", "broadcast_coalesced", "gather", "scatter"):
+        replaced.set(torch.nn.parallel.comm, **{name: _without_data_parallel})
+
+
+def _refuse_kernels(replaced: Replacements) -> None:
+    module = sys.modules["torch.utils.cpp_extension"]
+    for name in ("load", "load_inline"):
+        replaced.set(module, **{name: _without_cuda(getattr(module, name), name)})
+
+
+def _without_format(function: Callable[..., Any], name: str, kind: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        places = [tensor.device.type for tensor in tensors]
+        if kwargs.get("device") is not None:
+            places = [torch.device(kwargs["device"]).type]
+        if SIMULATED in places:
+            why = f"it has no {kind}. Use dense tensors, or sparse ones in coordinate format"
+            raise NotSimulated(f"torch.{name} on a GPU", why)
+        return function(*args, **kwargs)
+
+    return checking
+
+
+def _without_data_parallel(*args: Any, **kwargs: Any) -> Any:
+    raise NotSimulated(
+        "torch.nn.DataParallel", "its copies exist only in builds for CUDA. Use DDP, with one rank per GPU"
+    )
+
+
+def _without_cuda(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        sources = kwargs.get("sources", args[1] if len(args) > 1 and name == "load" else ())
+        files = [sources] if isinstance(sources, str) else list(sources or ())
+        if kwargs.get("with_cuda") or kwargs.get("cuda_sources") or any(str(file).endswith(".cu") for file in files):
+            raise NotSimulated(
+                f"a CUDA kernel of torch.utils.cpp_extension.{name}", "it runs the CPU kernels of torch's own operators"
+            )
+        return function(*args, **kwargs)
+
+    return checking
+
+
+def _hashable(value: object) -> bool:
+    return getattr(type(value), "__hash__", None) is not None and callable(value)

@@ -1,0 +1,8 @@
+"""
+Collectives that differ between ranks.
+
+    agreement         compares the collectives of the ranks of a script
+    compared_groups   compares those of processes that meet in `init_process_group`, under pytest too
+    calls             the collectives that each rank has called, in files
+    disagreement      a finding about the collectives of several ranks
+"""

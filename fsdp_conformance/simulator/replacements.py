@@ -1,0 +1,58 @@
+"""Attributes of torch that are replaced for a while, and put back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.jit import _builtins
+
+from fsdp_conformance.simulator.device import build
+
+
+class Replacements:
+    """Attributes that were replaced. `undo` puts back what was there before, the latest first."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def set(self, owner: object, **values: Any) -> None:
+        """Replace attributes of a module or of a class written in Python."""
+        for name, value in values.items():
+            own = vars(owner)
+            if name in own:
+                self._undo.append(functools.partial(setattr, owner, name, own[name]))
+                self._tell_jit(own[name], value)
+            else:
+                self._undo.append(functools.partial(delattr, owner, name))
+            setattr(owner, name, value)
+
+    def set_on_class(self, kind: type, **values: Any) -> None:
+        """Replace attributes of a class written in C, which Python itself does not allow."""
+        extension = build.active()
+        for name, value in values.items():
+            if name in vars(kind):
+                self._undo.append(functools.partial(extension.set_class_attribute, kind, name, vars(kind)[name]))
+            else:
+                self._undo.append(functools.partial(extension.delete_class_attribute, kind, name))
+            extension.set_class_attribute(kind, name, value)
+
+    def on_undo(self, action: Callable[[], object]) -> None:
+        """Do something when `undo` comes to this point."""
+        self._undo.append(action)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _tell_jit(self, before: Any, after: Any) -> None:
+        """torch.jit knows its built-in functions by identity: make it compile the new one as the old one."""
+        if not callable(before):
+            return
+        table: dict[int, str] = _builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+        name = table.get(id(before))
+        if name is not None and id(after) not in table:
+            table[id(after)] = name
+            self._undo.append(functools.partial(table.pop, id(after), None))

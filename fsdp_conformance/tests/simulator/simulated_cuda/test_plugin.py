@@ -1,0 +1,240 @@
+"""`pytest --simulate-cuda=N` on the tests of a project that knows nothing of this package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.tests.simulator.simulated_cuda.runs import PROJECT, Run, compiled, run_pytest
+
+pytestmark = compiled
+
+
+def left_behind() -> set[Path]:
+    """Directories of runs, in the system's directory for temporary files."""
+    return set(Path(tempfile.gettempdir()).glob("fsdp-conformance-cuda-*"))
+
+
+def test_the_plugin_is_light() -> None:
+    """Whoever does not ask for GPUs does not pay for them: loading it imports no torch."""
+    plugin = "fsdp_conformance.simulator.simulated_cuda.plugin"
+    code = f"import sys, {plugin}; print(sorted({{'torch', 'numpy'}} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stdout == "[]\n"
+
+
+def test_without_the_option_marked_tests_are_skipped(tmp_path: Path) -> None:
+    """So are those with the fixture; the others run."""
+    text = """
+import sys
+import pytest
+
+@pytest.mark.simulated_cuda
+def test_marked(): raise RuntimeError
+
+def test_fixture(simulated_cuda): raise RuntimeError
+
+def test_other(): assert "torch" not in sys.modules
+"""
+    run = run_pytest(tmp_path, texts={"alone": text})
+
+    assert run.outcomes == {"test_other": "PASSED"}, run.out
+    assert run.out.count("needs --simulate-cuda") == 2
+    assert "simulated CUDA" not in run.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["--simulate-cuda=0"], "the number of GPUs must be an integer from 1 to 127, got 0"),
+        (["--simulate-cuda=128"], "the number of GPUs must be an integer from 1 to 127, got 128"),
+        (["--simulate-cuda=many"], "invalid int value"),
+        (["--simulate-cuda=1", "--hazards=perhaps"], "invalid choice"),
+    ],
+)
+def test_a_wrong_option_is_refused(
+    typed: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, before anything runs."""
+    status = pytest.main(["--rootdir", str(tmp_path), str(tmp_path), *typed])
+    out, err = capsys.readouterr()
+
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert message in out + err
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("devices=0", "the number of GPUs must be an integer from 1 to 127, got 0"),
+        ("hazards='no'", "hazards must be one of fail, report, off, got 'no'"),
+        ("gpus=2", "the marker simulated_cuda takes devices and hazards, got gpus"),
+        ("1, 2", "the marker simulated_cuda takes devices and hazards, got 2 positional arguments"),
+    ],
+)
+def test_a_wrong_marker_is_refused(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the test that has it."""
+    test = tmp_path / f"{tmp_path.name}.py"  # a module name of its own
+    test.write_text(
+        f"import pytest\n@pytest.mark.simulated_cuda({arguments})\ndef test_marked(): pass\n", encoding="utf-8"
+    )
+    status = pytest.main(["--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(test)])
+    out, err = capsys.readouterr()
+
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert message in out + err
+    assert f"{test.name}::test_marked" in out + err
+
+
+@pytest.mark.nightly
+def test_tests_see_gpus(tmp_path: Path) -> None:
+    """Constants, texts, device-type tests, child processes; and nothing is left behind."""
+    before = left_behind()
+    run = run_pytest(tmp_path, "--simulate-cuda=2", files=("basics",))
+
+    assert run.status == 0, run.out
+    assert set(run.outcomes.values()) == {"PASSED"}
+    assert {"test_add_cpu", "test_add_cuda", "test_stream_cuda"} <= run.outcomes.keys()
+    assert not any(test.endswith("_sim") or "privateuse" in test for test in run.outcomes)
+    assert "needs 8 simulated GPUs, --simulate-cuda=2 gives 2" in run.out
+    assert "0 tests failed with hazards" in run.out
+    assert before >= left_behind()
+
+
+@pytest.fixture(name="races", scope="module")
+def _races(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_pytest(tmp_path_factory.mktemp("races"), "--simulate-cuda=2", files=("races",))
+
+
+@pytest.mark.slow
+def test_a_race_fails_the_test_that_has_it(races: Run) -> None:
+    """And no other."""
+    assert races.status == pytest.ExitCode.TESTS_FAILED, races.out
+    assert races.outcomes == {
+        "test_race": "FAILED",
+        "test_no_race": "PASSED",
+        "test_race_and_failure": "FAILED",
+        "test_race_in_a_class": "FAILED",
+        "test_race_in_a_fixture": "ERROR",
+        "test_race_in_a_program": "FAILED",
+        "test_race_in_a_forked_process": "FAILED",
+        "test_race_in_a_process_that_is_killed": "PASSED",
+        "test_race_that_is_reported": "PASSED",
+        "test_race_that_is_not_looked_for": "PASSED",
+        "test_race_that_is_expected": "PASSED",
+        "test_race_that_is_known": "XFAIL",
+    }
+    assert "6 tests failed with hazards, 2 reported" in races.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "test", ["test_race", "TestRace.test_race_in_a_class", "test_race_in_a_fixture", "test_race_in_a_program"]
+)
+def test_a_race_is_shown_with_both_lines(test: str, races: Run) -> None:
+    """The line that writes and the line that should have waited, without a frame of pytest's or of ours."""
+    said = races.section(test)
+
+    assert "read after write on cuda:0" in said, races.out
+    source = (PROJECT / "races.py").read_text(encoding="utf-8").splitlines()
+    for code in ("data = torch.ones(4", "data.mul_(2)"):
+        line = next(number for number, text in enumerate(source, start=1) if code in text)
+        assert f"test_races.py:{line} in race" in said
+    assert "wait_stream" in said
+    assert "_pytest" not in said
+    assert "pluggy" not in said
+    assert "fsdp_conformance" not in said
+
+
+@pytest.mark.slow
+def test_a_race_beside_a_failure_is_shown_too(races: Run) -> None:
+    """The test's own failure comes first."""
+    said = races.section("test_race_and_failure")
+
+    assert "assert race().sum() == 0" in said
+    assert said.index("AssertionError") < said.index("read after write")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("hazards", ["report", "off"])
+def test_hazards_can_be_reported_or_not_looked_for(hazards: str, tmp_path: Path) -> None:
+    """The tests pass; with `report` the hazards are in the summary."""
+    chosen = "test_race and not is_reported and not is_expected and not is_killed"
+    run = run_pytest(tmp_path, "--simulate-cuda=2", f"--hazards={hazards}", "-k", chosen, files=("races",))
+    failed = {test for test, outcome in run.outcomes.items() if outcome in ("FAILED", "ERROR")}
+
+    # The one that fails anyway, and the one that is marked as failing.
+    assert failed == {"test_race_and_failure", "test_race_that_is_known"}, run.out
+    assert ("read after write" in run.out) is (hazards == "report")
+
+
+@pytest.mark.nightly
+def test_workers_find_the_same(races: Run, tmp_path: Path) -> None:
+    """With pytest-xdist: each test has the outcome that it has without."""
+    pytest.importorskip("xdist")
+    run = run_pytest(tmp_path, "--simulate-cuda=2", "-n", "2", files=("races",))
+
+    assert run.outcomes == races.outcomes, run.out
+    assert "6 tests failed with hazards, 2 reported" in run.out
+
+
+@pytest.mark.nightly
+def test_ranks_of_ours_see_gpus(tmp_path: Path) -> None:
+    """Those that are forked from a warm process, for tests that import `harness.torch_compat`."""
+    text = """
+import torch, torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+from fsdp_conformance.harness.torch_compat import DTensorTestBase, FSDPTest, skip_if_lt_x_gpu, with_comms
+
+class TestWarm(FSDPTest):
+    @property
+    def world_size(self): return min(2, torch.cuda.device_count())
+
+    @skip_if_lt_x_gpu(2)
+    def test_fsdp(self):
+        total = torch.ones(2, device="cuda")
+        dist.all_reduce(total)
+        self.assertEqual(total, torch.full((2,), 2.0, device="cuda"))
+
+class TestMesh(DTensorTestBase):
+    @property
+    def world_size(self): return 2
+
+    @with_comms
+    def test_dtensor(self):
+        whole = torch.arange(4.0, device="cuda")
+        sharded = distribute_tensor(whole, self.build_device_mesh(), [Shard(0)])
+        self.assertTrue(sharded.to_local().is_cuda)
+        self.assertEqual(sharded.full_tensor(), whole)
+"""
+    run = run_pytest(tmp_path, "--simulate-cuda=2", texts={"ours": text})
+
+    assert run.outcomes == {"test_fsdp": "PASSED", "test_dtensor": "PASSED"}, run.out
+
+
+@pytest.mark.nightly
+def test_ranks_see_gpus_and_their_races_fail_the_test(tmp_path: Path) -> None:
+    """mp.spawn, MultiProcessTestCase and torchrun; a race on both ranks is one finding."""
+    before = left_behind()
+    run = run_pytest(tmp_path, "--simulate-cuda=2", files=("ranks",))
+
+    assert run.outcomes == {
+        "test_ddp[right]": "PASSED",
+        "test_ddp[wrong]": "FAILED",
+        "test_torchrun": "PASSED",
+        "test_training": "PASSED",
+        "test_gathered": "PASSED",
+    }, run.out
+    said = run.section("test_ddp[wrong]")
+    assert "batch = " not in said  # the explanation has lines by number
+    assert "in SpawnProcess-3, SpawnProcess-4" in said
+    assert said.count("read after write") == 1
+    assert before >= left_behind()
