@@ -181,7 +181,7 @@ def _lines(table: Coverage, heading: str, link: str) -> Iterator[str]:
 
 def _is_of_components(engine: Tally) -> bool:
     """True if the engine has runs of components alone."""
-    return all(run.profile.startswith(COMPONENTS) for run in engine.runs)
+    return {run.profile.partition("-")[0] for run in engine.runs} == {COMPONENTS.removesuffix("-")}
 
 
 def _engines(table: Coverage, places: Sequence[int]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from fsdp_conformance import contract
 from fsdp_conformance.contract.profile import load_profile, profile_of
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.coverage import Coverage, Row, Seen, coverage, markdown
-from fsdp_conformance.report.tally import Shown, Tally, digest_of
+from fsdp_conformance.report.tally import Part, Shown, Tally, digest_of
 from fsdp_conformance.tests.cli.cli_runs import answered
 from fsdp_conformance.tests.report import test_tally
 from fsdp_conformance.tests.report.evidence import a_case
@@ -164,6 +164,26 @@ def test_the_page_has_a_table_for_each_chapter() -> None:
         "## N. Unused parameters and rank-divergent graphs\n\n| requirement | cases | known wrong | adapters |\n"
         in text
     )
+
+
+@pytest.mark.slow
+def test_runs_of_components_have_a_separate_table() -> None:
+    """And each engine misses only cases of the profiles that it ran."""
+
+    def ran(name: str, *profiles: str) -> Tally:
+        runs = tuple(Part(profile=profile, words="NOT CERTIFIED", seconds=1.0) for profile in profiles)
+        return replace(an_engine(name), runs=runs)
+
+    engines = [ran("whole", "core-2026.11"), ran("part", "components-2026.11")]
+    both = ran("both", "core-2026.11", "components-2026.11")
+    sizes = [len(load_profile(name).entries) for name in ("core", "components", "full")]
+    table = coverage([*engines, both], load_profile("full").entries, {})
+    ran_table, components, *_ = markdown(table).split("\n\n### Components\n\n")
+
+    assert [new for new, _ in table.stale] == sizes
+    assert ran_table.splitlines()[0] == "| engine | whole | both |"
+    assert components.splitlines()[0] == "| engine | part |"
+    assert "### Components" not in markdown(coverage(engines[:1], PROFILE.entries, {}, excused={}))
 
 
 def test_the_command_shows_runs_beside_the_contract(tmp_path: Path) -> None:
