@@ -1,8 +1,8 @@
 """
 Starts commands and leaves nothing behind: what ci/test, ci/certify, ci/nightly, ci/versions and others have in common.
 
-Scripts under ci/ start with any Python 3.11, and only the standard library. `enter` makes the project's environment and
-continues the script there, so everything else is imported after it.
+Scripts under ci/ start with any Python 3.11 and the standard library alone. `enter` makes the project's environment and
+continues the script there.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ try:
     import psutil
 except ImportError:  # ci/setup has not made the environment yet
     psutil = None
+
+if sys.version_info < (3, 11):  # noqa: UP036 - the first thing that an older one gets to see
+    print(f"python3 must be 3.11 or newer, got {sys.version}. Start the script with another one.", file=sys.stderr)
+    sys.exit(3)
 
 ROOT = Path(__file__).resolve().parent.parent
 
