@@ -29,7 +29,7 @@ def certify(tmp_path: Path, *arguments: str, quick: int = 0, whole: int = 0) -> 
     binaries, calls = tmp_path / "env/bin", tmp_path / "calls"
     binaries.mkdir(parents=True)
     (tmp_path / "ci").mkdir()
-    for name in ("certify", "driver.py", "constraints-deepspeed.txt"):
+    for name in ("certify", "driver.py", "components.py", "constraints-deepspeed.txt"):
         shutil.copy(ROOT / "ci" / name, tmp_path / "ci")
     scripts = {
         tmp_path / "ci/setup": f'#!/bin/sh\necho "$@" >>"{tmp_path}/setups"\necho {tmp_path / "env"}\n',
@@ -51,6 +51,12 @@ def certify(tmp_path: Path, *arguments: str, quick: int = 0, whole: int = 0) -> 
     return done.returncode, calls.read_text(encoding="utf-8").splitlines() if calls.exists() else [], output
 
 
+def _components_call(directory: Path) -> str:
+    """The call that judges the components of the reference."""
+    options = f"--report {directory}/r/reference-components -n auto --profile components-2026.11"
+    return f"run --implementation reference-components {options}"
+
+
 def test_every_engine_has_a_quick_round_before_the_first_one_is_judged_in_full(tmp_path: Path) -> None:
     """So that a first answer comes within minutes."""
     status, calls, output = certify(tmp_path)
@@ -60,6 +66,7 @@ def test_every_engine_has_a_quick_round_before_the_first_one_is_judged_in_full(t
     assert calls == [
         *(f"run --implementation {e} --report {tmp_path}/r/quick/{e} -n auto --profile quick" for e in engines),
         *(f"run --implementation {e} --report {tmp_path}/r/{e} -n auto" for e in engines),
+        _components_call(tmp_path),
     ]
     assert output.splitlines()[-1] == f"run files: {tmp_path}/r"
 
@@ -69,8 +76,10 @@ def test_what_is_asked_for_by_name_comes_first(tmp_path: Path) -> None:
     _, calls, _ = certify(tmp_path, "--with", "deepspeed")
 
     stages = ["deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3"]
-    assert [call.split()[2] for call in calls] == [*stages, "torch-fsdp2", "torch-fsdp1", "reference"] * 2
-    assert (tmp_path / "setups").read_text(encoding="utf-8").split() == (["deepspeed"] * 3 + ["main"] * 3) * 2
+    engines = [*stages, "torch-fsdp2", "torch-fsdp1", "reference"]
+    environments = ["deepspeed"] * 3 + ["main"] * 3
+    assert [call.split()[2] for call in calls] == [*engines, *engines, "reference-components"]
+    assert (tmp_path / "setups").read_text(encoding="utf-8").split() == [*environments, *environments, "main"]
 
 
 def test_an_extra_that_is_none_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
@@ -99,6 +108,7 @@ def test_another_version_of_torch_has_an_environment_of_its_own(tmp_path: Path) 
     assert calls == [
         f"run --implementation reference --report {tmp_path}/r/quick/reference -n auto --profile quick",
         f"run --implementation reference --report {tmp_path}/r/reference -n auto",
+        _components_call(tmp_path),
     ]
     assert set((tmp_path / "setups").read_text(encoding="utf-8").split()) == {"torch-2.6"}
 

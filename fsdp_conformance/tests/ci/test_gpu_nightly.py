@@ -18,6 +18,8 @@ from fsdp_conformance.tests.guards.checkout import ROOT
 pytestmark = checkout.required
 
 ENGINES = ("reference", "torch-fsdp2", "torch-fsdp1", "torch-fsdp1-shard-grad-op", "torch-fsdp1-hybrid-shard")
+COMPONENTS = ("reference-components", "torch-dtensor", "torch-ddp")
+JUDGED = (*ENGINES, *COMPONENTS)
 
 #: Judges no engine: each that is named in JUDGED leaves a run file.
 CERTIFY = """\
@@ -40,19 +42,28 @@ esac
 @pytest.mark.parametrize(
     ("judged", "certified", "known", "status"),
     [
-        (ENGINES, 3, 0, 0),
-        (ENGINES, 3, 1, 1),
-        (ENGINES[:-1], 3, 0, 3),
+        (JUDGED, 3, 0, 0),
+        (JUDGED, 3, 1, 1),
+        (JUDGED[1:], 3, 0, 3),
+        (JUDGED[:-1], 3, 0, 3),
         ((), 3, 0, 3),
-        (ENGINES, 1, 0, 0),
-        (ENGINES, 4, 0, 4),
+        (JUDGED, 1, 0, 0),
+        (JUDGED, 4, 0, 4),
     ],
-    ids=["too few GPUs", "and a new finding", "an engine did not run", "none did", "known findings", "suite failed"],
+    ids=[
+        "too few GPUs",
+        "and a new finding",
+        "an engine did not run",
+        "a component did not run",
+        "none did",
+        "known findings",
+        "suite failed",
+    ],
 )
 def test_status(tmp_path: Path, judged: tuple[str, ...], certified: int, known: int, status: int) -> None:
     """Cases that need more GPUs than there are do not count, as long as every engine was judged."""
     (tmp_path / "ci").mkdir()
-    for name in ("nightly", "driver.py"):
+    for name in ("nightly", "driver.py", "components.py"):
         shutil.copy(ROOT / "ci" / name, tmp_path / "ci")
     scripts = {"ci/certify": CERTIFY, "ci/setup": f"#!/bin/sh\necho {tmp_path}/env\n", "env/bin/python": PYTHON}
     for name, text in scripts.items():

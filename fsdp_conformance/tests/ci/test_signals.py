@@ -41,7 +41,7 @@ threading.Event().wait(600)
 def _stubs(tmp_path: Path) -> Path:
     """A checkout with the real scripts, whose environment has nothing but commands that wait."""
     (tmp_path / "ci").mkdir()
-    for name in ("test", "certify", "nightly", "driver.py", "constraints-deepspeed.txt"):
+    for name in ("test", "certify", "nightly", "driver.py", "components.py", "constraints-deepspeed.txt"):
         shutil.copy(ROOT / "ci" / name, tmp_path / "ci")
     environment = tmp_path / "env"
     (environment / "bin").mkdir(parents=True)
