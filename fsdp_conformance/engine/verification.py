@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_conformance.engine.communication import all_gather
 from fsdp_conformance.engine.errors import StructureMismatch
-from fsdp_conformance.engine.flat_collectives import all_gather
 
 #: How many problems an error lists.
 PROBLEMS_LISTED = 20

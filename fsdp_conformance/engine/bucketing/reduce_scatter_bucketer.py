@@ -34,9 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from fsdp_conformance.engine.communication import Streams, reduce_scatter, resolve_group
 from fsdp_conformance.engine.errors import BucketerError, DataPending, InputMismatch
-from fsdp_conformance.engine.flat_collectives import reduce_scatter, resolve_group
-from fsdp_conformance.engine.streams import Streams
 
 #: Called with this rank's sum, in the shape of one input.
 Callback = Callable[[Tensor], object]

@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_conformance.engine.communication import ChunkStreams
 from fsdp_conformance.engine.errors import PoolError, PoolExhausted
-from fsdp_conformance.engine.streams import ChunkStreams
 
 #: glibc maps blocks of at least this size and unmaps them when they are freed (its DEFAULT_MMAP_THRESHOLD_MAX).
 _MAPPED_BYTES = 32 * 2**20

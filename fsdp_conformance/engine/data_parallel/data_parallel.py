@@ -37,11 +37,11 @@ from torch.utils import _python_dispatch
 from fsdp_conformance.engine.accelerator import present_accelerator
 from fsdp_conformance.engine.bucketing.broadcast import broadcast
 from fsdp_conformance.engine.bucketing.bucket_assignment import DEFAULT_LIMITS, MIB
+from fsdp_conformance.engine.communication import resolve_group
 from fsdp_conformance.engine.data_parallel.communication_hook import Hook
 from fsdp_conformance.engine.data_parallel.join import RollCall, agreed_rank
 from fsdp_conformance.engine.data_parallel.reducer import Reducer, ReducerConfig
 from fsdp_conformance.engine.errors import ParameterReplaced
-from fsdp_conformance.engine.flat_collectives import resolve_group
 from fsdp_conformance.engine.structures import tensors_in, with_tensors
 from fsdp_conformance.engine.verification import verify_parameters
 from fsdp_conformance.errors import ConfigError, Unsupported

@@ -37,11 +37,10 @@ from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
 
 from fsdp_conformance.engine.bucketing.bucket_assignment import NO_LIMIT, BucketAssignment, bucket_assignment
+from fsdp_conformance.engine.communication import Streams, all_gather, all_reduce
 from fsdp_conformance.engine.data_parallel.communication_hook import CommunicationHook, GradientBucket, hook_result
 from fsdp_conformance.engine.errors import GradientRefused, ReductionError
-from fsdp_conformance.engine.flat_collectives import all_gather, all_reduce
 from fsdp_conformance.engine.mesh.collectives import mesh_all_gather, mesh_broadcast
-from fsdp_conformance.engine.streams import Streams
 
 _TAKE = "backward"
 _MISSING = -1

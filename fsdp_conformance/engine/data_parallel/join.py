@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-from fsdp_conformance.engine.flat_collectives import all_reduce
+from fsdp_conformance.engine.communication import all_reduce
 
 
 class RollCall:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from fsdp_conformance.engine.communication import all_reduce
 from fsdp_conformance.engine.errors import GraphChanged
-from fsdp_conformance.engine.flat_collectives import all_reduce
 
 #: Nodes that build and run another graph during backward. What lies behind them cannot be seen in advance.
 _REENTRANT = frozenset({"CheckpointFunctionBackward"})

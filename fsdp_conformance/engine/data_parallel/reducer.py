@@ -38,13 +38,12 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_conformance.engine.bucketing.bucket_assignment import DEFAULT_LIMITS
+from fsdp_conformance.engine.communication import Streams, resolve_group
 from fsdp_conformance.engine.data_parallel.autograd_hooks import BackwardWatch, GradientHooks, remove_hooks
 from fsdp_conformance.engine.data_parallel.communication_hook import Hook, checked_hook
 from fsdp_conformance.engine.data_parallel.gradient_buckets import BucketParameter, BucketQueue, Transport
 from fsdp_conformance.engine.data_parallel.parameter_use import StaticGraph, UsedMap, reach_of
 from fsdp_conformance.engine.errors import HookMisuse, MarkedReadyTwice, ReductionError, ReductionUnfinished
-from fsdp_conformance.engine.flat_collectives import resolve_group
-from fsdp_conformance.engine.streams import Streams
 from fsdp_conformance.errors import ConfigError
 
 #: How many names an error lists, unless TORCH_DISTRIBUTED_DEBUG is DETAIL.

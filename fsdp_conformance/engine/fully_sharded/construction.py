@@ -19,8 +19,8 @@ from torch.utils import _python_dispatch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_conformance.engine.bucketing.broadcast import broadcast
-from fsdp_conformance.engine.fully_sharded.flat_parameter import Member, Place
 from fsdp_conformance.engine.fully_sharded.sharding_groups import ShardingGroups
+from fsdp_conformance.engine.fully_sharded.shown_parameters import Member, Place
 from fsdp_conformance.engine.fully_sharded.unit import ForeignParameter, ShardedUnit
 from fsdp_conformance.engine.mesh.axis import communicates_from, devices_of
 from fsdp_conformance.engine.verification import verify_parameters

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fsdp_conformance.engine.communication import all_reduce, all_reduce_max
 from fsdp_conformance.engine.errors import TrainingStateError
-from fsdp_conformance.engine.flat_collectives import all_reduce, all_reduce_max
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 from fsdp_conformance.errors import ConfigError
 

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from torch import nn
 
 from fsdp_conformance.engine.fully_sharded.inputs import Arguments
-from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState
 from fsdp_conformance.errors import Unsupported
 
@@ -28,7 +27,7 @@ class UnitHooks:
             module.register_state_dict_pre_hook(self._refuse_shards)  # type: ignore[no-untyped-call]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        unit, schedule = self._unit, schedule_of(self._unit)
+        unit, schedule = self._unit, self._unit.schedule
         if unit.state is TrainingState.FORWARD and id(module) in self._waiting:
             return None
         if len(self._members) > 1 and schedule.is_in_forward:
@@ -36,7 +35,7 @@ class UnitHooks:
         return schedule.before_forward(unit, (args, kwargs), training=module.training)
 
     def _after(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        unit, schedule = self._unit, schedule_of(self._unit)
+        unit, schedule = self._unit, self._unit.schedule
         self._waiting.discard(id(module))
         if output is None and sys.exc_info()[0] is not None:
             self._waiting.clear()

@@ -18,7 +18,6 @@ from fsdp_conformance.engine.errors import ParameterReplaced
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.fully_shard import clean_unit_name, units_below
 from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
-from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 
 
@@ -165,7 +164,7 @@ def original_names(module: nn.Module) -> dict[int, str]:
 def settled(units: Sequence[ShardedUnit]) -> Iterator[FlatParameter]:
     """The flat parameters of units, after adopting what users have changed. Raises TrainingStateError in a step."""
     for unit in units:
-        schedule_of(unit).check_idle(unit, "state dict")
+        unit.schedule.check_idle(unit, "state dict")
         unit.follow_users()
         yield from unit.flats
 

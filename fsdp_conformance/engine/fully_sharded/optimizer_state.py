@@ -155,7 +155,7 @@ def _state_of(
     for key in sorted({key for keys in sharded for key in keys}):
         dtype = next(entries[key].dtype for entries, keys in zip(states, sharded, strict=True) if key in keys)
         shard = torch.zeros(storage.layout.shard_numel, dtype=dtype, device=storage.shard_device)
-        parts = storage.layout.views(shard) if flat.is_whole else storage.layout.shard_views(shard)
+        parts = storage.layout.parts(shard)
         for entries, keys, part in zip(states, sharded, parts, strict=False):
             if key in keys:
                 part.copy_(entries[key])

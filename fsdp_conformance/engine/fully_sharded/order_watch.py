@@ -122,6 +122,25 @@ class OrderWatch:
                 hint=_HINT,
             )
 
+    def announce_all(self, groups: Iterable[ProcessGroup | None], what: str, *, numel: int, unit: str) -> None:
+        """`announce` a gather or a reduction of shards of `numel` elements in every group of several ranks."""
+        for group in groups:
+            if group is not None and group.size() > 1:
+                self.announce(group, f"{what} ({numel} elements a rank)", unit)
+
+    def check(
+        self, unit: str, expected: int, tag: Tensor, *, at_once: bool, what: str = "gathered", tolerance: float = 0.0
+    ) -> None:
+        """
+        Compare a tag that has arrived: `at_once`, or else in `judge`, so that the host need not wait for it now.
+
+        Raises ExecutionOrderError if it is another unit's.
+        """
+        if at_once:
+            _check_tag(tag, expected, what, name=unit)
+        else:
+            self.note(unit, expected, tag, what=what, tolerance=tolerance)
+
     def note(self, unit: str, expected: int, tag: Tensor, *, what: str = "gathered", tolerance: float = 0.0) -> None:
         """
         Keep a tag that has arrived, for the current stream: a copy, because its memory is the unit's.
@@ -169,3 +188,33 @@ def _store_of(group: ProcessGroup) -> Any:
         return distributed_c10d._get_process_group_store(group)
     except (KeyError, ValueError):  # not made by torch.distributed
         return None
+
+
+# --- tags -------------------------------------------------------------------------------------------------------------
+
+#: Tags are smaller, so that bfloat16 represents them exactly.
+_NUM_TAGS = 251
+
+#: Less than the distance between tags, and more than 16 bits lose in an average.
+TAG_TOLERANCE = 0.3
+
+
+def tag_of(ordinal: int) -> int:
+    """The tag of the unit with that number."""
+    return ordinal % _NUM_TAGS + 1
+
+
+def averaged_tag(tag: int, dtype: torch.dtype) -> int:
+    """What is averaged in `dtype` for a tag: the sum over ranks must be exact in that dtype, too."""
+    return tag if dtype.itemsize > 2 else tag % 16
+
+
+def _check_tag(tag: Tensor, expected: int, what: str, *, name: str) -> None:
+    """Raise ExecutionOrderError if another unit's tag was gathered or averaged. Makes the host wait."""
+    value = tag.item()
+    if not abs(value - expected) <= TAG_TOLERANCE:
+        raise ExecutionOrderError(
+            f"expected unit {expected} ({name}), {what} unit {value:g}",
+            where=f"{name}, rank {torch.distributed.get_rank()}",
+            hint="All ranks must run the same units in the same order.",
+        )

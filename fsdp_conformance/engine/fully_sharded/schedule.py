@@ -16,26 +16,22 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
 from fsdp_conformance.engine.chunks.memory_pool import MemoryPool
 from fsdp_conformance.engine.errors import TrainingStateError
-from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
-from fsdp_conformance.engine.fully_sharded.inputs import Arguments, placed_inputs, watch_outputs, watched_inputs
+from fsdp_conformance.engine.fully_sharded.gradient_reduction import GradientReduction, post_accumulate_hooks
+from fsdp_conformance.engine.fully_sharded.inputs import Arguments, placed_inputs
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
-from fsdp_conformance.engine.fully_sharded.unit import (
-    ShardedUnit,
-    TrainingState,
-    UnshardHandle,
-    post_accumulate_hooks,
-)
+from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState, UnshardHandle
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
-from fsdp_conformance.engine.structures import has_unknown, tensors_in
+from fsdp_conformance.engine.structures import has_unknown, tensors_in, with_tensors
 
 #: Reductions under way at once if waiting blocks the host. Each keeps a buffer as large as a whole unit.
 MAX_REDUCTIONS = 2
@@ -55,13 +51,13 @@ class UnitSchedule:
         self._units: list[weakref.ref[ShardedUnit]] = []
         self._stack: list[ShardedUnit] = []
         self._in_backward = False
-        self._written: Any = None
+        self._written: torch.Event | None = None
         # Indices into `_units`, in the order in which forwards began and ended.
         self._began: list[int] = []
         self._began_before: list[int] = []
         self._ended: list[int] = []
         self._cursor = 0
-        self._reductions: deque[FlatParameter] = deque()
+        self._reductions: deque[GradientReduction] = deque()
         self.order = OrderWatch()
         """Checks that peers run the same units."""
 
@@ -125,10 +121,10 @@ class UnitSchedule:
             unit.finish_unshard(self.order)
             arguments = self._prepared(unit, arguments, entering=entering)
             if not self._is_recomputing(unit):
-                arguments = watched_inputs(arguments, partial(self.after_backward, unit))
+                arguments = _watched_inputs(arguments, partial(self.after_backward, unit))
         return arguments
 
-    def after_forward(self, unit: ShardedUnit, output: Any) -> None:
+    def after_forward(self, unit: ShardedUnit, output: object) -> None:
         """Watch the outputs, and reshard."""
         if _in_own_backward(unit):
             return
@@ -143,20 +139,20 @@ class UnitSchedule:
         if not self._stack and not _inside_backward():
             self._leave()
 
-    def watch(self, unit: ShardedUnit, output: Any) -> None:
+    def watch(self, unit: ShardedUnit, output: object) -> None:
         """Watch some outputs of a unit, whose backward begins the unit's."""
         if not torch.is_grad_enabled():
             return
         if self._is_recomputing(unit):
             unit.keeps_graph = unit.keeps_graph or any(tensor.requires_grad for tensor in tensors_in(output))
             return
-        unit.keeps_graph |= watch_outputs(output, partial(self.before_backward, unit, unit.is_full_precision))
+        unit.keeps_graph |= _watch_outputs(output, partial(self.before_backward, unit, unit.is_full_precision))
         if unit.is_trained and has_unknown(output):
             unit.keeps_graph = True
             if not unit.is_held:
                 unit.is_held = True
                 for flat in unit.flats:
-                    flat.watch_leaves(partial(self._note_gradient, unit))
+                    flat.shown.watch_leaves(partial(self._note_gradient, unit))
 
     def _close(self, unit: ShardedUnit) -> None:
         """A unit's forward is over: reshard it, unless its backward will need it soon."""
@@ -390,14 +386,14 @@ class UnitSchedule:
         if not unit.sync_gradients:
             unit.accumulate()
             return
-        for flat in self._reductions:
-            flat.advance()
+        for reduction in self._reductions:
+            reduction.advance()
         while self._reductions and len(self._reductions) >= MAX_REDUCTIONS and not unit.runs_ahead:
             self._finish_oldest()
         self._reductions += unit.start_reduction(self.order)
 
     def _finish_oldest(self) -> None:
-        post_accumulate_hooks(self._reductions.popleft().finish_reduction(self.order))
+        post_accumulate_hooks(self._reductions.popleft().finish(self.order))
 
     def _end_backward(self) -> None:
         """The backward is over. Collective."""
@@ -423,14 +419,9 @@ class UnitSchedule:
         self.order.judge()
         self.order.is_on = False
 
-    def _at(self, indices: Any) -> list[ShardedUnit]:
+    def _at(self, indices: Iterable[int]) -> list[ShardedUnit]:
         found = (self._units[index]() for index in indices)
         return [unit for unit in found if unit is not None]
-
-
-def schedule_of(unit: ShardedUnit) -> UnitSchedule:
-    """The schedule that a unit is in: that of the outermost unit known so far."""
-    return cast(UnitSchedule, unit.schedule)
 
 
 def _in_own_backward(unit: ShardedUnit) -> bool:
@@ -442,5 +433,40 @@ def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _call_at_end(function: Any) -> None:
+def _call_at_end(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def _watched_inputs(arguments: Arguments, on_gradients: Callable[[], None]) -> Arguments:
+    """
+    The inputs, set up so that `on_gradients` is called in backward once the gradients of all of them are computed.
+
+    Inputs that need a gradient are replaced by views of themselves, so that the hooks see only this use. If no input
+    needs one, `on_gradients` is never called.
+    """
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors_in(arguments)):
+        return arguments
+    watched: list[Tensor] = []
+
+    def watch(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        watched.append(tensor.view_as(tensor))
+        return watched[-1]
+
+    arguments = with_tensors(arguments, watch)
+    if len(watched) == 1:
+        watched[0].register_hook(lambda _: on_gradients())  # type: ignore[no-untyped-call]
+    elif watched:
+        register_multi_grad_hook(watched, lambda _: on_gradients())
+    return arguments
+
+
+def _watch_outputs(output: object, on_gradient: Callable[[], None]) -> bool:
+    """Call `on_gradient` in backward before a gradient of an output propagates. Returns whether any output has one."""
+    found = False
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
+            found = True
+    return found

@@ -8,22 +8,25 @@ unsharding, resharding and reducing; the schedule decides when they happen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import profiler
-from torch.optim import Optimizer
 
 from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
 from fsdp_conformance.engine.fully_sharded.buffers import UnitBuffers
-from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter, Member, Place, ReductionHook
+from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
+from fsdp_conformance.engine.fully_sharded.gradient_reduction import GradientReduction, ReductionHook
+from fsdp_conformance.engine.fully_sharded.inputs import Arguments
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
+from fsdp_conformance.engine.fully_sharded.shown_parameters import Member, Place
 from fsdp_conformance.engine.fully_sharded.unit_spec import UnitSpec
+from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
 from fsdp_conformance.errors import Unsupported
 
 
@@ -62,6 +65,48 @@ class ForeignParameter(NamedTuple):
     places: list[Place]
 
 
+class Schedule(Protocol):
+    """The schedule of a unit, as those who run it see it: see `schedule.UnitSchedule`."""
+
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+
+    @property
+    def units(self) -> list[ShardedUnit]:
+        """The units, inner ones before those around them."""
+
+    @property
+    def is_in_forward(self) -> bool:
+        """True while a unit is in its forward."""
+
+    def check_idle(self, unit: ShardedUnit, where: str) -> None:
+        """Raise TrainingStateError inside a forward, a backward, or `summon_full_params`."""
+
+    def before_forward(self, unit: ShardedUnit, arguments: Arguments, *, training: bool = True) -> Arguments:
+        """Unshard, and prepare the inputs. Collective."""
+
+    def watch(self, unit: ShardedUnit, output: object) -> None:
+        """Watch some outputs of a unit, whose backward begins the unit's."""
+
+    def after_forward(self, unit: ShardedUnit, output: object) -> None:
+        """Watch the outputs, and reshard."""
+
+    def forward_failed(self, unit: ShardedUnit) -> None:
+        """Undo a forward that an exception has left."""
+
+    def unshard(self, unit: ShardedUnit) -> UnshardHandle:
+        """Begin to gather a unit now. Collective."""
+
+    def reshard(self, unit: ShardedUnit) -> None:
+        """Free a unit's whole parameters now."""
+
+    def recover(self) -> None:
+        """Return to the state between two steps, after an exception."""
+
+    def recover_if_interrupted(self) -> None:
+        """`recover`, if an exception ended a backward."""
+
+
 class ShardedUnit:
     """
     One unit.
@@ -86,8 +131,8 @@ class ShardedUnit:
         """Its FQN below the outermost unit known so far."""
         self.device = spec.device
         """Where it computes."""
-        self.schedule: object = None
-        """That of the outermost unit known so far: see `schedule.schedule_of`."""
+        self.schedule: Schedule
+        """That of the outermost unit known so far. Set by the schedule, once the unit is complete."""
         self.foreign = dict(foreign)
         """Parameters that its modules use and another unit owns, by id; an outer unit has to join the two."""
         self.index = 0
@@ -113,7 +158,7 @@ class ShardedUnit:
         """Units to prefetch in its forward; None: the schedule decides."""
         self.ahead_in_backward: list[weakref.ref[ShardedUnit]] | None = None
         self.communication_hook: ReductionHook | None = None
-        """What replaces the average in a reduction."""
+        """A user's replacement for the average in a reduction."""
         self._sees_leaves = False
         self.is_full_precision = False
         """Whether it computes in the parameters' own dtype regardless of its policy, as requested for eval mode."""
@@ -158,19 +203,19 @@ class ShardedUnit:
     @property
     def is_trained(self) -> bool:
         """Whether one of its parameters gets gradients."""
-        return any(flat.is_trained for flat in self.flats)
+        return any(flat.shown.are_trained for flat in self.flats)
 
     @property
     def has_gradients(self) -> bool:
         """Whether gradients have yet to be reduced."""
-        return any(flat.has_gradients for flat in self.flats)
+        return any(flat.reduction.has_gradients for flat in self.flats)
 
     @property
     def has_partial(self) -> bool:
         """Whether gradients reduced over the shard group have yet to be reduced over the replicas."""
-        return any(flat.has_partial for flat in self.flats)
+        return any(flat.reduction.has_partial for flat in self.flats)
 
-    def span(self, phase: str) -> AbstractContextManager[Any]:
+    def span(self, phase: str) -> AbstractContextManager[object]:
         """A profiler span with the phase and the unit's FQN, if a profiler is running."""
         if not torch._C._autograd._profiler_enabled():
             return nullcontext()
@@ -197,12 +242,12 @@ class ShardedUnit:
                 flat.release()
             self.device = flat.storage.pool.device
 
-    def start_unshard(self, after: Any, watch: OrderWatch) -> None:
+    def start_unshard(self, after: torch.Event | None, watch: OrderWatch) -> None:
         """Begin to gather, unless it has begun. Collective. `watch` compares what peers are about to do."""
         for flat in self.flats:
             if not flat.is_unsharded:
                 with self.span("all_gather"):
-                    flat.announce(watch, "gather")
+                    flat.announce(watch)
                     flat.start_gather(after)
 
     def finish_unshard(self, watch: OrderWatch) -> None:
@@ -252,24 +297,24 @@ class ShardedUnit:
         with self.span("all_gather"):
             for flat in self.flats:
                 views = flat.storage.layout.views(flat.storage.gathered())
-                flat.register([nn.Parameter(view, requires_grad=False) for view in views[: len(flat.members)]])
+                flat.shown.register([nn.Parameter(view, requires_grad=False) for view in views[: len(flat.members)]])
         self._sees_leaves = True
 
     def show_leaves(self) -> None:
         """Let modules see whole parameters."""
         if not self._sees_leaves:
             for flat in self.flats:
-                flat.check_places()
+                flat.shown.check_places()
             self._sees_leaves = True
             for flat in self.flats:
-                flat.register_leaves()
+                flat.shown.register_leaves()
 
     def show_originals(self) -> None:
         """Let modules see what the optimizer has."""
         if self._sees_leaves:
             self._sees_leaves = False
             for flat in self.flats:
-                flat.register_originals()
+                flat.shown.register_originals()
         if self._raised_buffers:
             self._raised_buffers = False
             self.buffers.lower()
@@ -295,7 +340,7 @@ class ShardedUnit:
         """Set its FQN."""
         self.name = name
         for flat in self.flats:
-            flat.name = self.label
+            flat.shown.name = self.label
 
     def give_up(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
         """Give some parameters, whole again, to an outer unit, and shard the rest anew. Collective."""
@@ -314,19 +359,23 @@ class ShardedUnit:
         self.took_part = False
         with self.span("accumulate"):
             for flat in self.flats:
-                flat.accumulate()
+                flat.reduction.accumulate()
 
-    def start_reduction(self, watch: OrderWatch) -> list[FlatParameter]:
+    def start_reduction(self, watch: OrderWatch) -> list[GradientReduction]:
         """
-        Begin to reduce the gradients of this backward and any kept before. Returns what is being reduced. `watch`
-        compares what peers are about to do, and notes what arrives.
+        Begin to reduce the gradients of this backward and any kept before. Returns the reductions, to be finished in
+        order. `watch` compares with peers what they are about to reduce, and the tags that arrive.
         """
         self.took_part = False
-        started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients or flat.has_partial]
+        started = [
+            flat.reduction
+            for flat in self.flats
+            if flat.shown.are_trained or flat.reduction.has_gradients or flat.reduction.has_partial
+        ]
         with self.span("reduce_scatter"):
-            for flat in started:
-                flat.announce(watch, "reduction")
-                flat.start_reduction(watch, self.communication_hook, all_reduce=self.all_reduces)
+            for reduction in started:
+                reduction.announce(watch)
+                reduction.start(watch, self.communication_hook, all_reduce=self.all_reduces)
         return started
 
     def reset(self) -> None:
@@ -338,10 +387,10 @@ class ShardedUnit:
         for flat in self.flats:
             flat.reset()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedUnit:
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise Unsupported("copyable", "a sharded module cannot be copied: save its state dict and load that")
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
 
 
@@ -366,16 +415,3 @@ class UnshardHandle:
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_unsharded:
             unit.finish_unshard(self._watch)
-
-
-def post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Call users' post-accumulate-gradient hooks, then step the optimizers that torch has attached to parameters."""
-    for parameter in parameters:
-        hooks: Mapping[int, Callable[[Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for hook in list(hooks.values()):
-            hook(parameter)
-        # `_apply_optimizer_in_backward`: its own hook is on the graph, which never reaches an original.
-        optimizers: Sequence[Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)

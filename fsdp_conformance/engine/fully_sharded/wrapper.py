@@ -33,7 +33,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fsdp_conformance.engine.errors import ParameterReplaced, TrainingStateError
 from fsdp_conformance.engine.fully_sharded import full_parameters
 from fsdp_conformance.engine.fully_sharded.deferral import steps_refused
-from fsdp_conformance.engine.fully_sharded.flat_parameter import ReductionHook
 from fsdp_conformance.engine.fully_sharded.fully_shard import (
     UNIT,
     ShardingOptions,
@@ -45,8 +44,8 @@ from fsdp_conformance.engine.fully_sharded.fully_shard import (
     units_below,
 )
 from fsdp_conformance.engine.fully_sharded.gradient_norm import clip_gradients
+from fsdp_conformance.engine.fully_sharded.gradient_reduction import ReductionHook
 from fsdp_conformance.engine.fully_sharded.report import communication_plan, memory_report
-from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
 from fsdp_conformance.engine.fully_sharded.torch_spelling import converted
 from fsdp_conformance.engine.fully_sharded.torch_state_dicts import TorchStateDicts
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState, UnshardHandle
@@ -169,7 +168,7 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function` as a forward of the module."""
-        unit, schedule = self.unit, schedule_of(self.unit)
+        unit, schedule = self.unit, self.unit.schedule
         try:
             args, kwargs = schedule.before_forward(unit, (args, kwargs), training=self.training)
             output = function(*args, **kwargs)
@@ -190,7 +189,7 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     def check_is_root(self) -> bool:
         """Whether it is the outermost wrapper, as far as is known: it is not before the wrapper around it is made."""
-        return len(schedule_of(self.unit).units) == len(self.units)
+        return len(self.unit.schedule.units) == len(self.units)
 
     @property
     def units(self) -> list[ShardedUnit]:
@@ -264,7 +263,7 @@ class FullyShardedDataParallel(TorchStateDicts):
 
         All ranks must have issued the same collectives before the exception.
         """
-        schedule_of(self.unit).recover()
+        self.unit.schedule.recover()
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """
@@ -294,14 +293,14 @@ class FullyShardedDataParallel(TorchStateDicts):
 
         With `async_op` they see them once the returned handle has been waited for.
         """
-        handle = schedule_of(self.unit).unshard(self.unit)
+        handle = self.unit.schedule.unshard(self.unit)
         if not async_op:
             handle.wait()
         return handle
 
     def reshard(self) -> None:
         """Free this unit's whole parameters now, possibly between forward and backward: they are gathered again."""
-        schedule_of(self.unit).reshard(self.unit)
+        self.unit.schedule.reshard(self.unit)
 
     def set_forward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
         """Prefetch these units in this one's forward, regardless of `forward_prefetch`."""
@@ -406,7 +405,7 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under original names: those that the optimizer has, even after an exception in backward."""
-        schedule_of(self.unit).recover_if_interrupted()
+        self.unit.schedule.recover_if_interrupted()
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_unit_name(name), parameter
 
@@ -432,7 +431,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         if name in self._forward_methods:
             return True
         unit = self.unit
-        inside = schedule_of(unit).is_in_forward and unit.state is TrainingState.IDLE
+        inside = unit.schedule.is_in_forward and unit.state is TrainingState.IDLE
         return inside and not name.startswith("_") and not hasattr(nn.Module, name)
 
     def __getitem__(self, key: Any) -> Any:

@@ -12,8 +12,8 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_conformance.engine.communication import resolve_group
 from fsdp_conformance.engine.errors import MeshError
-from fsdp_conformance.engine.flat_collectives import resolve_group
 
 #: A group, or one axis of a mesh by its index or its name.
 Axis = ProcessGroup | tuple[DeviceMesh, int | str]

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from fsdp_conformance.engine.communication import Streams, all_gather, all_to_all, broadcast, reduce_scatter, scatter
 from fsdp_conformance.engine.errors import MeshError
-from fsdp_conformance.engine.flat_collectives import all_gather, all_to_all, broadcast, reduce_scatter, scatter
 from fsdp_conformance.engine.mesh.axis import Axis, axis_group
 from fsdp_conformance.engine.mesh.uneven_shards import (
     chunk_sizes,
@@ -39,7 +39,6 @@ from fsdp_conformance.engine.mesh.uneven_shards import (
     unpad_tensor,
     with_length,
 )
-from fsdp_conformance.engine.streams import Streams
 
 
 class MeshWork:

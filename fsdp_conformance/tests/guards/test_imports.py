@@ -60,7 +60,7 @@ MAY_IMPORT["planner"] |= {"engine"}
 
 #: Modules of a part that others may import, where they may not import all of it.
 ONLY: dict[tuple[str, str], frozenset[str]] = {
-    ("planner", "engine"): frozenset({"engine.sharding_strategy", "engine.flat_collectives"}),
+    ("planner", "engine"): frozenset({"engine.sharding_strategy", "engine.communication"}),
 }
 
 #: What only some parts may touch: module to the parts that may.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.chunks.chunk import Chunk, ChunkConfig
-from fsdp_conformance.engine.chunks.gradients import Reduction
+from fsdp_conformance.engine.chunks.gradients import GradientBuffer, Reduction, StorageGradients
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind, MemoryPool
 from fsdp_conformance.engine.chunks.storage import ShardedStorage, StorageConfig
 from fsdp_conformance.engine.chunks.tensor_state import TensorState
@@ -59,6 +59,27 @@ def batch_of(rank: int, step: int) -> Tensor:
     return ((torch.arange(3 * WIDTH) * (rank + 3) + step) % 5 - 2.0).view(3, WIDTH) / 4
 
 
+class _Storage(ShardedStorage):
+    """Plain storage with its gradients, as the fully sharded module has them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.reductions = StorageGradients(self)
+
+    @property
+    def gradients(self) -> GradientBuffer:
+        """The buffer that collects them."""
+        return self.reductions.buffer
+
+    def reduce(self, *, async_op: bool) -> Reduction:
+        """Release the storage, and begin to reduce its gradients."""
+        assert async_op, "the trainer collects gradients later"
+        buffer = self.reductions.take()
+        if self.is_gathered:
+            self.release()
+        return self.reductions.start(buffer)
+
+
 class ChunkTrainer:
     """One rank's model, and its steps."""
 
@@ -79,16 +100,16 @@ class ChunkTrainer:
             numel = -(-WIDTH * (WIDTH + 1) // world_size) * world_size
             dtype = config.compute_dtype or torch.float32
             self.pool.allocate_private([(numel, dtype)] * NUM_LAYERS)
-        self.chunks = [
-            (Chunk if isinstance(config, ChunkConfig) else ShardedStorage).of(
+        self.chunks: list[Chunk | _Storage] = [
+            (Chunk if isinstance(config, ChunkConfig) else _Storage).of(
                 self.pool, parameters_of(layer), group, replica_group=replica_group, config=config
             )
             for layer in range(NUM_LAYERS)
         ]
         self.inputs: list[Tensor] = []
         self._num_arrived = 0
-        self._reductions: dict[ShardedStorage, Reduction] = {}
-        self._gradients: dict[ShardedStorage, Tensor] = {}
+        self._reductions: dict[Chunk | _Storage, Reduction] = {}
+        self._gradients: dict[Chunk | _Storage, Tensor] = {}
 
     def put_batches(self, rank: int, num_steps: int) -> None:
         """Move the micro-batches of all steps to the device: nothing later makes the host wait."""

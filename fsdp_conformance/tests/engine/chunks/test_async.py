@@ -82,7 +82,7 @@ class AsyncTest(ChunkTestCase):
         del handle
 
         self.assertEqual(use_count, torch._C._storage_Use_Count(gradient.untyped_storage()._cdata))
-        self.assertIsNone(chunk._reduction)
+        self.assertIsNone(chunk._reductions.under_way)
         chunk.pool.trim()
         self.assertEqual((0, {"cpu": 32}), (chunk.pool.counters.held_bytes, chunk.memory_usage))
 
@@ -134,7 +134,7 @@ class AsyncTest(ChunkTestCase):
             self.assertRaisesRegex(RuntimeError, "no route"),
         ):
             chunk.reduce(async_op=True)
-        self.assertEqual((0, None), (chunk.pool.counters.leased_bytes, chunk._reduction))
+        self.assertEqual((0, None), (chunk.pool.counters.leased_bytes, chunk._reductions.under_way))
         self.put(chunk)
 
         self.assert_equal(self.expected_shard(mean_gradient(4, 32)), chunk.reduce().wait())

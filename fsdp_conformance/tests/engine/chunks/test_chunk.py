@@ -15,6 +15,7 @@ from fsdp_conformance.engine.chunks.layout import StorageLayout, padded_numel
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind, MemoryPool
 from fsdp_conformance.engine.chunks.storage import StorageState
 from fsdp_conformance.engine.chunks.tensor_state import TensorState, TensorStates
+from fsdp_conformance.engine.communication import all_gather
 from fsdp_conformance.engine.errors import (
     ChunkError,
     ChunkFull,
@@ -24,7 +25,6 @@ from fsdp_conformance.engine.errors import (
     PoolExhausted,
     TensorRefused,
 )
-from fsdp_conformance.engine.flat_collectives import all_gather
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.tests.engine.chunks.chunk_ranks import (
     NUMEL,

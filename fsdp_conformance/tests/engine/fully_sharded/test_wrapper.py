@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_conformance.engine import flat_collectives
+from fsdp_conformance.engine import communication
 from fsdp_conformance.engine.chunks import gradients as chunk_gradients
 from fsdp_conformance.engine.errors import (
     TrainingStateError,
@@ -383,7 +383,7 @@ class TestSignsOfZero(ShardedTestCase):
         """Where a reduction loses the sign, such a parameter gets zeros for a gradient, and no other is changed."""
 
         def losing(shard: Tensor, inputs: Tensor, group: ProcessGroup) -> dist.Work:
-            return flat_collectives.reduce_scatter(shard, inputs.add_(0.0), group)
+            return communication.reduce_scatter(shard, inputs.add_(0.0), group)
 
         gradients = []
         for lost in (False, True):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fsdp_conformance.engine.streams import Streams
+from fsdp_conformance.engine.communication import Streams
 
 
 class _FakeStream:
@@ -40,7 +40,7 @@ def test_order_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(current_stream=lambda device: here)
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: fake)
     streams = Streams(torch.device("cuda", 0))
-    streams.follow([here, there, None])
+    streams.follow([here, there, None])  # type: ignore[list-item]
 
     assert streams.exist
     assert here.waited == ["there"]
