@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,8 @@ _HOST_ORDERED_BACKENDS = frozenset({"gloo", "mpi", "ucc"})
 
 # --- collectives ------------------------------------------------------------------------------------------------------
 
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> Work:

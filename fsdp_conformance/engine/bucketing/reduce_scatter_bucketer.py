@@ -27,7 +27,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ class _Launch(NamedTuple):
     output: Tensor  # 1D: this rank's sums, one after the other
     pending: list[Pending]
     source: Tensor  # kept until the collective has read it
-    stream: Any
+    stream: torch.Stream | None
     streams: Streams
 
 
@@ -95,7 +95,7 @@ class _Bucket:
         self.offset = 0
         self.pending: list[Pending] = []
         self._buffer: Tensor | None = None  # (world_size, row_numel): rank r will get the sum of row r
-        self._stream: Any = None
+        self._stream: torch.Stream | None = None
         """The stream that wrote the buffer last."""
 
     def place(self, given: _Input, capacity: int) -> None:

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,13 +71,13 @@ class Block:
 
     __slots__ = ("event", "home", "kind", "payload", "spec", "views")
 
-    def __init__(self, kind: BlockKind, payload: Tensor, home: Any) -> None:
+    def __init__(self, kind: BlockKind, payload: Tensor, home: torch.Stream | None) -> None:
         self.kind = kind
         self.payload = payload  # 1D, spec.numel; a RESIZED block that is not leased has no memory behind it
         self.spec = BlockSpec(payload.numel(), payload.dtype)
         self.home = home
         """The stream that its memory was allocated on, and returns to."""
-        self.event: Any = None
+        self.event: torch.Event | None = None
         """What must have happened before the memory is overwritten."""
         self.views: tuple[object, list[Tensor]] | None = None
         """Views of the payload made by its last tenant, for the next one, and what they were made from."""
@@ -294,7 +294,7 @@ class MemoryPool:
         self._lend(block)
         return block
 
-    def release(self, block: Block, *, after: Any = None) -> None:
+    def release(self, block: Block, *, after: torch.Event | None = None) -> None:
         """
         Take a block back. Its memory may be overwritten after the event `after`; None: after all work that the current
         stream has been given so far.

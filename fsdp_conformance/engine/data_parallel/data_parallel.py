@@ -23,7 +23,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
@@ -120,7 +120,7 @@ class DataParallel(nn.Module, Joinable):
         self._synchronise = True
         self._buffers_due = True
         self._divide_by_initial_world_size = True
-        self._hook: tuple[Any, Hook] | None = None
+        self._hook: tuple[object, Hook] | None = None
         # The reducer at the last forward under no_sync, and its number of reductions then.
         self._deferred_at: tuple[Reducer, int] | None = None
         self._reducer: Reducer | None = None
@@ -166,7 +166,7 @@ class DataParallel(nn.Module, Joinable):
         finally:
             self._synchronise = before
 
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` reduce: see `Reducer.register_comm_hook`."""
         self.reducer.register_comm_hook(state, hook)
         self._hook = (state, hook)
@@ -239,7 +239,7 @@ class DataParallel(nn.Module, Joinable):
             )
         return value
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """The module's item, if it is a container."""
         return cast(Any, self.module)[key]
 
@@ -353,7 +353,7 @@ class DataParallel(nn.Module, Joinable):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
+    def join_hook(self, **kwargs: object) -> JoinHook:
         """For torch's `Join`. Reads `divide_by_initial_world_size`; other options are for other joinables."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return _JoinHook(self)
@@ -391,19 +391,19 @@ class DataParallel(nn.Module, Joinable):
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+    def __deepcopy__(self, memo: dict[int, object]) -> DataParallel:
         """A wrapper of a copy of the module, on the same group. Not collective."""
         self._refuse_copy()
         return _restored(type(self), copy.deepcopy(self.module, memo), self._options, self.training, self.process_group)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> NoReturn:
         """For pickle: the module and the options. Unpickled on the default group. Not collective."""
         self._refuse_copy()
         if self.process_group is not dist.group.WORLD:
             raise Unsupported("copyable", "only a DataParallel on the default group can be pickled")
         return _restored, (type(self), self.module, self._options, self.training)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         return self.__reduce__()
 
     def __copy__(self) -> DataParallel:
@@ -505,7 +505,7 @@ def _check(module: nn.Module, ignored: Collection[str], managed: Sequence[tuple[
 
 
 #: Untyped, because mypy believes that no parameter is either.
-_is_lazy: Callable[[Any], bool] = nn_parameter.is_lazy
-_is_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
+_is_lazy: Callable[[object], bool] = nn_parameter.is_lazy
+_is_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
 _WHERE = "DataParallel"
 _WRAPPERS = (DataParallel, nn.parallel.DistributedDataParallel)

@@ -303,9 +303,9 @@ class DenseBucket(Bucket):
         self._open: list[int] = []  # places whose parameters get their gradient in finish()
         self._kept: dict[int, Tensor] = {}  # values to restore if no rank used the parameter
         self._fresh = [False] * len(self.parameters)
-        self._allocated_on: Any = None
-        self._settled_on: Any = None  # the stream on which the buffer was last allocated or handed over
-        self._copied_on: list[Any] = []  # streams that copied gradients in
+        self._allocated_on: torch.Stream | None = None
+        self._settled_on: torch.Stream | None = None  # the stream on which the buffer was last allocated or handed over
+        self._copied_on: list[torch.Stream | None] = []  # streams that copied gradients in
         self._under_way: Work | torch._C.Future[Any] | None = None
 
     def begin(self) -> None:

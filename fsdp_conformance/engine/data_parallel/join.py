@@ -7,8 +7,6 @@ ranks that still have inputs call a roll; a rank that has joined answers it and 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
@@ -74,6 +72,6 @@ def agreed_rank(group: ProcessGroup, device: torch.device, *, candidate: bool) -
     """The highest group rank that is a candidate. Collective. There must be at least one."""
     rank = torch.tensor([dist.get_rank(group) if candidate else -1], dtype=torch.int64).to(device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
-    found: Any = rank.item()
-    assert found >= 0, "no rank is a candidate"
-    return int(found)
+    highest = int(rank.item())
+    assert highest >= 0, "no rank is a candidate"
+    return highest

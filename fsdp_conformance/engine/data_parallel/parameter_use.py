@@ -9,10 +9,11 @@ Which parameters a step uses, and how often.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup, Work
 
 from fsdp_conformance.engine.communication import all_reduce
@@ -39,8 +40,8 @@ def reach_of(outputs: Iterable[Tensor], indices: Mapping[int, int]) -> Reach:
     """
     found: set[int] = set()
     complete = True
-    seen: set[Any] = set()  # the nodes, not their ids: a new wrapper could get the id of a collected one
-    pending: list[Any] = []
+    seen: set[Node] = set()  # the nodes, not their ids: a new wrapper could get the id of a collected one
+    pending: list[Node] = []
     for output in outputs:
         if output.grad_fn is not None:
             pending.append(output.grad_fn)

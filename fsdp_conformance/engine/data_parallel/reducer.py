@@ -167,7 +167,7 @@ class Reducer:
         """The names of the parameters in each bucket, in the order of reduction."""
         return self._queue.names
 
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
         """
         Let `hook(state, bucket)` reduce, instead of the averaging all-reduce.
 

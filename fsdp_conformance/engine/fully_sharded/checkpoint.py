@@ -121,7 +121,7 @@ def _room_for_optimizer(module: nn.Module, metadata: Metadata, optimizer_key: st
     return {"state": {}} | room
 
 
-def _room(saved: Any, home: tuple[FlatParameter, int] | None) -> Tensor | None:
+def _room(saved: object, home: tuple[FlatParameter, int] | None) -> Tensor | None:
     if not isinstance(saved, TensorStorageMetadata):
         return None
     dtype = saved.properties.dtype

@@ -8,9 +8,8 @@ by the first outer unit that contains both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -180,7 +179,7 @@ class OwnerRegistry:
     """Which unit owns a parameter. Keeps neither alive."""
 
     def __init__(self) -> None:
-        self._owners: Any = WeakIdKeyDictionary()
+        self._owners: MutableMapping[nn.Parameter, weakref.ref[ShardedUnit]] = WeakIdKeyDictionary()
 
     def of(self, parameter: nn.Parameter) -> ShardedUnit | None:
         """The unit, or None."""
@@ -195,5 +194,5 @@ class OwnerRegistry:
 
 
 #: Untyped, because mypy assumes that no parameter is either.
-_is_lazy: Callable[[Any], bool] = nn_parameter.is_lazy
-_is_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
+_is_lazy: Callable[[object], bool] = nn_parameter.is_lazy
+_is_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass

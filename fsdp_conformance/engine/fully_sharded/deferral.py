@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,7 +21,7 @@ def steps_refused(units: Sequence[ShardedUnit]) -> Iterator[None]:
     """
     deferred = {id(member.parameter) for unit in units for flat in unit.flats for member in flat.members}
 
-    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if any(id(parameter) in deferred for group in optimizer.param_groups for parameter in group["params"]):
             raise TrainingStateError(
                 "an optimizer steps inside no_sync, where gradients are not reduced yet: leave the context, and run "

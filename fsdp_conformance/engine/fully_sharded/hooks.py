@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import nn
 
@@ -26,7 +26,7 @@ class UnitHooks:
             module.register_forward_hook(self._after, always_call=True)
             module.register_state_dict_pre_hook(self._refuse_shards)  # type: ignore[no-untyped-call]
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments | None:
         unit, schedule = self._unit, self._unit.schedule
         if unit.state is TrainingState.FORWARD and id(module) in self._waiting:
             return None
@@ -34,7 +34,7 @@ class UnitHooks:
             self._waiting |= self._members
         return schedule.before_forward(unit, (args, kwargs), training=module.training)
 
-    def _after(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+    def _after(self, module: nn.Module, _: tuple[object, ...], output: object) -> None:
         unit, schedule = self._unit, self._unit.schedule
         self._waiting.discard(id(module))
         if output is None and sys.exc_info()[0] is not None:
@@ -54,7 +54,7 @@ class UnitHooks:
                 "full_state_dict or sharded_state_dict",
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise Unsupported(
             "copyable",
             f"{self._unit.label} was sharded in place and cannot be copied: wrap it in FullyShardedDataParallel, which "

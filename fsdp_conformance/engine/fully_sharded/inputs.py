@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_conformance.engine.structures import tensors_in, with_tensors
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 def placed_inputs(arguments: Arguments, device: torch.device, dtype: torch.dtype | None) -> Arguments:

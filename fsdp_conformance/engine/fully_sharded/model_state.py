@@ -110,7 +110,7 @@ def load_sharded_state_dict(
     homes = {id(member.parameter): (flat, i) for flat in flats for i, member in enumerate(flat.members)}
     expected = dict(original_state(module))
     own: list[tuple[FlatParameter, int, Tensor]] = []
-    others: dict[str, Any] = {}
+    others: dict[str, object] = {}
     for name, value in state.items():
         if isinstance(value, LocalPieces):
             flat, index = homes.get(id(expected.get(name)), (None, 0))
@@ -150,7 +150,7 @@ def fits(value: LocalPieces, flat: FlatParameter, index: int) -> bool:
     return value.begin == begin and value.part.numel() == end - begin
 
 
-def original_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def original_state(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Original names of parameters (the objects that the optimizer has), persistent buffers and extra state."""
     for name, value in nn.Module.state_dict(module, keep_vars=True).items():
         yield clean_unit_name(name), value
@@ -175,7 +175,7 @@ def _restored_buffers(units: Sequence[ShardedUnit], offload: bool) -> dict[int, 
     return {key: value.cpu() if offload else value for key, value in found.items()}
 
 
-def _value(value: Any, values: Mapping[int, Tensor], offload: bool) -> Any:
+def _value(value: object, values: Mapping[int, Tensor], offload: bool) -> object:
     found = values.get(id(value))
     if found is not None:
         return found

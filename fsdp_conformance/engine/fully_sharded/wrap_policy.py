@@ -77,7 +77,7 @@ def choice_of(policy: Any, root: nn.Module, *, ignored: Iterable[nn.Module]) -> 
     )
 
 
-def _takes_recurse(policy: Callable[..., Any]) -> bool:
+def _takes_recurse(policy: Callable[..., object]) -> bool:
     """Whether a function is called as torch calls its policies."""
     try:
         parameters = inspect.signature(policy).parameters

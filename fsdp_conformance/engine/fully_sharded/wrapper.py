@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
         sharding_strategy: ShardingStrategy | TorchShardingStrategy | None = ShardingStrategy.FULL_SHARD,
         cpu_offload: CPUOffload | TorchCPUOffload | bool | None = None,
-        auto_wrap_policy: WrapPolicy | Callable[..., bool] | Any | None = None,
+        auto_wrap_policy: WrapPolicy | Callable[..., bool] | object = None,
         backward_prefetch: BackwardPrefetch | TorchBackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | TorchMixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -318,7 +318,9 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:  # type: ignore[override]
         """
         Every parameter and persistent buffer, under original names. Collective, also from a module around it.
 
@@ -332,7 +334,9 @@ class FullyShardedDataParallel(TorchStateDicts):
         found.update({f"{prefix}{name}": value for name, value in self._chosen_state_dict().items()})
         return cast("dict[str, Any]", found)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
         """Write what `state_dict` returned: `model_state.load_full_state_dict`. Raises Unsupported for `assign`."""
         if assign:
             raise Unsupported("full_state_dict", "assign=True: parameters are views of shards")
@@ -343,7 +347,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         self,
         state_dict: dict[str, Any],
         prefix: str,
-        local_metadata: dict[str, Any],
+        local_metadata: dict[str, object],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
@@ -434,7 +438,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         inside = unit.schedule.is_in_forward and unit.state is TrainingState.IDLE
         return inside and not name.startswith("_") and not hasattr(nn.Module, name)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """An item of the module, if that is a container."""
         return cast(Any, self.module)[key]
 
@@ -450,7 +454,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         mark_unit(twin, twin.unit)
         return twin
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
 
 
