@@ -1,5 +1,5 @@
 """
-Whether all ranks of a group agree: on a text, or on the parameters whose gradients are reduced by position.
+Checks that all ranks of a group agree: on a text, or on the parameters whose gradients are reduced by position.
 
 Every rank comes to the same answer, so either all raise or none does. A rank that carried on alone would hang in the
 first collective that its peers never issue.
@@ -25,7 +25,7 @@ PROBLEMS_LISTED = 20
 
 
 class ParameterFacts(NamedTuple):
-    """What must be equal on every rank."""
+    """The facts that must be equal on every rank."""
 
     name: str
     shape: tuple[int, ...]

@@ -54,7 +54,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether the input is reduced: its callback has run or is running."""
+        """True if the input is reduced: its callback has run or is running."""
         return self.result is not None
 
 

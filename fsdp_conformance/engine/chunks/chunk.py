@@ -106,9 +106,9 @@ class Chunk(ShardedStorage):
         self.tensors: list[Tensor] = []
         self.partner: Chunk | None = None
         self.stale = False
-        """Whether the partner's shard is newer than this one, so that the next gather sends that."""
+        """True if the partner's shard is newer than this one, so that the next gather sends that."""
         self.from_partner = False
-        """Whether the unsharded data came from the partner, and are not older than it."""
+        """True if the unsharded data came from the partner, and are not older than it."""
         self.statistics: ShardStatistics | None = None
         """Of the last reduction; None before the first, and while one is on its way."""
         self._indices: dict[int, int] = {}
@@ -128,7 +128,7 @@ class Chunk(ShardedStorage):
 
     @property
     def is_fused(self) -> bool:
-        """Whether it owns its block permanently."""
+        """True if it owns its block permanently."""
         return self.config.block is BlockKind.PRIVATE
 
     @property
@@ -145,7 +145,7 @@ class Chunk(ShardedStorage):
 
     @property
     def can_release(self) -> bool:
-        """Whether it is gathered, not fused, and none of its tensors is in use."""
+        """True if it is gathered, not fused, and none of its tensors is in use."""
         return self.is_gathered and not self.is_fused and self.states.all_in(RELEASABLE)
 
     def __lt__(self, other: object) -> bool:

@@ -149,7 +149,7 @@ class GradientBuffer:
 
 
 class DivideFactors(NamedTuple):
-    """What gradients are divided by before the first collective, and after the last."""
+    """Divisors of the gradients: before the first collective, and after the last."""
 
     before: float
     after: float
@@ -214,7 +214,7 @@ class Reduction:
         self._steps: Generator[Work, None, None] | None = self._reduce(buffer)
         self._host_part: Tensor | None = None
         self.event: torch.Event | None = None
-        """What the current stream has to wait for; None before the last step is enqueued, and without streams."""
+        """The event to wait for on the current stream; None before the last step is enqueued, and without streams."""
         self._result: Tensor | None = None
 
     def start(self, *, ahead: bool) -> None:
@@ -226,12 +226,12 @@ class Reduction:
 
     @property
     def done(self) -> bool:
-        """Whether every step has been taken, or enqueued."""
+        """True if every step has been taken, or enqueued."""
         return self._steps is None
 
     @property
     def result(self) -> Tensor | None:
-        """What `wait` returns, without ordering the current stream after it; None before the last step."""
+        """The tensor that `wait` returns, without ordering the current stream after it; None before the last step."""
         return self._result
 
     def advance(self) -> None:

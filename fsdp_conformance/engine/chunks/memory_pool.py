@@ -78,7 +78,7 @@ class Block:
         self.home = home
         """The stream that its memory was allocated on, and returns to."""
         self.event: torch.Event | None = None
-        """What must have happened before the memory is overwritten."""
+        """The memory may be overwritten once this has happened; None: at once."""
         self.views: tuple[object, list[Tensor]] | None = None
         """Views of the payload made by its last tenant, for the next one, and what they were made from."""
 
@@ -92,7 +92,7 @@ class Block:
 
 
 class PoolCounters(NamedTuple):
-    """What a pool holds."""
+    """The blocks and bytes that a pool holds."""
 
     public_free: int
     public_leased: int
@@ -154,7 +154,7 @@ class MemoryPool:
 
     @property
     def counters(self) -> PoolCounters:
-        """What the pool holds now."""
+        """The blocks and bytes held now."""
         leased = [block.kind for block in self._leased]
         return PoolCounters(
             public_free=len(self._public_free),
@@ -175,14 +175,14 @@ class MemoryPool:
         self._peak_busy_bytes = self._busy_bytes
 
     def has_room(self, nbytes: int, *, evict: Iterable[Block] | None = None) -> bool:
-        """Whether that many bytes can be leased now by evicting `evict` (None: all that are free)."""
+        """True if that many bytes can be leased now by evicting `evict` (None: all that are free)."""
         if self.limit_bytes is None:
             return True
         evictable = sum(block.nbytes for block in (self._cached() + self._lingering if evict is None else evict))
         return self._held_bytes - evictable + nbytes <= self.limit_bytes
 
     def is_leased(self, block: Block) -> bool:
-        """Whether `block` is leased from this pool."""
+        """True if `block` is leased from this pool."""
         return block in self._leased
 
     # --- public and private blocks -----------------------------------------------------------------------------------
@@ -362,8 +362,8 @@ class MemoryPool:
         Evict free cached blocks until `nbytes` fit. Raises PoolExhausted, evicting none, if they never will.
 
         Evicting a block makes its home stream wait for its last use. Without `evicts_used`, blocks that may still be
-        used stay while the limit allows it: the stream that computes must not wait for a reduction, because of a gather
-        that begins beside it.
+        used stay while the limit allows it: otherwise a gather that runs beside computation would make the computing
+        stream wait for a reduction.
         """
         if not self.has_room(nbytes):
             raise PoolExhausted(

@@ -78,7 +78,7 @@ class StorageConfig:
     shard_device: torch.device | None = None
     """Where the shard and its reduced gradient live; None: the pool's device. The CPU means offloading."""
     pin_memory: bool = True
-    """Whether an offloaded shard and its gradient are in pinned memory. Has no effect if the pool is on the CPU."""
+    """True if an offloaded shard and its gradient are in pinned memory. Has no effect if the pool is on the CPU."""
     align: int = 1
     """Every tensor begins at a multiple of this many elements. Gaps are padding and are communicated."""
     alias_whole: bool = False
@@ -208,7 +208,7 @@ class ShardedStorage:
 
         alone = world_size == 1 and self.shard_device == pool.device
         self.aliases_shard = config.alias_whole and alone and self.compute_dtype is dtype
-        """Whether the shard serves as the unsharded data: a group of one rank, and `alias_whole`."""
+        """True if the shard serves as the unsharded data: a group of one rank, and `alias_whole`."""
         # True if waiting for a work orders streams instead of blocking the host: then it can be done at once.
         self._gathers_ahead = pool.streams.orders(self.group)
         self._shard = torch.empty(0)
@@ -293,12 +293,12 @@ class ShardedStorage:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether it is unsharded, or being gathered."""
+        """True if it is unsharded, or being gathered."""
         return self.state in GATHERED
 
     @property
     def pins_memory(self) -> bool:
-        """Whether its shard and its reduced gradient are in pinned memory: offloaded from an accelerator."""
+        """True if its shard and its reduced gradient are in pinned memory: offloaded from an accelerator."""
         return self.config.pin_memory and self.shard_device.type == "cpu" and self.pool.streams.exist
 
     @property

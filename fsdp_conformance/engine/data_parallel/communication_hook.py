@@ -83,7 +83,7 @@ class GradientBucket:
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of this backward."""
+        """True if this is the last bucket of this backward."""
         return self._last
 
 

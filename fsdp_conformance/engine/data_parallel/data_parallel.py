@@ -282,7 +282,7 @@ class DataParallel(nn.Module, Joinable):
             self._renew_reducer(verify=True)
 
     def _has_deferred(self) -> bool:
-        """Whether gradients of this step are still to be reduced. The answer is the same on every rank."""
+        """True if gradients of this step are still to be reduced. The answer is the same on every rank."""
         return self._reducer is not None and self._deferred_at == (self._reducer, self._reducer.reductions)
 
     def _traits(self) -> list[tuple[bool, torch.dtype, torch.device]]:
@@ -418,7 +418,7 @@ class DataParallel(nn.Module, Joinable):
 
 
 class _JoinHook(JoinHook):
-    """What a rank does while others still train, and when all have finished."""
+    """The part that a finished rank takes in the training of the others."""
 
     def __init__(self, wrapper: DataParallel) -> None:
         super().__init__()

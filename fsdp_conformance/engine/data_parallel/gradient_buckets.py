@@ -15,9 +15,9 @@ otherwise it is contiguous.
 Afterwards, the memory of the gradients belongs to one of two owners:
 
   - With `gradient_as_view`, the bucket. Its buffer lives as long as the reducer, and from the first backward on `.grad`
-    is a view of it. A gradient that somebody kept is overwritten by the next backward.
+    is a view of it. A gradient that a user kept is overwritten by the next backward.
   - Otherwise, the gradients. One that did not exist before this backward becomes a view of the averaged buffer, which
-    the bucket then gives up: the next backward allocates another, and a gradient that somebody kept does not change. A
+    the bucket then gives up: the next backward allocates another, and a gradient that a user kept does not change. A
     gradient that did exist is written in place, so it remains the same tensor.
 
 Either way a gradient is copied once, and no memory is held twice if gradients are dropped between steps.
@@ -110,7 +110,7 @@ class BucketQueue:
 
     @property
     def is_issued(self) -> bool:
-        """Whether every bucket has been issued."""
+        """True if every bucket has been issued."""
         return self._next == len(self._buckets)
 
     # --- a reduction -------------------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def _layout(parameters: Sequence[BucketParameter]) -> list[tuple[torch.Size, tup
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's strides leave no gaps and do not overlap."""
+    """True if a tensor's strides leave no gaps and do not overlap."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1

@@ -47,17 +47,17 @@ class RollCall:
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether a backward may follow."""
+        """True if a backward may follow."""
         return self._result()[self._size] > 0
 
     @property
     def synchronises(self) -> bool:
-        """Whether that backward will reduce gradients."""
+        """True if that backward will reduce gradients."""
         return self._result()[self._size + 1] > 0
 
     @property
     def broadcasts(self) -> bool:
-        """Whether buffers are broadcast before the forward."""
+        """True if buffers are broadcast before the forward."""
         return self._result()[self._size + 2] > 0
 
     def _result(self) -> list[int]:

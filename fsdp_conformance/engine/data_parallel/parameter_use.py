@@ -84,12 +84,12 @@ class UsedMap:
         self._local[index] = 1
 
     def used_here(self, index: int) -> bool:
-        """Whether parameter `index` got a gradient on this rank since the last reduction."""
+        """True if parameter `index` got a gradient on this rank since the last reduction."""
         return bool(self._local[index])
 
     @property
     def asked(self) -> bool:
-        """Whether this rank had to wait for the sum."""
+        """True if this rank had to wait for the sum."""
         return self._global is not None
 
     def start(self, *, empty: bool = False) -> None:
@@ -101,7 +101,7 @@ class UsedMap:
         self._work = all_reduce(self._summed, self._group)
 
     def used_anywhere(self, index: int) -> bool:
-        """Whether any rank used parameter `index`. Call `start` first; waits for it if this rank did not use it."""
+        """True if any rank used parameter `index`. Call `start` first; waits for it if this rank did not use it."""
         if self._local[index] or self._group.size() == 1:
             return bool(self._local[index])
         if self._global is None:
@@ -146,7 +146,7 @@ class StaticGraph:
 
     @property
     def is_learnt(self) -> bool:
-        """Whether the first backward has ended."""
+        """True if the first backward has ended."""
         return self._counts is not None
 
     def begin(self) -> list[int]:
@@ -158,7 +158,7 @@ class StaticGraph:
 
     def is_last(self, index: int) -> bool:
         """
-        Whether parameter `index` gets no further gradient in this backward. Always False in the first one.
+        True if parameter `index` gets no further gradient in this backward. Always False in the first one.
 
         Raises GraphChanged if the parameter got more gradients than in the first backward.
         """

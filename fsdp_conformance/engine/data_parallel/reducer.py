@@ -76,7 +76,7 @@ class ReducerConfig:
 
 
 class Phase(Enum):
-    """What happens to the next gradient."""
+    """The way the next gradient is treated."""
 
     IDLE = "gradients stay on this rank"
     ARMED = "the next backward is reduced; it has not produced a gradient yet"
@@ -91,7 +91,7 @@ class _Forward:
         self.unused = unused
         """Indices of the parameters that the graph behind its outputs does not reach."""
         self.early = early
-        """Whether `unused` is known before backward: not if reentrant nodes hide a part of the graph."""
+        """True if `unused` is known before backward: not if reentrant nodes hide a part of the graph."""
 
 
 class Reducer:
@@ -159,7 +159,7 @@ class Reducer:
 
     @property
     def phase(self) -> Phase:
-        """What happens to the next gradient."""
+        """The way the next gradient is treated."""
         return self._phase
 
     @property
@@ -378,7 +378,7 @@ class Reducer:
         return sorted({*self._frozen, *frozenset.intersection(*(forward.unused for forward in forwards))})
 
     def _used_or_trainable(self, index: int) -> bool:
-        """Whether a parameter has a gradient to average, if every trainable parameter has one."""
+        """True if a parameter has a gradient to average, if every trainable parameter has one."""
         return self._used.used_here(index) or index not in self._frozen
 
     def _mark_ready(self, index: int) -> None:
@@ -444,7 +444,7 @@ class Reducer:
 
     @property
     def _sums_used(self) -> bool:
-        """Whether this reduction asks the other ranks which parameters they used."""
+        """True if this reduction asks the other ranks which parameters they used."""
         first_of_static = self._static is not None and self._reductions == 0
         return (self._finds_unused or first_of_static) and self.group.size() > 1
 

@@ -17,7 +17,7 @@ def steps_refused(units: Sequence[ShardedUnit]) -> Iterator[None]:
     """
     A context in which an optimizer that steps parameters of these units raises TrainingStateError before it does so.
 
-    The step would leave out what is deferred, without a word: such parameters have no gradient yet.
+    The step would silently skip them: their gradients are deferred.
     """
     deferred = {id(member.parameter) for unit in units for flat in unit.flats for member in flat.members}
 
@@ -29,7 +29,7 @@ def steps_refused(units: Sequence[ShardedUnit]) -> Iterator[None]:
                 where="no_sync",
             )
 
-    # A hook for all optimizers, because nobody tells the engine which one has its parameters.
+    # A hook for all optimizers, because the engine does not know which one has its parameters.
     handle = register_optimizer_step_pre_hook(refuse)
     try:
         yield

@@ -21,7 +21,7 @@ from fsdp_conformance.errors import ConfigError
 
 @dataclass(slots=True)
 class _Summoned:
-    """What modules see of one flat parameter inside the context."""
+    """The whole parameters of one flat parameter inside the context."""
 
     unit: ShardedUnit
     flat: FlatParameter
@@ -112,8 +112,10 @@ def _summon(
 @torch.no_grad()
 def _is_written(summoned: _Summoned) -> bool:
     """
-    Whether to write parameters back. Collective if a backward of the unit is expected: the answer is the same on all
-    ranks. Otherwise nobody has to know whether they were written, and the host need not wait to find out.
+    True if parameters have to be written back. The answer is the same on all ranks.
+
+    Collective if a backward of the unit is expected, which must not run if they were written. Otherwise they are always
+    written back, so that the host need not wait for a comparison.
     """
     unit, flat = summoned.unit, summoned.flat
     if unit.num_expected <= 0:

@@ -240,7 +240,7 @@ def _copied_flat(flat: FlatParameter, spec: UnitSpec, memo: Mapping[int, Any]) -
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module defines a forward."""
+    """True if a module defines a forward."""
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 

@@ -143,7 +143,7 @@ def own_pieces(flat: FlatParameter, index: int, part: Tensor) -> Tensor:
 
 
 def fits(value: LocalPieces, flat: FlatParameter, index: int) -> bool:
-    """Whether a rank's part is that of this parameter, which need not be the same storage."""
+    """True if a rank's part is that of this parameter, which need not be the same storage."""
     if flat.is_whole or value.shape != flat.members[index].shape:
         return False
     begin, end, _ = flat.storage.layout.shard_slice(index)

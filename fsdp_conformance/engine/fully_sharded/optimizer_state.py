@@ -126,7 +126,7 @@ def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[s
 
 
 def _is_part(value: object, flat: FlatParameter, index: int) -> bool:
-    """Whether a value in an optimizer's state is sharded with its parameter."""
+    """True if a value in an optimizer's state is sharded with its parameter."""
     return isinstance(value, Tensor) and not flat.is_whole and value.shape == flat.parts[index].shape
 
 

@@ -9,10 +9,10 @@ agrees with them; if a peer changes its order, that one finds out.
 A tag says what has arrived, and nothing arrives where ranks run units of different sizes: NCCL, which checks nothing,
 may hang, or write past what it was given. So in the iterations that are checked, ranks also compare each collective
 before they issue it, through the group's store. The first rank to come writes down what it is about to do, and one that
-is about to do something else raises instead. Nobody waits for an answer, and the device is left alone.
+is about to do something else raises instead. No rank waits for an answer, and the device is left alone.
 
 What is gathered ends with the last rank's tag. So the last rank sees its own, and finds out by the average of all,
-which it gets with the gradients. Where there are none, in a forward without a graph and for frozen units, nobody
+which it gets with the gradients. Where there are none, in a forward without a graph and for frozen units, no rank
 notices if the last rank alone changes its order.
 """
 
@@ -41,7 +41,7 @@ class _Arrived(NamedTuple):
     tolerance: float
 
     def is_refuted_by(self, number: float) -> bool:
-        """Whether `number` is not the expected tag. An average that is NaN is none of other tags: it says nothing."""
+        """True if `number` is not the expected tag. No tags average to NaN, so a NaN there proves nothing."""
         return abs(number - self.expected) > self.tolerance or (math.isnan(number) and self.what == "gathered")
 
 
@@ -55,7 +55,7 @@ _watches: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary
 
 
 class _Announcements:
-    """What one rank is about to do in a group, in the order in which it does it."""
+    """The collectives that one rank is about to issue in a group, in order."""
 
     def __init__(self, store: dist.Store, ranks: Sequence[int]) -> None:
         _watches[store] = number = _watches.get(store, 0) + 1
@@ -65,7 +65,7 @@ class _Announcements:
         self._prefix = f"fully_sharded/{members}/{number}"
 
     def first(self, iteration: int, place: int, mine: str) -> str:
-        """What the first rank that came to this place wrote; `mine` if it was this one, or if the store is gone."""
+        """The entry of the first rank to reach this place; `mine` if it is this rank, or if the store is gone."""
         store = self._store()
         if store is None:
             return mine
@@ -78,11 +78,11 @@ class _Announcements:
 
 
 class OrderWatch:
-    """What ranks are about to do, and the tags that arrived, in one iteration."""
+    """The collectives that ranks are about to issue, and the tags that arrived, in one iteration."""
 
     def __init__(self) -> None:
         self.is_on = True
-        """Whether this iteration is checked."""
+        """True if this iteration is checked."""
         self._arrived: list[_Arrived] = []
         self._iteration = 0
         # By the group's name: how many collectives this iteration has had, and what compares them.
@@ -99,9 +99,9 @@ class OrderWatch:
         """
         Compare the next collective of the group with those of its peers, before it is issued.
 
-        `action` must be equal on all ranks; what equal ones do with different units, their tags tell. Raises
-        ExecutionOrderError if a peer came first with another one. That peer waits for this rank in vain, as for any
-        rank that ends.
+        `action` must be equal on all ranks; tags tell equal actions of different units apart. Raises
+        ExecutionOrderError if a peer came first with another one. That peer waits until its timeout, as for any rank
+        that ends.
         """
         name = group.group_name
         place = self._places[name]
@@ -205,7 +205,7 @@ def tag_of(ordinal: int) -> int:
 
 
 def averaged_tag(tag: int, dtype: torch.dtype) -> int:
-    """What is averaged in `dtype` for a tag: the sum over ranks must be exact in that dtype, too."""
+    """The number that stands for a tag in an average in `dtype`, in which the sum over ranks must be exact."""
     return tag if dtype.itemsize > 2 else tag % 16
 
 

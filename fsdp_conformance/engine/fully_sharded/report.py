@@ -27,7 +27,7 @@ def memory_report(units: Iterable[ShardedUnit]) -> str:
 
 
 def communication_plan(units: Iterable[ShardedUnit]) -> str:
-    """What each unit gathers and reduces in a step: bytes that this rank sends, and over how many ranks."""
+    """The traffic of each unit in a step: bytes that this rank sends, and over how many ranks."""
     lines = []
     for unit in units:
         for flat in unit.flats:

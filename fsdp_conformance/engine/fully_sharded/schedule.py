@@ -75,12 +75,12 @@ class UnitSchedule:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no unit is in a forward or a backward."""
+        """True if no unit is in a forward or a backward."""
         return not self._stack and not self._in_backward
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a unit is in its forward."""
+        """True if a unit is in its forward."""
         return bool(self._stack)
 
     def check_idle(self, unit: ShardedUnit, where: str) -> None:
@@ -268,7 +268,7 @@ class UnitSchedule:
 
     def _is_recomputing(self, unit: ShardedUnit) -> bool:
         """
-        Whether a forward inside of backward repeats one whose graph is there.
+        True if a forward inside of backward repeats one whose graph is there.
 
         Then the hooks of that one do all. A reentrant checkpoint had no graph: its forward in backward is the one that
         counts.
@@ -425,7 +425,7 @@ class UnitSchedule:
 
 
 def _in_own_backward(unit: ShardedUnit) -> bool:
-    """Whether the unit is in its backward now, rather than left in that state by an exception."""
+    """True if the unit is in its backward now, rather than left in that state by an exception."""
     return unit.state is TrainingState.BACKWARD and _inside_backward()
 
 

@@ -43,7 +43,7 @@ def converted(options: Mapping[str, object]) -> dict[str, Any]:
 
 
 def is_torchs(value: object, name: str) -> bool:
-    """Whether a value is an instance of a class of torch's FSDP, given by name, or of one derived from it."""
+    """True if a value is an instance of a class of torch's FSDP, given by name, or of one derived from it."""
     return any(
         each.__name__ == name and each.__module__.startswith("torch.distributed.fsdp") for each in type(value).__mro__
     )

@@ -41,10 +41,10 @@ _WHERE = "state_dict_type"
 
 
 class TorchStateDicts(nn.Module):
-    """What the wrapper has of torch's interface to state dicts. Saving is collective, as in torch's class."""
+    """The wrapper's share of torch's interface to state dicts. Saving is collective, as in torch's class."""
 
     _state_settings: StateDictSettings | None = None
-    """What `set_state_dict_type` was called with last; None: full state dicts."""
+    """The settings of the last `set_state_dict_type`; None: full state dicts."""
 
     # --- which kind --------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ def _full(model: nn.Module, optim: Optimizer, *, rank0_only: bool, offload_to_cp
 
 
 def _is_first(model: nn.Module) -> bool:
-    """Whether this rank is the first of the outermost unit's shard group."""
+    """True if this rank is the first of the outermost unit's shard group."""
     unit: Any = next((wrapper.unit for wrapper in _wrappers(model)), None)
     return unit is None or unit.spec.groups.shard.rank() == 0
 

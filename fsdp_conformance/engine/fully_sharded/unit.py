@@ -141,19 +141,19 @@ class ShardedUnit:
         self.mixed_precision = spec.mixed_precision
         self.state = TrainingState.IDLE
         self.sync_gradients = True
-        """Whether gradients are reduced in backward; otherwise they are collected on this rank."""
+        """True if gradients are reduced in backward; otherwise they are collected on this rank."""
         self.reshards_after_backward = True
-        """Whether its parameters are freed after backward; otherwise they are kept until they are written."""
+        """True if its parameters are freed after backward; otherwise they are kept until they are written."""
         self.all_reduces = True
-        """Whether a reduction in backward includes the replicas; otherwise that is left for later."""
+        """True if a reduction in backward includes the replicas; otherwise that is left for later."""
         self.num_expected = 0
         """How many of its forwards in this iteration have yet to see their backward."""
         self.is_held = False
-        """Whether an output was of an unknown kind: its backward may begin unnoticed, so it stays unsharded."""
+        """True if an output was of an unknown kind: its backward may begin unnoticed, so it stays unsharded."""
         self.keeps_graph = False
-        """Whether an output of the current forward leads to a backward."""
+        """True if an output of the current forward leads to a backward."""
         self.took_part = False
-        """Whether it took part in this backward, and has not been reduced since."""
+        """True if it took part in this backward, and has not been reduced since."""
         self.ahead_in_forward: list[weakref.ref[ShardedUnit]] | None = None
         """Units to prefetch in its forward; None: the schedule decides."""
         self.ahead_in_backward: list[weakref.ref[ShardedUnit]] | None = None
@@ -161,7 +161,7 @@ class ShardedUnit:
         """A user's replacement for the average in a reduction."""
         self._sees_leaves = False
         self.is_full_precision = False
-        """Whether it computes in the parameters' own dtype regardless of its policy, as requested for eval mode."""
+        """True if it computes in the parameters' own dtype regardless of its policy, as requested for eval mode."""
         self._raised_buffers = False
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -182,37 +182,37 @@ class ShardedUnit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether it holds whole parameters, or they are being gathered."""
+        """True if it holds whole parameters, or they are being gathered."""
         return any(flat.is_unsharded for flat in self.flats)
 
     @property
     def is_as_wrapped(self) -> bool:
-        """Whether modules have whole parameters, and buffers in their own dtype, as when they were wrapped."""
+        """True if modules have whole parameters, and buffers in their own dtype, as when they were wrapped."""
         return all(flat.is_whole for flat in self.flats) and not self.buffers.are_cast
 
     @property
     def is_kept(self) -> bool:
-        """Whether it stays unsharded from one micro-batch to the next, unless its parameters are written."""
+        """True if it stays unsharded from one micro-batch to the next, unless its parameters are written."""
         return not self.reshards_after_backward or not (self.reshard_after_forward or self.sync_gradients)
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the host can wait for its collectives without blocking."""
+        """True if the host can wait for its collectives without blocking."""
         return all(flat.storage.pool.streams.orders(flat.storage.group) for flat in self.flats)
 
     @property
     def is_trained(self) -> bool:
-        """Whether one of its parameters gets gradients."""
+        """True if one of its parameters gets gradients."""
         return any(flat.shown.are_trained for flat in self.flats)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients have yet to be reduced."""
+        """True if gradients have yet to be reduced."""
         return any(flat.reduction.has_gradients for flat in self.flats)
 
     @property
     def has_partial(self) -> bool:
-        """Whether gradients reduced over the shard group have yet to be reduced over the replicas."""
+        """True if gradients reduced over the shard group have yet to be reduced over the replicas."""
         return any(flat.reduction.has_partial for flat in self.flats)
 
     def span(self, phase: str) -> AbstractContextManager[object]:

@@ -38,7 +38,7 @@ class UnitSpec:
     device: torch.device
     """Where the unit computes."""
     device_is_fixed: bool
-    """Whether moving parameters to another device is an error."""
+    """True if moving parameters to another device is an error."""
     offload: CPUOffload
     mixed_precision: MixedPrecision
     persist_numel: int

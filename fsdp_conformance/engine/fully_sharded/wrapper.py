@@ -188,7 +188,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         return [each for each in found if id(each) not in inner]
 
     def check_is_root(self) -> bool:
-        """Whether it is the outermost wrapper, as far as is known: it is not before the wrapper around it is made."""
+        """True if it is the outermost wrapper so far. A wrapper made around it later makes this False."""
         return len(self.unit.schedule.units) == len(self.units)
 
     @property
@@ -370,11 +370,11 @@ class FullyShardedDataParallel(TorchStateDicts):
         unexpected_keys += [f"{prefix}{name}" for name in unexpected]
 
     def memory_report(self) -> str:
-        """What each unit holds now, in bytes: a line per unit, and the total."""
+        """The bytes that each unit holds now: a line per unit, and the total."""
         return memory_report(self.units)
 
     def plan(self) -> str:
-        """What each unit will gather and reduce in a step: a line per unit."""
+        """The bytes that each unit will gather and reduce in a step: a line per unit."""
         return communication_plan(self.units)
 
     # --- access ------------------------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         return value
 
     def _is_forward(self, name: str) -> bool:
-        """Whether a method counts as a forward: by request, or inside an outer forward, where every rank calls it."""
+        """True if a method counts as a forward: by request, or inside an outer forward, where every rank calls it."""
         if name in self._forward_methods:
             return True
         unit = self.unit

@@ -329,7 +329,7 @@ def _source_problems(source: int, group: ProcessGroup) -> list[str]:
 def _list_problems(
     output: Tensor, shards: Sequence[Tensor] | None, group: ProcessGroup, dim: int, sizes: Sequence[int] | None
 ) -> list[str]:
-    """What is wrong with the source's list."""
+    """Every problem of the source's list."""
     if shards is None or len(shards) != group.size():
         got = "None" if shards is None else str(len(shards))
         return [f"shards must be {group.size()} tensors, one for each rank of the group, got {got}"]

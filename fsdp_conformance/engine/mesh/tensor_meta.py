@@ -1,4 +1,4 @@
-"""Whether the tensors of a group agree in everything but their values, for collectives that rely on it."""
+"""Checks that the tensors of a group agree in everything but their values, for collectives that rely on it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Training by hand on chunks: the schedule of a fully sharded engine in forty lines, for what only a whole step can show.
+Training by hand on chunks, for properties that only a whole step shows: the schedule of an engine in forty lines.
 
 A stack of linear layers with hard tanh between them, one chunk each: gathered ahead in forward and backward,
 resharded in between, gradients copied as they arrive, reduced asynchronously, SGD on the shards.
@@ -32,7 +32,7 @@ LEARNING_RATE = 2.0**-7
 
 @dataclass(kw_only=True)
 class Schedule:
-    """What differs between trainings."""
+    """The differences between trainings."""
 
     config: StorageConfig = field(default_factory=StorageConfig)
     """Of plain storage, or of chunks if it is a ChunkConfig."""
@@ -41,9 +41,9 @@ class Schedule:
     num_unsynchronised: int = 0
     """Micro-batches whose gradients stay in the buffers, before the one that is reduced."""
     wasted_gather: bool = False
-    """Whether a chunk is gathered once more after the backward, and nobody waits for it."""
+    """True if a chunk is gathered once more after the backward, without a wait for it."""
     dropped_reduction: bool = False
-    """Whether a chunk is reduced once more after the step, and both handle and gradient are dropped."""
+    """True if a chunk is reduced once more after the step, and both handle and gradient are dropped."""
     num_synchronised: int = 1
     """Micro-batches that are reduced, and accumulated in the shard."""
 

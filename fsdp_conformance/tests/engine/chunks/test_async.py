@@ -27,7 +27,7 @@ S = TensorState
 
 
 class AsyncTest(ChunkTestCase):
-    """What happens between the start and the end of a reduction."""
+    """Tests of the time between the start and the end of a reduction."""
 
     def test_async_reduction(self) -> None:
         """
@@ -107,7 +107,7 @@ class AsyncTest(ChunkTestCase):
         self.assert_equal(coded(0, SHAPES[0]), chunk.views[0])
 
     def test_reset_after_an_exception(self) -> None:
-        """Whatever a step left, the next one is right: states, blocks, gradients, a reduction on its way."""
+        """The next step is right whatever the last one left: states, blocks, gradients, a reduction under way."""
         chunk = self.chunk_of()
         self.put(chunk, times=32)
         handle = chunk.reduce(async_op=True)

@@ -159,7 +159,7 @@ def test_private_blocks_are_found_by_size_and_dtype() -> None:
 
 
 def test_an_unknown_private_block_is_a_typed_error() -> None:
-    """What is not there is named, with what is; nothing is counted."""
+    """The message names the missing block and the free ones, and no counter changes."""
     pool = MemoryPool("cpu")
     pool.allocate_private([(8, FLOAT)])
     before = pool.counters
@@ -209,9 +209,7 @@ def test_a_resized_block_has_memory_only_while_leased() -> None:
 
 
 def test_views_of_a_resized_block_see_the_next_lease() -> None:
-    """
-    What autograd saved in the forward reads what is gathered for the backward: the storage object stays the same.
-    """
+    """Tensors that autograd saved in the forward see the values gathered for the backward, in one storage object."""
     pool = MemoryPool("cpu")
     block = pool.reserve(6, FLOAT)
     pool.lease(block)
@@ -302,7 +300,7 @@ def test_trim_frees_what_is_cached_and_free() -> None:
 
 
 def test_the_limit_bounds_what_is_held() -> None:
-    """A lease over it is refused with the numbers, before anything changes; has_room says so beforehand."""
+    """A lease over it is refused with the numbers, before anything changes; has_room predicts it."""
     pool = MemoryPool("cpu", limit_bytes=100)
     block = pool.reserve(20, FLOAT)
     pool.lease(block)
@@ -319,7 +317,7 @@ def test_the_limit_bounds_what_is_held() -> None:
 
 
 def test_cached_blocks_make_room_under_the_limit() -> None:
-    """What nobody uses is freed before anything is refused."""
+    """Unused blocks are freed before a lease is refused."""
     pool = MemoryPool("cpu", limit_bytes=100)
     pool.release(pool.lease_cached(25, FLOAT))
     block = pool.reserve(25, FLOAT)

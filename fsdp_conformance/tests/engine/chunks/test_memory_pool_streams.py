@@ -1,4 +1,4 @@
-"""The memory pool on streams: whoever gets memory next waits for its last user, and nobody else waits."""
+"""The memory pool on streams: the next tenant of memory waits for its last user, and no other stream waits."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_resized_block_goes_back_to_its_stream() -> None:
 
 
 def test_a_block_is_released_after_the_event_named() -> None:
-    """Another event than the present one, as of a gather that nobody has waited for."""
+    """The block waits for a given event instead of now: that of a gather that was never waited for."""
     pool, streams = streaming_pool()
     block = pool.reserve(8, FLOAT)
     with streams.on("gather"):
@@ -208,7 +208,7 @@ def test_trim_ends_lingering() -> None:
 
 
 def test_a_gather_evicts_no_block_that_may_be_in_use() -> None:
-    """Its stream would be the one that computes: it would wait for the reduction because of a gather beside it."""
+    """Its stream would be the one that computes: it would wait for the reduction because of a concurrent gather."""
     pool, streams = streaming_pool(num_cooling=0)
     used = pool.lease_cached(8, FLOAT)
     pool.release(used, after="reduce#1")

@@ -54,7 +54,7 @@ class PartnerTest(ChunkTestCase):
         self.assert_equal(-2 * coded(3, SHAPES[3]).bfloat16(), low.tensors[3].detach())
 
     def test_an_update_while_unsharded(self) -> None:
-        """What is unsharded is older than the update, and does not overwrite it: the next gather sends the master's."""
+        """Unsharded data older than the update do not overwrite it: the next gather sends the master's."""
         low, master = self.chunk_of(parameters(dtype=torch.bfloat16)), self.chunk_of()
         low.pair(master)
         low.access()

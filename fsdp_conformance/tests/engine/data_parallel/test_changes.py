@@ -20,7 +20,7 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import Coded, Red
 
 
 class Changes(ReducerTestCase):
-    """What may change between iterations."""
+    """Tests of changes between iterations."""
 
     def test_freezing_and_thawing(self) -> None:
         """A frozen parameter has no gradient; an unfrozen one is averaged, which the reference leaves local."""

@@ -28,7 +28,7 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import (
 
 
 class Wrapping(ReducerTestCase):
-    """What is checked, sent and rejected when a module is wrapped."""
+    """Tests of wrapping: checks, broadcasts and rejections."""
 
     def test_state_of_the_first_rank(self) -> None:
         """Parameters and buffers of every dtype and layout, from the first rank of the group."""

@@ -209,7 +209,7 @@ class Rebuild(ReducerTestCase):
 
 
 class Accumulation(ReducerTestCase):
-    """What is reduced when, and what it is added to."""
+    """Tests of when gradients are reduced, and what they are added to."""
 
     def test_deferred_gradients_are_reduced_with_the_next(self) -> None:
         """First local sums, then their mean, in any interleaving from the first forward on."""

@@ -45,7 +45,7 @@ def test_a_scalar_is_one_box() -> None:
 
 
 def test_pieces_are_views() -> None:
-    """What is loaded into a piece is in the shard."""
+    """Values loaded into a piece are in the shard."""
     part = torch.arange(13.0)
     pieces = LocalPieces(part, torch.Size((4, 5)), 3)
     for piece in pieces.local_shards():

@@ -1,4 +1,4 @@
-"""What ranks write down before they issue a collective, and what they make of it."""
+"""Tests of the comparison of collectives before ranks issue them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_ranks_do_alike(ranks: tuple[Rank, Rank]) -> None:
 
 
 def test_one_rank_runs_ahead(ranks: tuple[Rank, Rank]) -> None:
-    """Nobody waits: a rank may be iterations ahead of its peers."""
+    """No rank waits: one may be iterations ahead of its peers."""
     one, other = ranks
     actions = [[f"gather ({number * step})" for number in range(1, 4)] for step in range(1, 3)]
     for each in (one, other):

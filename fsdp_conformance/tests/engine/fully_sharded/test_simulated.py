@@ -91,7 +91,7 @@ class TestOnSim(OnSim):
             self.assert_same(in_both_modes, build=_buffered, **options)
 
     def test_small_parameters_that_stay(self) -> None:
-        """Biases are replicated beside sharded weights."""
+        """Biases are replicated and weights are sharded."""
         self.assert_same(plain, persist_numel=WIDTH)
 
     def test_evaluated_and_written(self) -> None:

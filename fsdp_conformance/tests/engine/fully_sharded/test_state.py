@@ -37,7 +37,7 @@ from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
 
 
 class WithSpare(nn.Module):
-    """A stage, a layer that the root owns, and a single element beside it that nothing uses."""
+    """A stage, a layer that the root owns, and a single element that nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class TestState(ShardedTestCase):
             subject.load_state_dict({"spare": torch.zeros(1)})
 
     def test_summon_writeback(self) -> None:
-        """What is written inside is kept if it is to be; gradients are there on request."""
+        """Values written inside are kept if requested, and gradients are there on request."""
         subject = sharded(chain())
         forward_sum(subject, batch(self.rank)).backward()
         for writeback in (False, True):
@@ -252,7 +252,7 @@ class TestState(ShardedTestCase):
 
 
 def _around() -> nn.Module:
-    """A plain module with a parameter and buffers of its own, before, between and after two parts."""
+    """A plain module with its own parameter and buffers, before, between and after two parts."""
     outer = nn.Module()
     outer.scale = nn.Parameter(torch.full((2,), 3.0))
     outer.first = nn.Sequential(Stage(), nn.BatchNorm1d(WIDTH))
@@ -385,7 +385,7 @@ class TestMeta(ShardedTestCase):
 
 
 class TestRefusals(ShardedTestCase):
-    """What raises."""
+    """Tests of errors."""
 
     def test_written_between_forward_and_backward(self) -> None:
         """A parameter that is written when its backward is still to come is refused by name, and training goes on."""

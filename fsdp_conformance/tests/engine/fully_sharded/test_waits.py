@@ -75,7 +75,7 @@ class TestWaits(OnSim):
         self.assertEqual(set(), unseen)
 
     def run_program(self, number: int, *, dropped: Collection[str] = ()) -> tuple[list[str], set[str]]:
-        """What the checker found, and the waits of the engine that were executed."""
+        """The checker's findings, and the waits of the engine that were executed."""
         program, options = PROGRAMS[number]
         subject = sharded(chain(), device_id=torch.device(self.device), **options)
         inputs = [batch(self.rank, step).to(self.device) for step in range(4)]

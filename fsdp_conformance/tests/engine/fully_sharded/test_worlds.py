@@ -1,5 +1,5 @@
 """
-The fully sharded module beside torch's DDP, bit for bit, at world sizes 1, 2, 3, 4, 5 and 8, on simulated ranks.
+The fully sharded module compared with torch's DDP, bit for bit, at world sizes 1, 2, 3, 4, 5 and 8, on simulated ranks.
 
 On the CPU under every strategy and every kind of prefetch; on the simulated accelerator under every strategy, init
 mode and place of the parameters between iterations.

@@ -1,4 +1,4 @@
-"""What a fully sharded module does that no case of a suite asks: checkpoints, hooks, scaling, errors, reports."""
+"""Tests of the fully sharded module beyond the cases of the suites: checkpoints, hooks, scaling, errors, reports."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class TestSteps(ShardedTestCase):
 
     def test_replicas_that_wait(self) -> None:
         """
-        What is reduced without the replicas is reduced over them by the next backward, whatever that one uses.
+        Gradients reduced without the replicas are reduced over them by the next backward, whatever that one uses.
 
         Shard groups of one rank: the two ranks are replicas.
         """
@@ -281,7 +281,7 @@ class TestSteps(ShardedTestCase):
                 self.assertEqual(wanted.grad, got.grad, rtol=0, atol=0, msg=name)
 
     def test_gathered_by_hand(self) -> None:
-        """A handle gives whole parameters once, before the first forward, too; a unit that nobody runs is freed."""
+        """A handle gives whole parameters once, before the first forward, too; a unit that does not run is freed."""
         model = nn.Sequential(Stage(), nn.Hardtanh(), Stage(WIDTH, 3))
         subject = sharded(copy.deepcopy(model), units=["0", "1", "2"])
         wrappers = [each for each in subject.modules() if isinstance(each, FullyShardedDataParallel)]
@@ -351,7 +351,7 @@ class TestSteps(ShardedTestCase):
             self.assertEqual(2 * len(list(subject.parameters())), len(stepped))
 
     def test_torchs_optimizers_in_backward(self) -> None:
-        """What torch attaches to parameters is stepped once each gradient is reduced, and drops it."""
+        """Optimizers that torch attaches to parameters step once each gradient is reduced, and drop it."""
         for register_hook in (False, True):
             expected, subject = sharded(chain()), sharded(chain())
             optimizer = torch.optim.SGD(expected.parameters(), lr=LEARNING_RATE)
@@ -377,7 +377,7 @@ class _HalfUsed(Stage):
 
 
 class TestSignsOfZero(ShardedTestCase):
-    """What the engine knows from (-0) + (-0) being -0: that no rank used a parameter."""
+    """The engine tells from (-0) + (-0) being -0 that no rank used a parameter."""
 
     def test_kept_and_lost(self) -> None:
         """Where a reduction loses the sign, such a parameter gets zeros for a gradient, and no other is changed."""
@@ -401,7 +401,7 @@ class TestSignsOfZero(ShardedTestCase):
 
 
 class TestOutputs(ShardedTestCase):
-    """Outputs that nobody can look into."""
+    """Outputs that no engine can look into."""
 
     def test_unknown_object(self) -> None:
         """Units that return an object of the user's train as others do, and are resharded in the end."""
@@ -414,7 +414,7 @@ class TestOutputs(ShardedTestCase):
 
 
 class TestReports(ShardedTestCase):
-    """What a user can ask."""
+    """Tests of reports and questions of users."""
 
     def test_reports(self) -> None:
         """A line for each unit, and what it holds."""
@@ -457,7 +457,7 @@ def _synchronised_in_threads(found: dict[int, float]) -> None:
 
 
 def test_group_that_names_no_devices() -> None:
-    """A process group of a class of its own is its own backend, and is asked: here torch's for threads."""
+    """A process group written in Python is its own backend, and is asked: here torch's for threads."""
     found: dict[int, float] = {}
 
     _synchronised_in_threads(found)
