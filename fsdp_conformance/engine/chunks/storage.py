@@ -135,6 +135,7 @@ class Gathering:
         """The event at the gather's end; None without streams, when it has ended. Raises its work's error once."""
         work, self._work = self._work, None
         if work is not None:
+            # On the gather's stream, so that the event below is after the collective, which may have its own stream.
             with self._streams.on(self._streams.gather):
                 try:
                     work.wait()
@@ -162,6 +163,7 @@ def start_all_gather(payload: Tensor, shard: Tensor, layout: StorageLayout, grou
         payload.copy_(shard, non_blocking=True)
         return None
     if shard.dtype is not payload.dtype or shard.device != payload.device:
+        # A rank's own slice of the payload is its part of the result: gathering from there needs no other memory.
         shard = layout.own_slice(payload).copy_(shard, non_blocking=True)
     return all_gather(payload, shard, group)
 
@@ -347,6 +349,7 @@ class ShardedStorage:
         block; nothing has changed then.
         """
         self.check_state(CLOSED, "gather")
+        # Also when unsharded: waiting for the old handle orders a stream that has not waited yet.
         handle = self._gathering
         if handle is None:
             handle = self._start_gathering(after)
@@ -363,6 +366,7 @@ class ShardedStorage:
         """
         self._gather(part, after, group)
         streams = self.pool.streams
+        # The caller drops the part, which the computing stream allocated, while the gather's stream reads it.
         with streams.on(streams.gather):
             streams.keep(part)
 
@@ -434,6 +438,7 @@ class ShardedStorage:
         if self.layout.world_size == 1 and self.shard_device == flat.device and not self._is_block(flat):
             self._shard = flat
         else:
+            # A copy, because a view would keep all of `flat` alive.
             shard = self.layout.own_slice(flat)
             self._shard = torch.empty_like(shard, device=self.shard_device, pin_memory=self.pins_memory).copy_(shard)
         self._go(StorageState.SHARDED)
@@ -460,7 +465,7 @@ class ShardedStorage:
         """Begin to gather the shards of `source`, a storage of the same layout."""
         handle = self._gather(source._shard, after, self.group)
         if source._shard.device != self.pool.device:
-            # The host may step an offloaded shard as soon as backward returns, while the upload still reads it.
+            # The host is not ordered after the upload: `wait_shard_reads` blocks it before it writes this shard.
             source._shard_read = handle.event
         return handle
 
@@ -470,9 +475,10 @@ class ShardedStorage:
         if self.aliases_shard:
             gathering = Gathering(None, streams, self._arrive)
         else:
-            # What the host has written is there already.
+            # A shard in host memory was written by the host, so it is there already.
             if shard.device == self.pool.device:
                 streams.order(streams.gather, streams.record() if after is None else after)
+            # Leased on the stream that writes it first: the allocator then need not keep it for another stream.
             with streams.on(streams.gather):
                 block = self._lease_block()
                 try:
@@ -483,6 +489,7 @@ class ShardedStorage:
                     else:
                         gathering.mark()
                 except BaseException:
+                    # Still sharded, and nothing is leased: the caller may try again.
                     self._give_back(block, None)
                     raise
             self._block = block
@@ -492,6 +499,7 @@ class ShardedStorage:
 
     def _arrive(self, handle: Gathering) -> None:
         """The data are there, for the current stream."""
+        # A handle may be waited for late, after a release and the next gather: it says nothing about that one.
         if handle is self._gathering and self.state is StorageState.GATHERING:
             # Later gathers wait for the last use of what lingers; this one did not.
             self.pool.settle()

@@ -89,6 +89,7 @@ class FlatParameter:
         """True if this rank has every element of every parameter."""
         self.parts = storage.layout.parts(storage.shard)[: len(self.members)]
         """This rank's part of each parameter, as a view of the shard."""
+        # Empty tensors have no address to compare.
         self._addresses = [part.data_ptr() if part.numel() else None for part in self.parts]
         for member, part in zip(self.members, self.parts, strict=True):
             member.parameter.data = part
@@ -175,6 +176,7 @@ class FlatParameter:
                 f"{', '.join(sorted(f'{device} in {dtype}' for device, dtype in kinds))}",
                 where=self.name,
             )
+        # Before new storage is taken: that makes the originals views of its shard, which has no values yet.
         values = [member.parameter.data for member in self.members]
         (kind,) = kinds
         if kind != (self.storage.shard.device, self.storage.dtype):
@@ -184,6 +186,7 @@ class FlatParameter:
         self.storage.wait_shard_reads()
         with torch.no_grad():
             for member, part, value in zip(self.members, self.parts, values, strict=True):
+                # Those that the user has left alone are views of the shard still.
                 if part.data_ptr() != value.data_ptr():
                     part.copy_(value)
                 member.parameter.data = part
@@ -234,8 +237,10 @@ class FlatParameter:
         part, self._part = self._part, None
         if part is not None and self.part_group is not None and not self.is_stale:
             # The part was copied before its block was released, and the gather's stream gets the block after that.
+            # Without that order a gather reads parts that are still being written (as in pytorch#197827).
             self.storage.gather_parts(part, self.part_group, after=after)
             return
+        # Of now, not of when it arrives: what is written in between is not gathered, and must make it stale.
         self._versions = self._current_versions()
         self.storage.access(async_op=True, after=after)
 
@@ -252,8 +257,10 @@ class FlatParameter:
     def shrink(self) -> None:
         """Free the unsharded data, except for this rank's part in the smaller group if there is one."""
         part = None
+        # Only if the data have arrived: the part is copied on the stream that computes.
         if self.part_group is not None and self.storage.state is StorageState.UNSHARDED and not self.is_whole:
             part = self.storage.payload.chunk(self.part_group.size())[self.part_group.rank()].clone()
+        # `release` drops the part of the last forward.
         self.release()
         self._part = part
 
@@ -287,6 +294,7 @@ class FlatParameter:
     def write_part(self, index: int, part: Tensor) -> None:
         """Set this rank's part of a parameter, or note that it was written in place. Frees the unsharded data."""
         self.release()
+        # Counted here, because writing to a view of the shard does not change the original's version counter.
         self._writes += 1
         self.storage.wait_shard_reads()
         if part.data_ptr() != self.parts[index].data_ptr():
@@ -296,6 +304,7 @@ class FlatParameter:
     def restore(self) -> None:
         """Make the originals whole again, with their own memory. The flat parameter is then unusable. Collective."""
         for member, value in zip(self.members, self.storage.layout.views(self.storage.gathered()), strict=False):
+            # A copy for each: as views they would keep the whole unit alive.
             member.parameter.data = value.clone()
 
     def reset(self) -> None:

@@ -100,9 +100,10 @@ class UnitSchedule:
         Raises TrainingStateError if the mode implies another precision while gradients have yet to be reduced.
         """
         if _in_own_backward(unit):
-            # Recomputed by a checkpoint: the hooks are in place.
+            # Recomputed by a checkpoint in the unit's own backward: the hooks are in place.
             self._unshard(unit)
             return arguments
+        # A forward inside backward is a recomputation: it belongs to the iteration that is under way.
         if not self._stack and not _inside_backward():
             self._enter()
         entering = not self._stack
@@ -115,11 +116,13 @@ class UnitSchedule:
                 return self._placed(unit, arguments) if entering else arguments
             unit.use_full_precision(full)
             self._note_begin(unit)
+            # Its own gather first: all gathers share a stream, so this one would wait behind those ahead of it.
             unit.start_unshard(self._written, self.order)
             for ahead in self._ahead_in_forward(unit):
                 ahead.start_unshard(self._written, self.order)
             unit.finish_unshard(self.order)
             arguments = self._prepared(unit, arguments, entering=entering)
+            # The views of the first forward have the hooks. A second set would end the unit's backward twice.
             if not self._is_recomputing(unit):
                 arguments = _watched_inputs(arguments, partial(self.after_backward, unit))
         return arguments
@@ -132,6 +135,7 @@ class UnitSchedule:
         while True:
             # Units of several modules, some of which did not run, may be above it.
             left = self._stack.pop()
+            # A unit that calls itself is closed once, with its outer forward.
             if left not in self._stack:
                 self._close(left)
             if left is unit:
@@ -148,6 +152,8 @@ class UnitSchedule:
             return
         unit.keeps_graph |= _watch_outputs(output, partial(self.before_backward, unit, unit.is_full_precision))
         if unit.is_trained and has_unknown(output):
+            # No hook on the output will say when its backward begins. So it stays unsharded, and its leaves say that
+            # it takes part.
             unit.keeps_graph = True
             if not unit.is_held:
                 unit.is_held = True
@@ -164,6 +170,8 @@ class UnitSchedule:
             unit.move(TrainingState.IDLE)
             unit.show_originals()
             entered = not self._stack and not _inside_backward()
+            # These stay: a recomputed unit, whose backward is about to run; the outermost one, whose backward comes
+            # first; and a held one, whose backward no hook announces.
             with self._lingering(unit):
                 if not keeps_graph:
                     unit.reshard()
@@ -173,11 +181,14 @@ class UnitSchedule:
     @contextmanager
     def _lingering(self, unit: ShardedUnit) -> Iterator[None]:
         """
-        A context in which what is freed stays until the next gather has begun, which then goes beside computation.
+        A context in which freed memory stays with its block until the next gather has begun.
 
-        Not if that gather has begun already: it would be a third unit in memory. The same holds for backward, where
-        gradients take memory, too, and gathers are issued ahead.
+        Otherwise the allocator would give the memory of this unit to that gather, which would then wait for this unit's
+        computation: communication and computation would take turns (R080 found that).
         """
+        # Not if the stack is empty: no gather of this forward follows. Not with prefetching: that gather has begun, and
+        # what lingers would be a third unit in memory. Not in backward, for the same reason: there gathers are issued
+        # ahead, and gradients take memory, too.
         ahead = self.forward_prefetch or unit.ahead_in_forward is not None
         with ExitStack() as stack:
             if self._stack and not ahead and not _inside_backward():
@@ -192,6 +203,7 @@ class UnitSchedule:
     def forward_failed(self, unit: ShardedUnit) -> None:
         """An exception left the unit's forward: undo what it and the units inside have begun."""
         if _in_own_backward(unit):
+            # A checkpoint stops its recomputation with an exception. The backward goes on.
             return
         while self._stack:
             failed = self._stack.pop()
@@ -214,13 +226,17 @@ class UnitSchedule:
         self._began, self._began_before, self._ended = [], self._began, []
         for unit in units:
             unit.follow_users()
+            # Forwards whose output was dropped never see a backward. They must not count in the next iteration.
             unit.num_expected = 0
-        # Every gather of this iteration is ordered after the optimizer's writes, and after nothing later.
+        # Every gather of this iteration is ordered after the optimizer's writes, and after nothing later. Not
+        # before `follow_users`, which may write to shards. ColossalAI's first prefetch did not wait, and could read
+        # weights from before the step (ColossalAI#5803).
         self._written = next((flat.storage.pool.streams.record() for unit in units for flat in unit.flats), None)
 
     def _note_begin(self, unit: ShardedUnit) -> None:
         place = len(self._began)
         self._began.append(unit.index)
+        # Peers are compared in the first iteration and where this rank's own order changes: see `order_watch`.
         if self._began_before[place : place + 1] != [unit.index]:
             self.order.is_on = True
         for flat in unit.flats:
@@ -235,6 +251,7 @@ class UnitSchedule:
             if unit.is_unsharded and unit.index not in ran and unit.state is TrainingState.IDLE and not unit.is_kept:
                 unit.reshard()
             if not torch.is_grad_enabled():
+                # No backward follows, at whose end this would be done. The host may write offloaded shards next.
                 unit.finish_reads()
         if not torch.is_grad_enabled():
             self.order.judge()
@@ -303,7 +320,10 @@ class UnitSchedule:
         self._begin_backward()
         unit.check_precision(full)
         if unit.state is TrainingState.BACKWARD:
+            # It has several outputs, and this is not the first gradient.
             return
+        # Before the gather, which would bring new values to the activations of old ones. A state dict loaded at this
+        # point was silently ignored in FSDP1 (pytorch#117421).
         for flat in unit.flats:
             flat.check_unwritten()
         unit.move(TrainingState.BACKWARD)
@@ -323,6 +343,7 @@ class UnitSchedule:
 
     def after_backward(self, unit: ShardedUnit) -> None:
         """The gradients of all inputs of the unit are computed: reduce, and reshard. Collective."""
+        # Until its last forward has had its backward: gradients of all of them are reduced together.
         unit.num_expected -= 1
         done = unit.num_expected <= 0
         with unit.span("after_backward"):
@@ -333,6 +354,7 @@ class UnitSchedule:
                 unit.reshard()
             if done:
                 self._reduce(unit)
+            # After the reduction was started and this unit was freed: one unit less in memory than BACKWARD_PRE.
             if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 for ahead in self._ahead_in_backward(unit):
                     ahead.start_unshard(self._written, self.order)
@@ -355,6 +377,7 @@ class UnitSchedule:
 
     def recover_if_interrupted(self) -> None:
         """`recover`, if an exception ended a backward."""
+        # Autograd does not run the callback at the end of a backward that raises: the flag is still set.
         if self._in_backward and not _inside_backward():
             self.recover()
 
@@ -386,18 +409,23 @@ class UnitSchedule:
         if not unit.sync_gradients:
             unit.accumulate()
             return
+        # Here, because all ranks reduce the same units in the same order: collectives match if each rank issues its
+        # all-reduces at the same point.
         for reduction in self._reductions:
             reduction.advance()
+        # Before the next one opens its buffer. Where streams order collectives, all buffers are back already.
         while self._reductions and len(self._reductions) >= MAX_REDUCTIONS and not unit.runs_ahead:
             self._finish_oldest()
         self._reductions += unit.start_reduction(self.order)
 
     def _finish_oldest(self) -> None:
+        # The oldest, on every rank: finishing may issue the all-reduce of hybrid sharding.
         post_accumulate_hooks(self._reductions.popleft().finish(self.order))
 
     def _end_backward(self) -> None:
         """The backward is over. Collective."""
         units = self.units
+        # Units whose inputs need no gradient have not been reduced yet. They are now, in the order of other backwards.
         ended = self._at(reversed(self._ended))
         for unit in dict.fromkeys([*ended, *units]):
             if not unit.is_kept:
@@ -415,6 +443,7 @@ class UnitSchedule:
             if pool.streams.exist:
                 # Its allocator keeps memory for the next step. The CPU's does not, and fresh pages are expensive.
                 pool.trim()
+        # First: the backward has ended, also if ranks turn out to disagree.
         self._in_backward = False
         self.order.judge()
         self.order.is_on = False
@@ -451,6 +480,7 @@ def _watched_inputs(arguments: Arguments, on_gradients: Callable[[], None]) -> A
     def watch(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
+        # A hook on the tensor itself would wait for its other uses, a residual connection around the unit, for example.
         watched.append(tensor.view_as(tensor))
         return watched[-1]
 

@@ -30,6 +30,8 @@ class Place:
         self.key = key
         # Modules that override __setattr__ (RNNs, for example) also keep their parameters elsewhere.
         usual = getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
+        # Weakly: the module has its unit, and a cycle would keep the model until Python collects cycles, as with FSDP1
+        # (pytorch#183211).
         self._module = None if usual else weakref.ref(module)
 
     def register(self, parameter: nn.Parameter) -> None:

@@ -235,9 +235,12 @@ class ShardedUnit:
                 where="forward",
                 hint="Also wrap the module that holds both units",
             )
+        # Users change the originals, so modules have to show them before they are compared.
         self.show_originals()
         for flat in self.flats:
             flat.follow_users()
+            # A unit that was kept has the values of its gather. FSDP2 does not look: its root, kept by an evaluation
+            # between backward and step, computes the next forward with the weights from before the step.
             if flat.is_unsharded and flat.is_stale:
                 flat.release()
             self.device = flat.storage.pool.device
@@ -247,12 +250,14 @@ class ShardedUnit:
         for flat in self.flats:
             if not flat.is_unsharded:
                 with self.span("all_gather"):
+                    # Before the collective: NCCL compares no sizes, and hangs or writes past the buffer.
                     flat.announce(watch)
                     flat.start_gather(after)
 
     def finish_unshard(self, watch: OrderWatch) -> None:
         """Wait for the gather, and let modules see whole parameters. `watch` notes which units arrived."""
         with self.span("wait_for_unshard"):
+            # Also for a unit that was unsharded all along: another stream than last time may be about to read it.
             for flat in self.flats:
                 flat.finish_gather(watch)
         self.show_leaves()
@@ -267,6 +272,7 @@ class ShardedUnit:
             self.buffers.restore()
         else:
             self.buffers.lower()
+        # The two precisions have separate gradient buffers: switching would leave one of them behind.
         changing = [flat for flat in self.flats if flat.is_lowered and flat.is_full_precision != full]
         if changing and (self.has_gradients or self.has_partial):
             raise TrainingStateError(
@@ -294,6 +300,8 @@ class ShardedUnit:
         For a forward without a graph: it leaves a training step that is under way alone.
         """
         self._raised_buffers = self.buffers.restore()
+        # Copies, not the block: low-precision leaves of a step under way are views of the block, and autograd has
+        # saved them.
         with self.span("all_gather"):
             for flat in self.flats:
                 views = flat.storage.layout.views(flat.storage.gathered())
@@ -303,6 +311,7 @@ class ShardedUnit:
     def show_leaves(self) -> None:
         """Let modules see whole parameters."""
         if not self._sees_leaves:
+            # All checks before the first change: an error leaves every module with its originals.
             for flat in self.flats:
                 flat.shown.check_places()
             self._sees_leaves = True
@@ -321,6 +330,7 @@ class ShardedUnit:
 
     def reshard(self) -> None:
         """Free whole parameters."""
+        # In this order: a module must never show a leaf whose memory is gone.
         self.show_originals()
         for flat in self.flats:
             flat.release()
@@ -332,7 +342,7 @@ class ShardedUnit:
             flat.shrink()
 
     def finish_reads(self) -> None:
-        """Block the host until it may write offloaded shards."""
+        """Block the host until it may write offloaded shards: an optimizer on the CPU steps without asking streams."""
         for flat in self.flats:
             flat.storage.wait_shard_reads()
 
@@ -343,14 +353,14 @@ class ShardedUnit:
             flat.shown.name = self.label
 
     def give_up(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
-        """Give some parameters, whole again, to an outer unit, and shard the rest anew. Collective."""
+        """Give some parameters, whole again, to an outer unit, and shard the rest again. Collective."""
         members = [member for flat in self.flats for member in flat.members]
         for flat in self.flats:
             flat.restore()
-        wanted = {id(parameter) for parameter in parameters}
-        self.flats = self.spec.flat_parameters([each for each in members if id(each.parameter) not in wanted])
+        given = {id(parameter) for parameter in parameters}
+        self.flats = self.spec.flat_parameters([each for each in members if id(each.parameter) not in given])
         self.rename(self.name)
-        return [each for each in members if id(each.parameter) in wanted]
+        return [each for each in members if id(each.parameter) in given]
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -367,6 +377,8 @@ class ShardedUnit:
         order. `watch` compares with peers what they are about to reduce, and the tags that arrive.
         """
         self.took_part = False
+        # By what is trainable, not by what this rank has used: otherwise ranks would reduce different parameters, whose
+        # gradients are added up where their shapes agree. FSDP2 does that (pytorch#174862).
         started = [
             flat.reduction
             for flat in self.flats
@@ -381,6 +393,7 @@ class ShardedUnit:
     def reset(self) -> None:
         """Return to the state between two steps after an exception: sharded, without unreduced gradients."""
         self.show_originals()
+        # Without `move`: an exception leaves it in any state.
         self.state = TrainingState.IDLE
         self.num_expected = 0
         self.took_part = self.keeps_graph = False

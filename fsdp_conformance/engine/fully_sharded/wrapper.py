@@ -173,6 +173,8 @@ class FullyShardedDataParallel(TorchStateDicts):
             args, kwargs = schedule.before_forward(unit, (args, kwargs), training=self.training)
             output = function(*args, **kwargs)
         except BaseException:
+            # Of any kind: checkpoints end a recomputation with an exception, and after KeyboardInterrupt users go on in
+            # a notebook. Modules must show originals again, and the units inside, too.
             schedule.forward_failed(unit)
             raise
         schedule.after_forward(unit, output)
@@ -238,6 +240,7 @@ class FullyShardedDataParallel(TorchStateDicts):
     @contextmanager
     def _switched_off(self, switch: str, units: Sequence[ShardedUnit]) -> Iterator[None]:
         """Turn off an attribute of some units within the context."""
+        # Each unit's own value comes back: a context around this one may have switched off only some of them.
         before = [(unit, getattr(unit, switch)) for unit in units]
         try:
             for unit, _ in before:
@@ -359,7 +362,8 @@ class FullyShardedDataParallel(TorchStateDicts):
         own = {name.removeprefix(prefix): state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         if not own and not self.check_is_root():
             return  # the outer wrapper has loaded it
-        # torch goes on to the modules inside, finds nothing for them, and calls `_forget_names_inside`.
+        # Popped from the state dict above, because a wrapper loads whole tensors into shards, which torch cannot. torch
+        # goes on to the modules inside, finds nothing for them, and calls `_forget_names_inside`.
         self._loaded_inside = f"{prefix}{_INNER}."
         try:
             missing, unexpected = self._load_chosen_state_dict(own, strict=False)
@@ -409,6 +413,7 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under original names: those that the optimizer has, even after an exception in backward."""
+        # An optimizer built from leaves would train nothing, as on FSDP2 after a first forward (pytorch#149205).
         self.unit.schedule.recover_if_interrupted()
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_unit_name(name), parameter
@@ -434,6 +439,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         """True if a method counts as a forward: by request, or inside an outer forward, where every rank calls it."""
         if name in self._forward_methods:
             return True
+        # Outside a forward, ranks may call methods of the module alone, to log for example: nothing is gathered there.
         unit = self.unit
         inside = unit.schedule.is_in_forward and unit.state is TrainingState.IDLE
         return inside and not name.startswith("_") and not hasattr(nn.Module, name)
@@ -447,6 +453,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
+        # All but the unit, which is made below from the copied parameters: they share the groups and the memory pool.
         own = {key: value for key, value in vars(self).items() if key not in ("unit", UNIT, "_modules")}
         twin.__dict__.update(copy.deepcopy(own, memo))
         twin.add_module(_INNER, copy.deepcopy(self.module, memo))
