@@ -146,7 +146,7 @@ class ReferenceForgetsToRecover(SeamReference):
 
 class _Collecting(FlatParameter):
     def reset(self) -> None:
-        collected = self.shown.gradients
+        collected = self.reduction.leaf_gradients
         super().reset()
         for leaf, grad in zip(self.shown.leaves, collected, strict=True):
             leaf.grad = grad

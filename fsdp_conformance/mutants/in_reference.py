@@ -22,7 +22,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 class _Overwriting(FlatParameter):
     def note_forward(self) -> None:
-        self.shown.drop_gradients()
+        self.reduction.drop_leaf_gradients()
         self.reduction.gradients.discard()
         super().note_forward()
 

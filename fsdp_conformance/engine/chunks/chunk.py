@@ -240,10 +240,12 @@ class Chunk(ShardedStorage):
     @property
     def gradients(self) -> GradientBuffer:
         """The gradient buffer, opened if there is none."""
+        self.check_state(CLOSED, "open gradients")
         return self._reductions.buffer
 
     def open_gradients(self) -> GradientBuffer:
         """Make the gradient buffer: see `StorageGradients.open`."""
+        self.check_state(CLOSED, "open gradients")
         return self._reductions.open()
 
     def discard_gradients(self) -> None:

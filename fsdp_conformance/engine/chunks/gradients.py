@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup, Work
 
 from fsdp_conformance.engine.chunks.layout import StorageLayout
 from fsdp_conformance.engine.chunks.memory_pool import Block, MemoryPool
-from fsdp_conformance.engine.chunks.storage import CLOSED, ShardedStorage
+from fsdp_conformance.engine.chunks.storage import ShardedStorage
 from fsdp_conformance.engine.communication import all_reduce, reduce_scatter
 from fsdp_conformance.engine.errors import ChunkStateError, TensorRefused
 
@@ -344,7 +344,7 @@ class StorageGradients:
     """
     The gradients of one storage: the buffer that collects them, if there is one, and the reduction under way.
 
-    With a replica group, reductions are all-reduced over it after the reduce-scatter.
+    The storage must have its shard. With a replica group, reductions are all-reduced over it after the reduce-scatter.
     """
 
     def __init__(self, storage: ShardedStorage) -> None:
@@ -391,19 +391,18 @@ class StorageGradients:
         Make the buffer, on the current stream: a cached block of the pool, or fresh memory if that can become the
         reduced gradient. Raises ChunkStateError if there is a buffer, PoolExhausted if there is no block.
         """
-        storage = self._storage
-        storage.check_state(CLOSED, "open gradients")
         if self._buffer is not None:
             raise ChunkStateError(
-                "gradients are already open: reduce or discard them first", where=f"open_gradients of {storage!r}"
+                "gradients are already open: reduce or discard them first", where=f"open_gradients of {self._storage!r}"
             )
+        layout, dtype = self._storage.layout, self._storage.reduce_dtype
         if self.reduces_in_place:
             # Fresh memory: a block would go back to the pool while the optimizer still reads the gradient in it.
-            payload = torch.empty(storage.numel, dtype=storage.reduce_dtype, device=self._pool.device)
-            self._buffer = GradientBuffer(storage.layout, payload)
+            payload = torch.empty(layout.numel, dtype=dtype, device=self._pool.device)
+            self._buffer = GradientBuffer(layout, payload)
         else:
-            block = self._pool.lease_cached(storage.numel, storage.reduce_dtype)
-            self._buffer = GradientBuffer(storage.layout, block.payload, block=block)
+            block = self._pool.lease_cached(layout.numel, dtype)
+            self._buffer = GradientBuffer(layout, block.payload, block=block)
         return self._buffer
 
     def discard(self) -> None:

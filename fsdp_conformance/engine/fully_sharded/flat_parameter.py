@@ -60,7 +60,6 @@ class FlatParameter:
         self.shown = ShownParameters(members, name)
         self.members = self.shown.members
         self.tag = tag
-        self.reduction = GradientReduction(storage, self.shown, tag=tag)
         # The gather whose tag was compared: `finish_gather` is called again for units that stay unsharded.
         self._checked: Gathering | None = None
         # Version counters of what was gathered, and at the last forward: that of `write`, and each parameter's.
@@ -74,6 +73,7 @@ class FlatParameter:
         # A storage with the same shard, in the other precision.
         self._other: ShardedStorage | None = None
         self._take_storage(storage)
+        self.reduction = GradientReduction(storage, self.shown, tag=tag)
         self.shown.follow_flags()
 
     @property
@@ -84,7 +84,6 @@ class FlatParameter:
     def _take_storage(self, storage: ShardedStorage) -> None:
         """Use `storage`, whose shard has the values, from now on."""
         self.storage = storage
-        self.reduction.use(storage)
         self.is_whole = storage.layout.world_size == 1
         """True if this rank has every element of every parameter."""
         self.parts = storage.layout.parts(storage.shard)[: len(self.members)]
@@ -121,12 +120,13 @@ class FlatParameter:
             other = self.storage.sharing(config=replace(self.storage.config, compute_dtype=None, reduce_dtype=None))
         self._other = self.storage
         self._take_storage(other)
+        self.reduction.use(other)
         self.is_full_precision = full
 
     @property
     def memory_usage(self) -> dict[str, int]:
         """Bytes held now, by device type: shard, unsharded data, and gradients that have yet to be reduced."""
-        waiting = [gradient for gradient in self.shown.gradients if gradient is not None]
+        waiting = [gradient for gradient in self.reduction.leaf_gradients if gradient is not None]
         return bytes_by_device([*self.storage.tensors_held, *self.reduction.gradients.tensors_held, *waiting])
 
     # --- values ------------------------------------------------------------------------------------------------------
@@ -182,6 +182,7 @@ class FlatParameter:
         if kind != (self.storage.shard.device, self.storage.dtype):
             self.release()
             self._take_storage(self._move_storage(self, *kind))
+            self.reduction.use(self.storage)
             self._other, self.is_full_precision = None, False
         self.storage.wait_shard_reads()
         with torch.no_grad():

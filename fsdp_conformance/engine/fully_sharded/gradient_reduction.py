@@ -98,9 +98,24 @@ class GradientReduction:
             self._tag_gradient = torch.tensor(float(self._averaged_tag), device=storage.pool.device)
 
     @property
+    def is_trained(self) -> bool:
+        """True if a parameter gets a gradient."""
+        return any(member.parameter.requires_grad for member in self._shown.members)
+
+    @property
+    def leaf_gradients(self) -> list[Tensor | None]:
+        """The gradients that autograd has accumulated on the leaves."""
+        return [leaf.grad for leaf in self._shown.leaves]
+
+    def drop_leaf_gradients(self) -> None:
+        """Drop the gradients of the leaves."""
+        for leaf in self._shown.leaves:
+            leaf.grad = None
+
+    @property
     def has_gradients(self) -> bool:
         """True if gradients have yet to be reduced."""
-        return self.gradients.is_open or any(gradient is not None for gradient in self._shown.gradients)
+        return self.gradients.is_open or any(leaf.grad is not None for leaf in self._shown.leaves)
 
     @property
     def has_partial(self) -> bool:
@@ -115,15 +130,14 @@ class GradientReduction:
         one more copy of the unit while it is filled.
         """
         adds_in_place = self._reduces_nothing or self.storage.reduce_dtype is self.storage.compute_dtype
-        gradients = self._shown.gradients
-        if not adds_in_place and any(gradient is not None for gradient in gradients):
+        if not adds_in_place and any(leaf.grad is not None for leaf in self._shown.leaves):
             self._collect(None)
 
     def _collect(self, tag: Tensor | None) -> None:
         """Move the leaves' gradients to the buffer, and `tag` after them if there is room for one."""
-        self.gradients.buffer.put_all(self._shown.gradients + ([] if self.tag is None else [tag]))
+        self.gradients.buffer.put_all(self.leaf_gradients + ([] if self.tag is None else [tag]))
         # At once: from here to the reduction the buffer holds them, and the leaves would be a second copy.
-        self._shown.drop_gradients()
+        self.drop_leaf_gradients()
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
@@ -257,17 +271,17 @@ class GradientReduction:
         """Hand the leaves' gradients to the originals: without peers they are already the average."""
         got, gradients = [], []
         dtype = self.storage.dtype
-        for member, gradient in zip(self._shown.members, self._shown.gradients, strict=True):
+        for member, gradient in zip(self._shown.members, self.leaf_gradients, strict=True):
             if gradient is not None:
                 got.append(member.parameter)
                 gradients.append(gradient.to(dtype).view(member.parameter.shape))
-        self._shown.drop_gradients()
+        self.drop_leaf_gradients()
         _add_gradients(got, gradients)
         return got
 
     def reset(self) -> None:
         """Drop the gradients of an interrupted step."""
-        self._shown.drop_gradients()
+        self.drop_leaf_gradients()
         self._handle = self._partial = None
         self._delivered = []
         self.state = ReductionState.IDLE

@@ -34,9 +34,8 @@ def communication_plan(units: Iterable[ShardedUnit]) -> str:
             storage = flat.storage
             ranks, replicas = storage.layout.world_size, storage.num_replicas
             gathered = storage.numel * storage.compute_dtype.itemsize if ranks > 1 else 0
-            reduced = (
-                storage.numel * storage.reduce_dtype.itemsize if ranks * replicas > 1 and flat.shown.are_trained else 0
-            )
+            reduces = ranks * replicas > 1 and flat.reduction.is_trained
+            reduced = storage.numel * storage.reduce_dtype.itemsize if reduces else 0
             passes = "in forward and backward" if unit.reshard_after_forward else "in forward"
             parts = [
                 f"{len(flat.members)} parameters, {storage.layout.used_numel:,} elements of {storage.dtype}",

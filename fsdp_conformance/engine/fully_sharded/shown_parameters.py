@@ -155,11 +155,6 @@ class ShownParameters:
 
     # --- flags and hooks ---------------------------------------------------------------------------------------------
 
-    @property
-    def are_trained(self) -> bool:
-        """True if a parameter gets a gradient."""
-        return any(member.parameter.requires_grad for member in self.members)
-
     def follow_flags(self) -> None:
         """Let the leaves have the `requires_grad` and the hooks of the originals."""
         for member, leaf in zip(self.members, self.leaves, strict=True):
@@ -175,18 +170,6 @@ class ShownParameters:
         """Call `on_gradient` whenever a leaf has received its gradient."""
         for leaf in self.leaves:
             leaf.register_post_accumulate_grad_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
-
-    # --- gradients ---------------------------------------------------------------------------------------------------
-
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients that autograd has accumulated on the leaves."""
-        return [leaf.grad for leaf in self.leaves]
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients of the leaves."""
-        for leaf in self.leaves:
-            leaf.grad = None
 
 
 def _leaf(original: nn.Parameter, view: Tensor) -> nn.Parameter:

@@ -203,7 +203,7 @@ class ShardedUnit:
     @property
     def is_trained(self) -> bool:
         """True if one of its parameters gets gradients."""
-        return any(flat.shown.are_trained for flat in self.flats)
+        return any(flat.reduction.is_trained for flat in self.flats)
 
     @property
     def has_gradients(self) -> bool:
@@ -382,7 +382,7 @@ class ShardedUnit:
         started = [
             flat.reduction
             for flat in self.flats
-            if flat.shown.are_trained or flat.reduction.has_gradients or flat.reduction.has_partial
+            if flat.reduction.is_trained or flat.reduction.has_gradients or flat.reduction.has_partial
         ]
         with self.span("reduce_scatter"):
             for reduction in started:
