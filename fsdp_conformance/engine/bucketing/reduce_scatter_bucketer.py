@@ -247,7 +247,7 @@ class ReduceScatterBucketer:
             raise ExceptionGroup(f"{len(failures)} callbacks of a ReduceScatterBucketer raised", failures)
 
     def setup(self) -> None:
-        """Does nothing: buckets make their buffers when they need them, also after `teardown`."""
+        """Required of bucketers. Here buckets make their buffers when they need them, also after `teardown`."""
 
     def teardown(self) -> None:
         """
