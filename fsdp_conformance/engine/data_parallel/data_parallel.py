@@ -23,7 +23,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, SupportsIndex, cast
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
@@ -353,7 +353,7 @@ class DataParallel(nn.Module, Joinable):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def join_hook(self, **kwargs: object) -> JoinHook:
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join`. Reads `divide_by_initial_world_size`; other options are for other joinables."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return _JoinHook(self)
@@ -396,14 +396,14 @@ class DataParallel(nn.Module, Joinable):
         self._refuse_copy()
         return _restored(type(self), copy.deepcopy(self.module, memo), self._options, self.training, self.process_group)
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> tuple[object, ...]:
         """For pickle: the module and the options. Unpickled on the default group. Not collective."""
         self._refuse_copy()
         if self.process_group is not dist.group.WORLD:
             raise Unsupported("copyable", "only a DataParallel on the default group can be pickled")
         return _restored, (type(self), self.module, self._options, self.training)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return self.__reduce__()
 
     def __copy__(self) -> DataParallel:
@@ -505,7 +505,7 @@ def _check(module: nn.Module, ignored: Collection[str], managed: Sequence[tuple[
 
 
 #: Untyped, because mypy believes that no parameter is either.
-_is_lazy: Callable[[object], bool] = nn_parameter.is_lazy
+_is_lazy: Callable[[Any], bool] = nn_parameter.is_lazy
 _is_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
 _WHERE = "DataParallel"
 _WRAPPERS = (DataParallel, nn.parallel.DistributedDataParallel)

@@ -194,5 +194,5 @@ class OwnerRegistry:
 
 
 #: Untyped, because mypy assumes that no parameter is either.
-_is_lazy: Callable[[object], bool] = nn_parameter.is_lazy
+_is_lazy: Callable[[Any], bool] = nn_parameter.is_lazy
 _is_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass

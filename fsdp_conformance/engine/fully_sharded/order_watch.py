@@ -23,7 +23,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from fsdp_conformance.engine.errors import ExecutionOrderError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 class _Arrived(NamedTuple):
@@ -51,13 +54,13 @@ _HINT = "All ranks must run the same units in the same order."
 RANKS_COMPARED = 1024
 
 #: The number of watches per store. A watch's number is part of its keys, and is the same on every rank.
-_watches: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[Store, int] = weakref.WeakKeyDictionary()
 
 
 class _Announcements:
     """The collectives that one rank is about to issue in a group, in order."""
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int]) -> None:
+    def __init__(self, store: Store, ranks: Sequence[int]) -> None:
         _watches[store] = number = _watches.get(store, 0) + 1
         self._store = weakref.ref(store)
         # Groups that `split_group` makes together share a name and a prefix, and do different things in pipelines.
@@ -182,7 +185,7 @@ def _numbers(arrived: Iterable[_Arrived]) -> Iterator[tuple[_Arrived, float]]:
         yield from zip(same, torch.stack([each.tag for each in same]).tolist(), strict=True)
 
 
-def _store_of(group: ProcessGroup) -> dist.Store | None:
+def _store_of(group: ProcessGroup) -> Store | None:
     """The store that a group's ranks met at, or None."""
     try:
         return distributed_c10d._get_process_group_store(group)

@@ -220,7 +220,7 @@ def _wrappers(module: nn.Module) -> list[TorchStateDicts]:
     return [each for each in module.modules() if isinstance(each, TorchStateDicts)]
 
 
-def _settings(kind: object, config: object, optimizer_config: object) -> StateDictSettings:
+def _settings(kind: object, config: Any, optimizer_config: Any) -> StateDictSettings:
     # Not at the top: importing it takes a while, and most users do not ask.
     from torch.distributed.fsdp import (
         FullOptimStateDictConfig,

@@ -321,9 +321,7 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """
         Every parameter and persistent buffer, under original names. Collective, also from a module around it.
 
