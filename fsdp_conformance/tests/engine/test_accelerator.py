@@ -26,7 +26,7 @@ def test_without_one(of_torch: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its type, without an index."""
+    """The accelerator is its type, without an index."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
 

@@ -51,7 +51,7 @@ def test_order_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_kept_unless_the_current_stream_allocated_it(
     allocated_on: str | None, kept: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it is unknown which stream did."""
+    """Memory is kept, too, if it is unknown which stream allocated it."""
     streams = {name: _FakeStream(name) for name in ("here", "there")}
     fake = SimpleNamespace(current_stream=lambda device: streams["here"])
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: fake)

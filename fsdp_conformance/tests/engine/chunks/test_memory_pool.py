@@ -328,7 +328,7 @@ def test_cached_blocks_make_room_under_the_limit() -> None:
 
 
 def test_a_refused_lease_evicts_nothing() -> None:
-    """Where even freeing everything would not do, everything stays."""
+    """If freeing every block would not make enough room, every block stays."""
     pool = MemoryPool("cpu", limit_bytes=100)
     pool.lease(pool.reserve(10, FLOAT))
     pool.release(pool.lease_cached(15, FLOAT))
@@ -340,7 +340,7 @@ def test_a_refused_lease_evicts_nothing() -> None:
 
 
 def test_public_blocks_count_against_the_limit() -> None:
-    """All or none."""
+    """Either all public blocks fit the limit, or none is allocated."""
     pool = MemoryPool("cpu", limit_bytes=100)
 
     with pytest.raises(PoolExhausted):
@@ -358,7 +358,7 @@ def test_arguments_out_of_range_are_all_named() -> None:
 
 
 def test_an_exception_of_the_allocator_changes_no_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory runs out halfway, nothing is counted that is not there."""
+    """If memory runs out halfway, only existing blocks are counted."""
     pool = MemoryPool("cpu")
     pool.allocate_public(1, 8, FLOAT)
     kept = pool.lease_cached(4, FLOAT)
@@ -391,7 +391,7 @@ def test_empty_blocks_are_blocks() -> None:
 
 
 def test_large_blocks_of_the_host_are_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 32 MiB on the system is asked for huge pages, of whole pages inside the block; below it is not."""
+    """Blocks of at least 32 MiB ask the system for huge pages; smaller ones do not."""
     advised: list[tuple[int, int]] = []
     monkeypatch.setattr(memory_pool, "_madvise", lambda: lambda begin, nbytes: advised.append((begin, nbytes)))
     pool = MemoryPool("cpu")

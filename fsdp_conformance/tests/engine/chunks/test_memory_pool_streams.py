@@ -203,7 +203,7 @@ def test_a_block_that_lingers_gives_way_where_there_is_no_room() -> None:
 
 
 def test_trim_ends_lingering() -> None:
-    """At the end of a step nothing is held but shards."""
+    """The pool holds nothing at the end of a step."""
     pool, streams = streaming_pool()
     lingers(pool, gathered(pool, streams))
     pool.trim()

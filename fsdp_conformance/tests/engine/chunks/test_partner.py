@@ -11,7 +11,7 @@ from fsdp_conformance.tests.engine.chunks.chunk_ranks import SHAPES, ChunkTestCa
 
 
 class PartnerTest(ChunkTestCase):
-    """Chunks in pairs."""
+    """Tests of chunks in pairs."""
 
     def test_pairs_are_symmetric_and_for_good(self) -> None:
         """Made again it changes nothing; another partner, oneself, or another layout is refused."""
@@ -67,7 +67,7 @@ class PartnerTest(ChunkTestCase):
         self.assert_equal(-2 * coded(0, SHAPES[0]).bfloat16(), low.tensors[0].detach())
 
     def test_updates_that_cannot_be(self) -> None:
-        """Without a partner, or with one that is unsharded: typed errors."""
+        """An update without a partner, or with one that is unsharded, raises a typed error."""
         low, master = self.chunk_of(), self.chunk_of()
         with self.assertRaisesRegex(ChunkError, "the chunk has no partner: pair it first"):
             low.update_from_partner()

@@ -62,7 +62,7 @@ def test_statistics_of_a_shard() -> None:
 
 
 class ReduceTest(ChunkTestCase):
-    """One reduction."""
+    """Tests of one reduction."""
 
     def test_mean_shard(self) -> None:
         """

@@ -317,7 +317,7 @@ class Accumulation(ReducerTestCase):
             self.assert_mean(module.p0, code(self.rank))
 
     def test_outputs_with_a_backward_each(self) -> None:
-        """Of modules that share nothing: one reduction, which ends with the second backward."""
+        """Modules that share nothing have one reduction, which ends with the second backward."""
         module = Coded()
         reducer = self.reducer_of(module)
         for step in range(3):

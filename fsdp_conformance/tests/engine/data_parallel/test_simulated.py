@@ -37,7 +37,7 @@ NUM_STEPS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One way to train."""
+    """The options of one training."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Of the wrapper."""

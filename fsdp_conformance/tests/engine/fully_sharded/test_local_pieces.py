@@ -25,7 +25,7 @@ def _cut(whole: Tensor, box: Box) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_boxes_have_every_element_of_a_range_once_and_in_order(shape: tuple[int, ...]) -> None:
-    """Of all ranges of the tensor, with at most two boxes for each dim but the last."""
+    """Every range of the tensor is covered, with at most two boxes for each dim but the last."""
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for begin in range(whole.numel() + 1):
         for end in range(begin, whole.numel() + 1):
@@ -39,7 +39,7 @@ def test_boxes_have_every_element_of_a_range_once_and_in_order(shape: tuple[int,
 
 
 def test_a_scalar_is_one_box() -> None:
-    """Or none, on a rank that does not have it."""
+    """A scalar is one box, or none on a rank that does not have it."""
     assert list(boxes((), 0, 1)) == [Box((), ())]
     assert list(boxes((), 0, 0)) == []
 

@@ -130,7 +130,7 @@ class TestOnTheDevice(OnSim):
     @pytest.mark.slow
     @pytest.mark.nightly
     def test_two_hundred_steps(self) -> None:
-        """As many bytes are given out after the last steps, and at their peak, as after the first ones."""
+        """The bytes in use after the last steps, and their peak, are those of the first ones."""
         device = torch.device(self.device)
         memory: Any = torch.get_device_module("sim")
 

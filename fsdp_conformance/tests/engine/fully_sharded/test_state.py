@@ -51,7 +51,7 @@ class WithSpare(nn.Module):
 
 
 class TestState(ShardedTestCase):
-    """Values in, values out."""
+    """Tests of reading and writing values."""
 
     def test_replaced_between_forward_and_backward(self) -> None:
         """A parameter that is replaced between the two raises in the backward, on every rank, and is not dropped."""
@@ -138,7 +138,7 @@ class TestState(ShardedTestCase):
             self.train(subject, steps=1)
 
     def test_summon_without_gradients(self) -> None:
-        """Where no rank has a gradient, none is shown, also on a rank that has no elements of the parameter."""
+        """If no rank has a gradient, no rank shows one, not even one without elements of the parameter."""
         subject = sharded(WithSpare())
         forward_sum(subject, batch(self.rank)).backward()
         with subject.summon_full_params(subject, writeback=False, with_grads=True):
@@ -379,7 +379,7 @@ class TestMeta(ShardedTestCase):
         self.assert_same_params(self._model("cpu"), subject)
 
     def test_what_is_left_on_meta(self) -> None:
-        """Named, with what to do."""
+        """Tensors left on meta are named, with what to do."""
         with self.assertRaisesRegex(ConfigError, r"weight, bias of a OnItsOwn must not be on meta.*to_empty"):
             FullyShardedDataParallel(self._model("meta"), param_init_fn=lambda module: None)
 

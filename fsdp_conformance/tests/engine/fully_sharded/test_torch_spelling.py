@@ -187,7 +187,7 @@ class TestPolicies(ShardedTestCase):
     """Policies of torch.distributed.fsdp.wrap choose the same units as in torch's class."""
 
     def test_same_units(self) -> None:
-        """By size, by class, by function, all of them; containers without a forward are never units."""
+        """Policies choose the units that they choose in torch; containers without a forward are never units."""
         policies: list[Any] = [
             wrap.always_wrap_policy,
             functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=20),

@@ -132,7 +132,7 @@ class TestCheckpointing(ShardedTestCase):
 
 
 class TestRecovery(ShardedTestCase):
-    """After an exception."""
+    """Tests of training after an exception."""
 
     def test_training_goes_on(self) -> None:
         """After an exception in forward or backward, on every rank, the next step is as if it had not been tried."""
@@ -156,7 +156,7 @@ class TestRecovery(ShardedTestCase):
 
 
 class TestSteps(ShardedTestCase):
-    """Ways to train."""
+    """Tests of ways to train."""
 
     def test_optimizer_in_backward(self) -> None:
         """A step in the hook of a parameter's gradient gives what a step after backward gives, and runs once."""
@@ -380,7 +380,7 @@ class TestSignsOfZero(ShardedTestCase):
     """The engine tells from (-0) + (-0) being -0 that no rank used a parameter."""
 
     def test_kept_and_lost(self) -> None:
-        """Where a reduction loses the sign, such a parameter gets zeros for a gradient, and no other is changed."""
+        """If a reduction loses the sign, such a parameter gets a gradient of zeros, and no other changes."""
 
         def losing(shard: Tensor, inputs: Tensor, group: ProcessGroup) -> dist.Work:
             return communication.reduce_scatter(shard, inputs.add_(0.0), group)
