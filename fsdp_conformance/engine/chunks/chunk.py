@@ -139,7 +139,7 @@ class Chunk(ShardedStorage):
 
     @property
     def memory_usage(self) -> dict[str, int]:
-        """Bytes held now, by device type: shard, block, gradient buffer, and what has been put together so far."""
+        """Bytes held now, by device type: shard, block, gradient buffer, and the buffer of an open chunk."""
         filling = [] if self._open is None else [self._open]
         return bytes_by_device([*self.tensors_held, *self._reductions.tensors_held, *filling])
 

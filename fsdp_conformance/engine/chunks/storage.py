@@ -385,7 +385,7 @@ class ShardedStorage:
 
     def release(self) -> None:
         """
-        Give the block back, and drop what is in it.
+        Give the block back. The data in it are lost.
 
         The block is not overwritten before the work that the current stream has been given so far. Raises
         ChunkStateError unless the storage is unsharded or being gathered.

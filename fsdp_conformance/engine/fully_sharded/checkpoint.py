@@ -134,7 +134,7 @@ def _room(saved: object, home: tuple[FlatParameter, int] | None) -> Tensor | Non
 
 
 class _SnapshotWriter(FileSystemWriter):
-    """Copies what is to be written before `async_save` returns."""
+    """Copies the state before `async_save` returns, so that training may go on while it is written."""
 
     def stage(self, state_dict: Any) -> Any:
         """Copies on the CPU."""

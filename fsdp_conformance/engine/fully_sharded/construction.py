@@ -1,5 +1,5 @@
 """
-From a module to a unit: which parameters it owns, where they compute, and what is checked before they are sharded.
+From a module to a unit: the parameters it owns, the device they compute on, and checks before they are sharded.
 
 Inner units come first; the unit of an outer module owns the rest. A parameter that two inner units share is taken over
 by the first outer unit that contains both.

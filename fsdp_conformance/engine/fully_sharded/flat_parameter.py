@@ -10,9 +10,7 @@ The flat parameter: the parameters of one unit and dtype in one sharded storage.
 A leaf is a view of the unsharded storage. Autograd keeps leaves; their memory comes and goes with the block, behind the
 same torch storage.
 
-A storage over more than one rank ends with a tag, the number of its unit, after the last parameter. The tag is gathered
-and averaged with the rest, so a rank whose peers run another unit finds out at the first collective, without an extra
-message.
+After the last parameter, a storage over more than one rank has a tag: see `order_watch`.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class FlatParameter:
         self.tag = tag
         # The gather whose tag was compared: `finish_gather` is called again for units that stay unsharded.
         self._checked: Gathering | None = None
-        # Version counters of what was gathered, and at the last forward: that of `write`, and each parameter's.
+        # Version counters at the last gather and at the last forward: the number of `write`s, and each parameter's.
         self._versions: list[int] = []
         self._forward_versions: list[int] = []
         self._writes = 0
@@ -241,7 +239,7 @@ class FlatParameter:
             # Without that order a gather reads parts that are still being written (as in pytorch#197827).
             self.storage.gather_parts(part, self.part_group, after=after)
             return
-        # Of now, not of when it arrives: what is written in between is not gathered, and must make it stale.
+        # Before the gather, not when it arrives: a write in between is not gathered, and must make the data stale.
         self._versions = self._current_versions()
         self.storage.access(async_op=True, after=after)
 

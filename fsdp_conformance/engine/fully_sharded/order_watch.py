@@ -1,19 +1,21 @@
 """
-Checks that peers run the same units, on devices where reading a tensor makes the host wait.
+Checks that peers run the same units: by tags that travel with the data, and by comparing collectives before they start.
 
-On the CPU every gather and every reduction is checked when it arrives. Elsewhere the tags that arrive are kept and
-checked together, at the end of the backward or of a forward without a graph, in the first iteration and in iterations
-whose order differs from the previous one. A rank that agreed with its peers once, and whose order never changes, still
-agrees with them; if a peer changes its order, that one finds out.
+A storage over several ranks ends with a tag, the number of its unit. The tag is gathered and averaged with the rest.
 
-A tag says what has arrived, and nothing arrives where ranks run units of different sizes: NCCL, which checks nothing,
-may hang, or write past what it was given. So in the iterations that are checked, ranks also compare each collective
-before they issue it, through the group's store. The first rank to come writes down what it is about to do, and one that
-is about to do something else raises instead. No rank waits for an answer, and the device is left alone.
+On the CPU every gather and every reduction is checked when it arrives. On other devices, reading a tensor makes the
+host wait. So there the tags are kept and checked together, at the end of the backward or of a forward without a graph,
+in the first iteration and in iterations whose order differs from the previous one. A rank that once agreed with its
+peers, and whose order never changes, still agrees with them. If a peer changes its order, that peer finds out.
 
-What is gathered ends with the last rank's tag. So the last rank sees its own, and finds out by the average of all,
-which it gets with the gradients. Where there are none, in a forward without a graph and for frozen units, no rank
-notices if the last rank alone changes its order.
+Tags only help if data arrive. If ranks run units of different sizes, NCCL, which compares nothing, may hang or write
+past its buffer. So in the iterations that are checked, ranks also compare each collective before they issue it, through
+the group's store. The first rank to arrive writes down which collective it is about to issue. A rank that is about to
+issue another one raises. No rank waits for an answer, and the device is left alone.
+
+Gathered data end with the last rank's tag. The last rank therefore sees its own, and notices a difference only from the
+average, which arrives with the gradients. In a forward without a graph, and for frozen units, there is no average: then
+no rank notices if only the last one changes its order.
 """
 
 from __future__ import annotations
@@ -172,7 +174,7 @@ class OrderWatch:
             )
 
     def forget(self) -> None:
-        """Drop what has arrived, after an exception."""
+        """Drop the tags that have arrived, after an exception."""
         self._arrived.clear()
 
 

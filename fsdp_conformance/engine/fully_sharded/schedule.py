@@ -201,7 +201,7 @@ class UnitSchedule:
         return {flat.storage.pool for unit in units for flat in unit.flats}
 
     def forward_failed(self, unit: ShardedUnit) -> None:
-        """An exception left the unit's forward: undo what it and the units inside have begun."""
+        """Undo a forward that an exception has left, of this unit and of the units inside."""
         if _in_own_backward(unit):
             # A checkpoint stops its recomputation with an exception. The backward goes on.
             return
@@ -243,7 +243,7 @@ class UnitSchedule:
             flat.note_forward()
 
     def _leave(self) -> None:
-        """The outermost forward is over: what was gathered ahead and not reached is not kept, and nothing lingers."""
+        """End the outermost forward: free units that were gathered ahead but not reached, and memory that lingers."""
         for pool in self._pools(self.units):
             pool.settle()
         ran = set(self._ended)

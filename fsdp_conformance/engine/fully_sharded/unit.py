@@ -1,5 +1,5 @@
 """
-The unit: what is gathered, resharded and reduced together, and its states during a training step.
+The unit: the parameters that are gathered, resharded and reduced together, and its states during a training step.
 
 A unit owns the parameters of its modules that no inner unit owns, in one flat parameter per dtype. It implements
 unsharding, resharding and reducing; the schedule decides when they happen.
