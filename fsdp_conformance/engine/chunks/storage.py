@@ -376,6 +376,7 @@ class ShardedStorage:
 
         `shard`: another tensor that is sharded like the data, such as their gradient or optimizer state.
         """
+        # On the current stream, into memory that is not the pool's: the caller may keep it, and no step waits for it.
         source = self.shard if shard is None else shard
         payload = torch.empty(self.numel, dtype=source.dtype, device=self.pool.device)
         work = start_all_gather(payload, source, self.layout, self.group)

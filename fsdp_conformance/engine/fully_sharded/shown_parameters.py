@@ -62,7 +62,8 @@ class Member:
     shape: torch.Size = field(init=False)
     """Of the whole parameter, unsharded."""
 
-    is_guarded: bool = field(init=False, default=False)
+    guard_key: int | None = field(init=False, default=None)
+    """The key of the guard among the hooks of the original; None before `guard`."""
 
     def __post_init__(self) -> None:
         self.shape = self.parameter.shape
@@ -75,7 +76,7 @@ class Member:
 
     def guard(self) -> None:
         """Make a backward that reaches the original raise: it is a shard, so its gradient would be wrong."""
-        name, self.is_guarded = self.name, True
+        name = self.name
 
         def refuse(_: Tensor) -> None:
             raise UsedWhileSharded(
@@ -83,13 +84,13 @@ class Member:
                 where="backward",
             )
 
-        self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+        self.guard_key = self.parameter.register_hook(refuse).id  # type: ignore[no-untyped-call]
 
     def show_hooks(self, leaf: nn.Parameter) -> None:
         """Let hooks that users have registered on the original see the gradients of the leaf."""
+        # All but the guard, by its key: a hook that was registered before wrapping comes before it.
         registered = self.parameter._backward_hooks or {}
-        own, *_ = registered
-        hooks = OrderedDict((key, hook) for key, hook in registered.items() if key != own)
+        hooks = OrderedDict((key, hook) for key, hook in registered.items() if key != self.guard_key)
         if hooks != leaf._backward_hooks:
             leaf._backward_hooks = hooks
 
@@ -161,7 +162,7 @@ class ShownParameters:
             parameter = member.parameter
             if leaf.requires_grad != parameter.requires_grad:
                 leaf.requires_grad_(parameter.requires_grad)
-            if parameter.requires_grad and not member.is_guarded:
+            if parameter.requires_grad and member.guard_key is None:
                 member.guard()
             if parameter.requires_grad and (len(parameter._backward_hooks or ()) > 1 or leaf._backward_hooks):
                 member.show_hooks(leaf)

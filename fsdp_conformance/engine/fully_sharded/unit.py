@@ -193,6 +193,7 @@ class ShardedUnit:
     @property
     def is_kept(self) -> bool:
         """True if it stays unsharded from one micro-batch to the next, unless its parameters are written."""
+        # The second half is gradient sharding inside `no_sync`: no optimizer writes before the next micro-batch.
         return not self.reshards_after_backward or not (self.reshard_after_forward or self.sync_gradients)
 
     @property
@@ -230,6 +231,7 @@ class ShardedUnit:
         Raises ParameterReplaced, ParameterMoved or SharedAcrossUnits for changes that are not supported.
         """
         if self.foreign:
+            # The other unit would shard a parameter that this one's modules use whole.
             raise SharedAcrossUnits(
                 f"{', '.join(each.name for each in self.foreign.values())} of {self.label} also belong to another unit",
                 where="forward",

@@ -426,6 +426,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # While it is made or copied there is no module yet, and `self.module` would ask here again, endlessly.
             if name == _INNER:
                 raise
         value = getattr(self.module, name)

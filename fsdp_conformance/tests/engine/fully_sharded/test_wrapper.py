@@ -333,6 +333,35 @@ class TestSteps(ShardedTestCase):
         self.assertEqual(8, len(calls))
         self.assert_same_params(reference.module, subject)
 
+    def test_a_communication_hook_gets_deferred_sums(self) -> None:
+        """Gradients kept by `no_all_reduce` are reduced by a hook that is registered afterwards."""
+        model = chain()
+        reference = DistributedDataParallel(copy.deepcopy(model))
+        subject = sharded(model, sharding_strategy=ShardingStrategy.NO_SHARD)
+        with reference.no_sync():
+            forward_sum(reference, batch(self.rank, 0)).backward()
+        with subject.no_all_reduce():
+            forward_sum(subject, batch(self.rank, 0)).backward()
+        subject.register_comm_hook(
+            default_hooks.DefaultState(dist.distributed_c10d._get_default_group()), default_hooks.allreduce_hook
+        )
+        for model_ in (reference, subject):
+            forward_sum(model_, batch(self.rank, 1)).backward()
+        for (name, expected), got in zip(reference.module.named_parameters(), subject.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, expected.grad, msg=name)
+        subject.clip_grad_norm_(1.0)
+
+    def test_hooks_of_parameters(self) -> None:
+        """Hooks see the whole gradient, whether they were registered before or after wrapping."""
+        model, shapes = chain(), []
+        first = next(model.parameters())
+        first.register_hook(lambda gradient: shapes.append(gradient.shape))
+        shape = first.shape
+        subject = sharded(model)
+        first.register_hook(lambda gradient: shapes.append(gradient.shape))
+        forward_sum(subject, batch(self.rank)).backward()
+        self.assertEqual([shape, shape], shapes)
+
     def test_torchs_communication_hooks(self) -> None:
         """Torch's own hooks fill shards, and reduce in place where nothing is sharded; then optimizers may step."""
         for strategy, hook in (
