@@ -44,7 +44,7 @@ class FlatView:
     def _is_whole(self) -> bool:
         """Whether modules see whole parameters, or could without a collective."""
         summoned = self._unit.state is engine_unit.TrainingState.SUMMONED
-        shown = any(shown is not own for shown, own in zip(self._flat._shown, self._params, strict=True))
+        shown = any(shown is not own for shown, own in zip(self._flat.shown.registered, self._params, strict=True))
         return (summoned and shown) or self._flat.is_unsharded
 
     @property
@@ -89,7 +89,7 @@ class FlatView:
     @property
     def _full_param_padded(self) -> Tensor:
         """A view of the unsharded data, whose storage is empty while there are none."""
-        return self._flat.leaves[0].data
+        return self._flat.shown.leaves[0].data
 
     @property
     def _mp_shard(self) -> Tensor:

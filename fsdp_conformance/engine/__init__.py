@@ -10,8 +10,7 @@ The reference sharding engine, built on torch alone: one storage, one schedule, 
     accelerator          the accelerator of this machine
     errors               the errors that the engine raises
     sharding_strategy    full shard, gradient shard, hybrid, none
-    flat_collectives     all-gather, reduce-scatter and all-reduce of flat buffers, and the group they run on
-    streams              the order between streams, if the device has any
+    communication        collectives of flat tensors, the group they run on, and the order between streams
     structures           the tensors inside nested inputs and outputs
     verification         whether all ranks agree, for example on the parameters of their model
 

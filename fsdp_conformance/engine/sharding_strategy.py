@@ -1,4 +1,4 @@
-"""What users can configure in a fully sharded module: degree, prefetch, precision, offload. Plain frozen data."""
+"""The options of a fully sharded module: degree, prefetch, precision, offload. Plain frozen data."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class ShardingStrategy(Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it uses a shard group and a replica group."""
+        """True if it uses a shard group and a replica group."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether a unit below the root frees its whole parameters after its forward."""
+        """True if a unit below the root frees its whole parameters after its forward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
@@ -49,9 +49,9 @@ class CPUOffload:
     """Where shards live between iterations."""
 
     offload_params: bool = False
-    """Whether shards of parameters and gradients are kept on the CPU, where the optimizer then runs."""
+    """True if shards of parameters and gradients are kept on the CPU, where the optimizer then runs."""
     pin_memory: bool = True
-    """Whether they are in pinned memory, so that copies overlap with computation."""
+    """True if they are in pinned memory, so that copies overlap with computation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +70,11 @@ class MixedPrecision:
     buffer_dtype: torch.dtype | None = None
     """For floating-point buffers from the first forward on; None: their own, which state dicts always contain."""
     cast_forward_inputs: bool = False
-    """Whether a unit casts floating-point inputs of its forward to `param_dtype`."""
+    """True if a unit casts floating-point inputs of its forward to `param_dtype`."""
     cast_root_forward_inputs: bool = True
-    """Whether the outermost unit does."""
+    """True if the outermost unit does."""
     full_precision_in_eval: bool = False
-    """Whether a unit in eval mode computes and reduces in the parameters' own dtype, casting nothing."""
+    """True if a unit in eval mode computes and reduces in the parameters' own dtype, casting nothing."""
 
     def __post_init__(self) -> None:
         problems = []

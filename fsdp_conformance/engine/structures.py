@@ -36,7 +36,7 @@ def tensors_in(structure: object) -> Iterator[Tensor]:
 
 
 def has_unknown(structure: object) -> bool:
-    """Whether `structure` holds an object of unknown type, which may hold tensors that `tensors_in` does not find."""
+    """True if `structure` holds an object of unknown type, which may hold tensors that `tensors_in` does not find."""
     known = (Tensor, *_WITHOUT_TENSORS, *_CONTAINERS)
     return any(not isinstance(leaf, known) for leaf in _leaves(structure))
 

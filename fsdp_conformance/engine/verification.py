@@ -1,5 +1,5 @@
 """
-Whether all ranks of a group agree: on a text, or on the parameters whose gradients are reduced by position.
+Checks that all ranks of a group agree: on a text, or on the parameters whose gradients are reduced by position.
 
 Every rank comes to the same answer, so either all raise or none does. A rank that carried on alone would hang in the
 first collective that its peers never issue.
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_conformance.engine.communication import all_gather
 from fsdp_conformance.engine.errors import StructureMismatch
-from fsdp_conformance.engine.flat_collectives import all_gather
 
 #: How many problems an error lists.
 PROBLEMS_LISTED = 20
 
 
 class ParameterFacts(NamedTuple):
-    """What must be equal on every rank."""
+    """The facts that must be equal on every rank."""
 
     name: str
     shape: tuple[int, ...]

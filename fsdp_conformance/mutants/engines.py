@@ -16,7 +16,8 @@ from fsdp_conformance.adapters.vendors.reference import Reference
 from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.engine.fully_sharded import wrapper
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
-from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule, schedule_of
+from fsdp_conformance.engine.fully_sharded.gradient_reduction import GradientReduction
+from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 from fsdp_conformance.plan import Plan
 
@@ -26,6 +27,7 @@ class SeamReference(Reference):
 
     unit_class: ClassVar[type[ShardedUnit]] = ShardedUnit
     flat_class: ClassVar[type[FlatParameter]] = FlatParameter
+    reduction_class: ClassVar[type[GradientReduction]] = GradientReduction
     schedule_class: ClassVar[type[UnitSchedule]] = UnitSchedule
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
@@ -33,9 +35,10 @@ class SeamReference(Reference):
         assert isinstance(wrapped, wrapper.FullyShardedDataParallel), "the adapter wraps with the engine"
         for unit in wrapped.units:
             unit.__class__ = self.unit_class
-            schedule_of(unit).__class__ = self.schedule_class
+            unit.schedule.__class__ = self.schedule_class
             for flat in unit.flats:
                 flat.__class__ = self.flat_class
+                flat.reduction.__class__ = self.reduction_class
         return wrapped
 
 

@@ -146,9 +146,9 @@ class ReferenceForgetsToRecover(SeamReference):
 
 class _Collecting(FlatParameter):
     def reset(self) -> None:
-        collected = [leaf.grad for leaf in self.leaves]
+        collected = self.reduction.leaf_gradients
         super().reset()
-        for leaf, grad in zip(self.leaves, collected, strict=True):
+        for leaf, grad in zip(self.shown.leaves, collected, strict=True):
             leaf.grad = grad
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_conformance.adapters.base import CommunicationHook, ModelFn, OptimFn
 from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
-from fsdp_conformance.engine.fully_sharded.flat_parameter import ReductionHook
+from fsdp_conformance.engine.fully_sharded.gradient_reduction import ReductionHook
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamFSDP1, SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong

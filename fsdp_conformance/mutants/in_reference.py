@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fsdp_conformance.engine.communication import ChunkStreams
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
+from fsdp_conformance.engine.fully_sharded.gradient_reduction import GradientReduction
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
 from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
-from fsdp_conformance.engine.streams import ChunkStreams
 from fsdp_conformance.mutants.engines import SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong
 from fsdp_conformance.plan import Plan
@@ -21,8 +22,8 @@ from fsdp_conformance.plan import Plan
 
 class _Overwriting(FlatParameter):
     def note_forward(self) -> None:
-        self._drop_leaf_gradients()
-        self.storage.discard_gradients()
+        self.reduction.drop_leaf_gradients()
+        self.reduction.gradients.discard()
         super().note_forward()
 
 
@@ -33,12 +34,11 @@ class ReferenceOverwritesCollected(SeamReference):
     flat_class: ClassVar[type[FlatParameter]] = _Overwriting
 
 
-class _Summing(FlatParameter):
+class _Summing(GradientReduction):
     def _deliver(self, shard: Tensor) -> list[nn.Parameter]:
         layout = self.storage.layout
-        parts = layout.views(shard) if self.is_whole else layout.shard_views(shard)
-        # The tag, which follows the members, stays an average, so that the engine does not notice.
-        for part in parts[: len(self.members)]:
+        # The tag, which follows the members, has been checked.
+        for part in layout.parts(shard):
             part.mul_(layout.world_size)
         return super()._deliver(shard)
 
@@ -47,7 +47,7 @@ class _Summing(FlatParameter):
 class ReferenceSumsGradients(SeamReference):
     """Gradients are summed over ranks instead of averaged."""
 
-    flat_class: ClassVar[type[FlatParameter]] = _Summing
+    reduction_class: ClassVar[type[GradientReduction]] = _Summing
 
 
 class _Unordered(ChunkStreams):
@@ -95,10 +95,12 @@ class _Unchecked(FlatParameter):
         finally:
             self.tag = tag
 
-    def finish_reduction(self, watch: OrderWatch) -> list[nn.Parameter]:
+
+class _Uncompared(GradientReduction):
+    def finish(self, watch: OrderWatch) -> list[nn.Parameter]:
         tag, self.tag = self.tag, None
         try:
-            return super().finish_reduction(watch)
+            return super().finish(watch)
         finally:
             self.tag = tag
 
@@ -109,6 +111,7 @@ class ReferenceIgnoresOrder(SeamReference):
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"exec_order_divergent"})
     flat_class: ClassVar[type[FlatParameter]] = _Unchecked
+    reduction_class: ClassVar[type[GradientReduction]] = _Uncompared
 
 
 class _Held(FlatParameter):
@@ -164,7 +167,7 @@ class ReferenceForgetsAssigned(SeamReference):
 
 class _Hookless(UnitSchedule):
     def _finish_oldest(self) -> None:
-        self._reductions.popleft().finish_reduction(self.order)
+        self._reductions.popleft().finish(self.order)
 
 
 @known_wrong("R142")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_conformance.engine.flat_collectives import all_gather, all_reduce, all_reduce_max, reduce_scatter
+from fsdp_conformance.engine.communication import all_gather, all_reduce, all_reduce_max, reduce_scatter
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.planner.link_spec import BYTES_PER_US_AT_1_GB_PER_S, CollectiveLinks, LinkSpec
 

@@ -27,16 +27,15 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from fsdp_conformance.engine.communication import Streams, reduce_scatter, resolve_group
 from fsdp_conformance.engine.errors import BucketerError, DataPending, InputMismatch
-from fsdp_conformance.engine.flat_collectives import reduce_scatter, resolve_group
-from fsdp_conformance.engine.streams import Streams
 
 #: Called with this rank's sum, in the shape of one input.
 Callback = Callable[[Tensor], object]
@@ -55,7 +54,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether the input is reduced: its callback has run or is running."""
+        """True if the input is reduced: its callback has run or is running."""
         return self.result is not None
 
 
@@ -80,7 +79,7 @@ class _Launch(NamedTuple):
     output: Tensor  # 1D: this rank's sums, one after the other
     pending: list[Pending]
     source: Tensor  # kept until the collective has read it
-    stream: Any
+    stream: torch.Stream | None
     streams: Streams
 
 
@@ -96,7 +95,7 @@ class _Bucket:
         self.offset = 0
         self.pending: list[Pending] = []
         self._buffer: Tensor | None = None  # (world_size, row_numel): rank r will get the sum of row r
-        self._stream: Any = None
+        self._stream: torch.Stream | None = None
         """The stream that wrote the buffer last."""
 
     def place(self, given: _Input, capacity: int) -> None:
@@ -248,7 +247,7 @@ class ReduceScatterBucketer:
             raise ExceptionGroup(f"{len(failures)} callbacks of a ReduceScatterBucketer raised", failures)
 
     def setup(self) -> None:
-        """Does nothing: buckets make their buffers when they need them, also after `teardown`."""
+        """Required of bucketers. Here buckets make their buffers when they need them, also after `teardown`."""
 
     def teardown(self) -> None:
         """

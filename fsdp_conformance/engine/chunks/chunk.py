@@ -21,13 +21,13 @@ import itertools
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.engine.chunks.gradients import Reduction
+from fsdp_conformance.engine.chunks.gradients import GradientBuffer, Reduction, StorageGradients
 from fsdp_conformance.engine.chunks.memory_pool import Block, BlockKind, BlockSpec, MemoryPool
 from fsdp_conformance.engine.chunks.storage import (
     CLOSED,
@@ -36,6 +36,7 @@ from fsdp_conformance.engine.chunks.storage import (
     ShardedStorage,
     StorageConfig,
     StorageState,
+    bytes_by_device,
 )
 from fsdp_conformance.engine.chunks.tensor_state import RELEASABLE, TensorState, TensorStates
 from fsdp_conformance.engine.errors import ChunkError, ChunkFull, ChunkStateError, TensorRefused
@@ -105,21 +106,29 @@ class Chunk(ShardedStorage):
         self.tensors: list[Tensor] = []
         self.partner: Chunk | None = None
         self.stale = False
-        """Whether the partner's shard is newer than this one, so that the next gather sends that."""
+        """True if the partner's shard is newer than this one, so that the next gather sends that."""
         self.from_partner = False
-        """Whether the unsharded data came from the partner, and are not older than it."""
+        """True if the unsharded data came from the partner, and are not older than it."""
         self.statistics: ShardStatistics | None = None
         """Of the last reduction; None before the first, and while one is on its way."""
         self._indices: dict[int, int] = {}
         self._open: Tensor | None = None
         self._stand_ins: list[Tensor] = []
-        super().__init__(pool, numel, dtype, group, replica_group=replica_group, config=config or ChunkConfig())
+        config = config or ChunkConfig()
+        block = BlockSpec(numel, config.compute_dtype or dtype)
+        if config.block is BlockKind.PUBLIC and pool.public_spec not in (None, block):
+            raise ChunkError(
+                f"expected the size of the public blocks, {pool.public_spec}, got {numel} x {block.dtype}",
+                where=f"Chunk of {numel} x {dtype}",
+            )
+        super().__init__(pool, numel, dtype, group, replica_group=replica_group, config=config)
+        self._reductions = StorageGradients(self)
 
     # --- properties --------------------------------------------------------------------------------------------------
 
     @property
     def is_fused(self) -> bool:
-        """Whether it owns its block permanently."""
+        """True if it owns its block permanently."""
         return self.config.block is BlockKind.PRIVATE
 
     @property
@@ -129,8 +138,14 @@ class Chunk(ShardedStorage):
         return self._fill_buffer() if self.state is StorageState.OPEN else self._flat()
 
     @property
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes held now, by device type: shard, block, gradient buffer, and the buffer of an open chunk."""
+        filling = [] if self._open is None else [self._open]
+        return bytes_by_device([*self.tensors_held, *self._reductions.tensors_held, *filling])
+
+    @property
     def can_release(self) -> bool:
-        """Whether it is gathered, not fused, and none of its tensors is in use."""
+        """True if it is gathered, not fused, and none of its tensors is in use."""
         return self.is_gathered and not self.is_fused and self.states.all_in(RELEASABLE)
 
     def __lt__(self, other: object) -> bool:
@@ -220,6 +235,23 @@ class Chunk(ShardedStorage):
         """Move every tensor. Raises IllegalTransition naming those that may not move; then none does."""
         self.states.move_all(state, where=self)
 
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> GradientBuffer:
+        """The gradient buffer, opened if there is none."""
+        self.check_state(CLOSED, "open gradients")
+        return self._reductions.buffer
+
+    def open_gradients(self) -> GradientBuffer:
+        """Make the gradient buffer: see `StorageGradients.open`."""
+        self.check_state(CLOSED, "open gradients")
+        return self._reductions.open()
+
+    def discard_gradients(self) -> None:
+        """Drop what has accumulated in the gradient buffer."""
+        self._reductions.discard()
+
     def reduce(
         self,
         *,
@@ -229,21 +261,33 @@ class Chunk(ShardedStorage):
         async_op: bool = False,
     ) -> Reduction:
         """
-        Average the gradients over all ranks; see `ShardedStorage.reduce`. Every tensor is in HOLD afterwards.
+        Average the gradients over all ranks: see `StorageGradients`. Every tensor is in HOLD afterwards.
 
-        Raises ChunkStateError unless all tensors are READY_FOR_REDUCE.
+        `release` gives back the block of unsharded data. With `async_op` the caller waits for the handle. Raises
+        ChunkStateError unless all tensors are READY_FOR_REDUCE.
         """
         self.check_state(CLOSED, "reduce")
         self._check_tensors({TensorState.READY_FOR_REDUCE}, "reduce")
-        return super().reduce(partial=partial, all_reduce=all_reduce, release=release, async_op=async_op)
+        buffer = self._reductions.take(partial)
+        self.statistics = None
+        self.states.reset()
+        if release and self.is_gathered:
+            self._drop_payload()
+        reduction = self._reductions.start(
+            buffer, partial=partial, all_reduce=all_reduce, on_result=self._set_statistics
+        )
+        if not async_op:
+            reduction.wait()
+        return reduction
 
     def reset(self) -> None:
-        """Return to the state after a step, every tensor in HOLD: see `ShardedStorage.reset`."""
+        """Return to the state after a step, every tensor in HOLD. A reduction under way ends first."""
         if self.state is StorageState.OPEN:
             return
         try:
-            super().reset()
+            self._reductions.reset()
         finally:
+            super().reset()
             self.states.reset()
 
     # --- partner -----------------------------------------------------------------------------------------------------
@@ -293,13 +337,6 @@ class Chunk(ShardedStorage):
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
-    def _size_problems(self, numel: int, world_size: int) -> list[str]:
-        problems = super()._size_problems(numel, world_size)
-        blocks = self.pool.public_spec
-        if self.config.block is BlockKind.PUBLIC and blocks not in (None, BlockSpec(numel, self.compute_dtype)):
-            problems.append(f"expected the size of the public blocks, {blocks}, got {numel} x {self.compute_dtype}")
-        return problems
-
     def _own_block(self) -> Block | None:
         if self.config.block is BlockKind.PUBLIC:
             return None
@@ -321,7 +358,7 @@ class Chunk(ShardedStorage):
             return self._block
         return super()._lease_block()
 
-    def _give_back(self, block: Block, after: Any) -> None:
+    def _give_back(self, block: Block, after: torch.Event | None) -> None:
         if self.is_fused:
             block.event = self.pool.streams.record() if after is None else after
         else:
@@ -339,37 +376,33 @@ class Chunk(ShardedStorage):
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _held(self) -> list[Tensor]:
-        return super()._held() if self._open is None else [*super()._held(), self._open]
-
     def _bind(self, views: Sequence[Tensor]) -> None:
         """Let the tensors be views of the unsharded chunk, or stand-ins without memory."""
         for tensor, view in zip(self.tensors, views, strict=True):
             tensor.data = view
 
-    def _source(self) -> ShardedStorage:
-        return self.partner if self.stale and self.partner is not None else self
-
-    def _start_gathering(self, after: Any) -> Gathering:
-        handle = super()._start_gathering(after)
-        self.from_partner = self._source() is not self
+    def _start_gathering(self, after: torch.Event | None) -> Gathering:
+        source = self.partner if self.stale and self.partner is not None else self
+        handle = self._gather_from(source, after)
+        self.from_partner = source is not self
         return handle
 
-    def _on_arrival(self) -> None:
-        self._bind(self.views)
+    def _arrive(self, handle: Gathering) -> None:
+        arrives = self.state is StorageState.GATHERING
+        super()._arrive(handle)
+        if arrives and self.state is StorageState.UNSHARDED:
+            self._bind(self.views)
 
-    def _forget_payload(self) -> Block | None:
-        block = super()._forget_payload()
-        self._bind(self._stand_ins)
-        if self.config.block is BlockKind.PUBLIC:
-            self._block = None
-        return block
+    def _drop_payload(self) -> None:
+        try:
+            super()._drop_payload()
+        finally:
+            self._bind(self._stand_ins)
+            if self.config.block is BlockKind.PUBLIC:
+                # Another chunk may lease it next.
+                self._block = None
 
-    def _begin_reduction(self) -> None:
-        self.statistics = None
-        self.states.reset()
-
-    def _on_result(self, gradient: Tensor) -> None:
+    def _set_statistics(self, gradient: Tensor) -> None:
         self.statistics = shard_statistics(gradient[: self.layout.valid_numel])
 
     def _check_appended(self, tensor: Tensor) -> None:

@@ -7,7 +7,7 @@ Gathers the chunks of an operation when memory has room for only some, and choos
     ... compute ...
     fetcher.end_compute(tensors)                # their chunks may be evicted again
 
-A scheduler is told which chunks may be evicted and chooses one: the one that has been idle longest (FIFO), or the one
+A scheduler chooses among the chunks that may be evicted: the one that has been idle longest (FIFO), or the one
 whose next use is farthest away. Both decide from the order of calls alone, so all ranks make the same choice.
 """
 

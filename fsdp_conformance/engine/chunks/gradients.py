@@ -1,9 +1,15 @@
 """
 The gradients of a sharded storage: the flat buffer that collects them, and their reduction into this rank's shard.
 
+    gradients = StorageGradients(storage)
+    gradients.buffer.put(index, gradient)               # during backward
+    handle = gradients.start(gradients.take())          # reduce-scatter from the buffer
+    gradient = handle.wait()                            # 1D, of this rank's shard
+
 The buffer has the layout of the storage, in the dtype of the reduction. It is not zeroed beforehand: the first gradient
 of a tensor is copied, later ones are added, and whatever never arrived is zeroed once, just before the reduction. That
-takes one pass over the memory, where zeroing and accumulating would take two.
+takes one pass over the memory, where zeroing and accumulating would take two. The reduce-scatter reads the buffer and
+writes the gradient, without an extra copy.
 
 A reduction runs these steps, in this order, where they apply:
 
@@ -22,7 +28,7 @@ collective run when `advance` or `wait` is called, in the same order on every ra
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +36,9 @@ from torch.distributed import ProcessGroup, Work
 
 from fsdp_conformance.engine.chunks.layout import StorageLayout
 from fsdp_conformance.engine.chunks.memory_pool import Block, MemoryPool
-from fsdp_conformance.engine.errors import TensorRefused
-from fsdp_conformance.engine.flat_collectives import all_reduce, reduce_scatter
+from fsdp_conformance.engine.chunks.storage import ShardedStorage
+from fsdp_conformance.engine.communication import all_reduce, reduce_scatter
+from fsdp_conformance.engine.errors import ChunkStateError, TensorRefused
 
 
 class GradientBuffer:
@@ -142,7 +149,7 @@ class GradientBuffer:
 
 
 class DivideFactors(NamedTuple):
-    """What gradients are divided by before the first collective, and after the last."""
+    """Divisors of the gradients: before the first collective, and after the last."""
 
     before: float
     after: float
@@ -194,7 +201,7 @@ class Reduction:
         *,
         partial: Tensor | None,
         pool: MemoryPool,
-        on_result: Callable[[Tensor], None],
+        on_result: Callable[[Tensor], None] | None,
         on_done: Callable[[], None],
     ) -> None:
         self._plan = plan
@@ -206,8 +213,8 @@ class Reduction:
         self._work: Work | None = None
         self._steps: Generator[Work, None, None] | None = self._reduce(buffer)
         self._host_part: Tensor | None = None
-        self.event: Any = None
-        """What the current stream has to wait for; None before the last step is enqueued, and without streams."""
+        self.event: torch.Event | None = None
+        """The event to wait for on the current stream; None before the last step is enqueued, and without streams."""
         self._result: Tensor | None = None
 
     def start(self, *, ahead: bool) -> None:
@@ -219,12 +226,12 @@ class Reduction:
 
     @property
     def done(self) -> bool:
-        """Whether every step has been taken, or enqueued."""
+        """True if every step has been taken, or enqueued."""
         return self._steps is None
 
     @property
     def result(self) -> Tensor | None:
-        """What `wait` returns, without ordering the current stream after it; None before the last step."""
+        """The tensor that `wait` returns, without ordering the current stream after it; None before the last step."""
         return self._result
 
     def advance(self) -> None:
@@ -324,9 +331,148 @@ class Reduction:
 
     def _set_result(self, gradient: Tensor) -> None:
         self._result = gradient
-        self._on_result(gradient)
+        if self._on_result is not None:
+            self._on_result(gradient)
 
     def _end(self) -> None:
         on_done, self._on_done = self._on_done, None
         if on_done is not None:
             on_done()
+
+
+class StorageGradients:
+    """
+    The gradients of one storage: the buffer that collects them, if there is one, and the reduction under way.
+
+    The storage must have its shard. With a replica group, reductions are all-reduced over it after the reduce-scatter.
+    """
+
+    def __init__(self, storage: ShardedStorage) -> None:
+        self._storage = storage
+        self._pool = storage.pool
+        world_size, replica_group = storage.layout.world_size, storage.replica_group
+        self._plan = ReductionPlan(
+            group=storage.group,
+            world_size=world_size,
+            replica_group=replica_group if storage.num_replicas > 1 else None,
+            all_reduce=True,
+            factors=divide_factors(world_size * storage.num_replicas, storage.reduce_dtype),
+            dtype=storage.dtype,
+            device=storage.shard_device,
+            pin_memory=storage.pins_memory,
+        )
+        alone = world_size == 1 and storage.shard_device == self._pool.device
+        self.reduces_in_place = alone and storage.reduce_dtype is storage.dtype
+        """True if the buffer itself can become the reduced gradient: a group of one rank, and nothing to cast."""
+        streams = self._pool.streams
+        # True if waiting for a work orders streams instead of blocking the host: then every step is taken at once.
+        self._runs_ahead = streams.orders(storage.group) and (replica_group is None or streams.orders(replica_group))
+        self._buffer: GradientBuffer | None = None
+        self.under_way: Reduction | None = None
+        """The reduction whose last step has not been taken."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if there is a buffer."""
+        return self._buffer is not None
+
+    @property
+    def tensors_held(self) -> list[Tensor]:
+        """The tensors whose memory is held: the buffer's, if there is one."""
+        return [] if self._buffer is None else [self._buffer.payload]
+
+    @property
+    def buffer(self) -> GradientBuffer:
+        """The buffer, opened if there is none."""
+        return self.open() if self._buffer is None else self._buffer
+
+    def open(self) -> GradientBuffer:
+        """
+        Make the buffer, on the current stream: a cached block of the pool, or fresh memory if that can become the
+        reduced gradient. Raises ChunkStateError if there is a buffer, PoolExhausted if there is no block.
+        """
+        if self._buffer is not None:
+            raise ChunkStateError(
+                "gradients are already open: reduce or discard them first", where=f"open_gradients of {self._storage!r}"
+            )
+        layout, dtype = self._storage.layout, self._storage.reduce_dtype
+        if self.reduces_in_place:
+            # Fresh memory: a block would go back to the pool while the optimizer still reads the gradient in it.
+            payload = torch.empty(layout.numel, dtype=dtype, device=self._pool.device)
+            self._buffer = GradientBuffer(layout, payload)
+        else:
+            block = self._pool.lease_cached(layout.numel, dtype)
+            self._buffer = GradientBuffer(layout, block.payload, block=block)
+        return self._buffer
+
+    def discard(self) -> None:
+        """Drop the buffer, as zero_grad between two reductions does."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None and buffer.block is not None:
+            self._pool.release(buffer.block)
+
+    def take(self, partial: Tensor | None = None) -> GradientBuffer:
+        """
+        The complete buffer, for `start`: afterwards there is none. A tensor without a gradient counts as zero.
+
+        `partial`: what `start` will be given. Raises TensorRefused if it does not match the shard.
+        """
+        self._check_partial(partial)
+        if self.under_way is not None:
+            # One at a time: `reset` can only wait for a reduction that it knows.
+            self.under_way.wait()
+        buffer = self.buffer
+        buffer.complete()
+        self._buffer = None
+        return buffer
+
+    def start(
+        self,
+        buffer: GradientBuffer,
+        *,
+        partial: Tensor | None = None,
+        all_reduce: bool = True,
+        on_result: Callable[[Tensor], None] | None = None,
+    ) -> Reduction:
+        """
+        Begin to average a buffer over all ranks; each rank keeps its shard.
+
+        With `all_reduce=False` the replicas are left for later: pass the result to a later reduction as `partial`.
+        `on_result` is called with the average, on the stream that made it.
+        """
+        reduction = self.under_way = Reduction(
+            self._plan if all_reduce else self._plan._replace(all_reduce=False),
+            buffer,
+            partial=partial,
+            pool=self._pool,
+            on_result=on_result,
+            on_done=self._finish,
+        )
+        streams = self._pool.streams
+        # Autograd wrote the gradients on the current stream: the reduction must not read them before.
+        streams.order(streams.reduce, streams.record())
+        reduction.start(ahead=self._runs_ahead)
+        return reduction
+
+    def reset(self) -> None:
+        """Discard the gradients, after an exception. A reduction under way ends first; its handle keeps the result."""
+        try:
+            if self.under_way is not None:
+                self.under_way.wait()
+        finally:
+            self.discard()
+
+    def _finish(self) -> None:
+        self.under_way = None
+
+    def _check_partial(self, partial: Tensor | None) -> None:
+        if partial is None:
+            return
+        numel, dtype, device = self._storage.layout.shard_numel, self._storage.reduce_dtype, self._pool.device
+        expected = (torch.Size([numel]), dtype, device.type, True)
+        if (partial.shape, partial.dtype, partial.device.type, partial.is_contiguous()) != expected:
+            raise TensorRefused(
+                f"partial: expected a contiguous ({numel},) of {dtype} on {device}, got {tuple(partial.shape)} of "
+                f"{partial.dtype} on {partial.device}",
+                where=f"reduce of {self._storage!r}",
+            )

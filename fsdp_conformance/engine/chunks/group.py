@@ -103,7 +103,7 @@ class ChunkGroup:
     # --- access and release ------------------------------------------------------------------------------------------
 
     def can_access(self, chunk: Chunk) -> bool:
-        """Whether `access` would find a block now. Raises ChunkError if the chunk is not in the group."""
+        """True if `access` would find a block now. Raises ChunkError if the chunk is not in the group."""
         self._check_member(chunk)
         if chunk.is_gathered or chunk.is_fused or chunk.aliases_shard:
             return True

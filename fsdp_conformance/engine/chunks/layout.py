@@ -124,6 +124,10 @@ class StorageLayout:
         slices = map(self.shard_slice, range(len(self.slots)))
         return [shard.narrow(0, part.offset, part.end - part.begin) for part in slices]
 
+    def parts(self, shard: Tensor) -> list[Tensor]:
+        """The parts of the tensors in this rank's shard as views of it: 1D, or in their shapes in a group of one."""
+        return self.views(shard) if self.world_size == 1 else self.shard_views(shard)
+
     def uncovered(self, present: Sequence[bool]) -> list[tuple[int, int]]:
         """Gaps, padding and the tensors that are not `present`, as intervals [begin, end). Neighbours are merged."""
         intervals = []

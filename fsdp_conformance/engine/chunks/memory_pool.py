@@ -33,13 +33,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fsdp_conformance.engine.communication import ChunkStreams
 from fsdp_conformance.engine.errors import PoolError, PoolExhausted
-from fsdp_conformance.engine.streams import ChunkStreams
 
 #: glibc maps blocks of at least this size and unmaps them when they are freed (its DEFAULT_MMAP_THRESHOLD_MAX).
 _MAPPED_BYTES = 32 * 2**20
@@ -71,14 +71,14 @@ class Block:
 
     __slots__ = ("event", "home", "kind", "payload", "spec", "views")
 
-    def __init__(self, kind: BlockKind, payload: Tensor, home: Any) -> None:
+    def __init__(self, kind: BlockKind, payload: Tensor, home: torch.Stream | None) -> None:
         self.kind = kind
         self.payload = payload  # 1D, spec.numel; a RESIZED block that is not leased has no memory behind it
         self.spec = BlockSpec(payload.numel(), payload.dtype)
         self.home = home
         """The stream that its memory was allocated on, and returns to."""
-        self.event: Any = None
-        """What must have happened before the memory is overwritten."""
+        self.event: torch.Event | None = None
+        """The memory may be overwritten once this has happened; None: at once."""
         self.views: tuple[object, list[Tensor]] | None = None
         """Views of the payload made by its last tenant, for the next one, and what they were made from."""
 
@@ -92,7 +92,7 @@ class Block:
 
 
 class PoolCounters(NamedTuple):
-    """What a pool holds."""
+    """The blocks and bytes that a pool holds."""
 
     public_free: int
     public_leased: int
@@ -154,7 +154,7 @@ class MemoryPool:
 
     @property
     def counters(self) -> PoolCounters:
-        """What the pool holds now."""
+        """The blocks and bytes held now."""
         leased = [block.kind for block in self._leased]
         return PoolCounters(
             public_free=len(self._public_free),
@@ -175,14 +175,14 @@ class MemoryPool:
         self._peak_busy_bytes = self._busy_bytes
 
     def has_room(self, nbytes: int, *, evict: Iterable[Block] | None = None) -> bool:
-        """Whether that many bytes can be leased now by evicting `evict` (None: all that are free)."""
+        """True if that many bytes can be leased now by evicting `evict` (None: all that are free)."""
         if self.limit_bytes is None:
             return True
         evictable = sum(block.nbytes for block in (self._cached() + self._lingering if evict is None else evict))
         return self._held_bytes - evictable + nbytes <= self.limit_bytes
 
     def is_leased(self, block: Block) -> bool:
-        """Whether `block` is leased from this pool."""
+        """True if `block` is leased from this pool."""
         return block in self._leased
 
     # --- public and private blocks -----------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class MemoryPool:
         self._lend(block)
         return block
 
-    def release(self, block: Block, *, after: Any = None) -> None:
+    def release(self, block: Block, *, after: torch.Event | None = None) -> None:
         """
         Take a block back. Its memory may be overwritten after the event `after`; None: after all work that the current
         stream has been given so far.
@@ -362,8 +362,8 @@ class MemoryPool:
         Evict free cached blocks until `nbytes` fit. Raises PoolExhausted, evicting none, if they never will.
 
         Evicting a block makes its home stream wait for its last use. Without `evicts_used`, blocks that may still be
-        used stay while the limit allows it: the stream that computes must not wait for a reduction, because of a gather
-        that begins beside it.
+        used stay while the limit allows it: otherwise a gather that runs beside computation would make the computing
+        stream wait for a reduction.
         """
         if not self.has_room(nbytes):
             raise PoolExhausted(

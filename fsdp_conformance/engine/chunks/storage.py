@@ -4,18 +4,14 @@ Sharded flat storage: tensors of one dtype laid out contiguously, sharded over a
     storage = ShardedStorage.of(pool, tensors, group)   # copies the tensors; each rank keeps one shard
     handle = storage.access(async_op=True)              # all-gather into a block of the pool
     handle.wait()                                       # storage.views: the tensors, in their shapes
-    storage.gradients.put(index, gradient)              # ... during backward
     storage.release()                                   # the block goes back to the pool
-    handle = storage.reduce(async_op=True)              # reduce-scatter from the gradient buffer
-    gradient = handle.wait()                            # 1D, of this rank's shard
 
-Only the shard persists; the block and the gradient buffer are leased. The all-gather reads the shard and writes the
-block, and the reduce-scatter reads the buffer and writes the gradient, so neither makes an extra copy. If the shard
-differs in dtype or device from the unsharded data, it is cast or uploaded straight into its place in the block and
-gathered in place.
+Only the shard persists; the block is leased. The all-gather reads the shard and writes the block, without an extra
+copy. If the shard differs in dtype or device from the unsharded data, it is cast or uploaded straight into its place in
+the block and gathered in place. Gradients have their own buffer: see `gradients.StorageGradients`.
 
-Streams: gathers run on the pool's gather stream and reductions on its reduce stream; `wait` orders the current stream
-after them. The host waits only for the works of backends without streams, and for offloaded gradients.
+Streams: gathers run on the pool's gather stream; `wait` orders the current stream after them. The host waits only for
+the works of backends without streams.
 """
 
 from __future__ import annotations
@@ -24,19 +20,17 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from fsdp_conformance.engine.chunks.gradients import GradientBuffer, Reduction, ReductionPlan, divide_factors
 from fsdp_conformance.engine.chunks.layout import StorageLayout, padded_numel
 from fsdp_conformance.engine.chunks.memory_pool import Block, MemoryPool
+from fsdp_conformance.engine.communication import ChunkStreams, all_gather, resolve_group
 from fsdp_conformance.engine.errors import ChunkError, ChunkStateError, TensorRefused
-from fsdp_conformance.engine.flat_collectives import all_gather, resolve_group
-from fsdp_conformance.engine.streams import ChunkStreams
 from fsdp_conformance.errors import ConfigError
 
 
@@ -84,7 +78,7 @@ class StorageConfig:
     shard_device: torch.device | None = None
     """Where the shard and its reduced gradient live; None: the pool's device. The CPU means offloading."""
     pin_memory: bool = True
-    """Whether an offloaded shard and its gradient are in pinned memory. Has no effect if the pool is on the CPU."""
+    """True if an offloaded shard and its gradient are in pinned memory. Has no effect if the pool is on the CPU."""
     align: int = 1
     """Every tensor begins at a multiple of this many elements. Gaps are padding and are communicated."""
     alias_whole: bool = False
@@ -121,7 +115,7 @@ class Gathering:
         self._streams = streams
         self._on_arrival = on_arrival
         self._error: BaseException | None = None
-        self.event: Any = None
+        self.event: torch.Event | None = None
         """The end of what the gather has enqueued so far; None without streams."""
 
     def wait(self) -> None:
@@ -137,10 +131,11 @@ class Gathering:
         self._streams.wait(event)
         self._on_arrival(self)
 
-    def complete(self) -> Any:
+    def complete(self) -> torch.Event | None:
         """The event at the gather's end; None without streams, when it has ended. Raises its work's error once."""
         work, self._work = self._work, None
         if work is not None:
+            # On the gather's stream, so that the event below is after the collective, which may have its own stream.
             with self._streams.on(self._streams.gather):
                 try:
                     work.wait()
@@ -168,6 +163,7 @@ def start_all_gather(payload: Tensor, shard: Tensor, layout: StorageLayout, grou
         payload.copy_(shard, non_blocking=True)
         return None
     if shard.dtype is not payload.dtype or shard.device != payload.device:
+        # A rank's own slice of the payload is its part of the result: gathering from there needs no other memory.
         shard = layout.own_slice(payload).copy_(shard, non_blocking=True)
     return all_gather(payload, shard, group)
 
@@ -202,7 +198,11 @@ class ShardedStorage:
         self.reduce_dtype = config.reduce_dtype or self.compute_dtype
         self.shard_device = pool.device_like(config.shard_device)
         world_size = dist.get_world_size(self.group)
-        problems = self._size_problems(numel, world_size)
+        problems = []
+        if numel < 1 or numel % world_size:
+            problems.append(f"numel must be a positive multiple of the group size {world_size}, got {numel}")
+        if not dtype.is_floating_point:
+            problems.append(f"dtype must be a floating-point dtype, got {dtype}")
         if problems:
             raise ChunkError(problems, where=f"{type(self).__name__} of {numel} x {dtype}")
         self.layout = StorageLayout(numel, world_size=world_size, rank=dist.get_rank(self.group), align=config.align)
@@ -210,20 +210,14 @@ class ShardedStorage:
 
         alone = world_size == 1 and self.shard_device == pool.device
         self.aliases_shard = config.alias_whole and alone and self.compute_dtype is dtype
-        """Whether the shard serves as the unsharded data: a group of one rank, and `alias_whole`."""
-        self.reduces_in_place = alone and self.reduce_dtype is dtype
-        """Whether the gradient buffer itself can become the reduced gradient: a group of one rank, nothing to cast."""
-        # Whether waiting for a work orders streams instead of blocking the host, so it can be done at once.
+        """True if the shard serves as the unsharded data: a group of one rank, and `alias_whole`."""
+        # True if waiting for a work orders streams instead of blocking the host: then it can be done at once.
         self._gathers_ahead = pool.streams.orders(self.group)
-        self._reduces_ahead = self._gathers_ahead and (replica_group is None or pool.streams.orders(replica_group))
         self._shard = torch.empty(0)
-        self._shard_read: Any = None
+        self._shard_read: torch.Event | None = None
         self._block = None if self.aliases_shard else self._own_block()
         self._gathering: Gathering | None = None
         self._views: dict[Block | None, list[Tensor]] = {}
-        self._plan = self._reduction_plan()
-        self._gradients: GradientBuffer | None = None
-        self._reduction: Reduction | None = None
 
     @classmethod
     def of(
@@ -301,12 +295,12 @@ class ShardedStorage:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether it is unsharded, or being gathered."""
+        """True if it is unsharded, or being gathered."""
         return self.state in GATHERED
 
     @property
     def pins_memory(self) -> bool:
-        """Whether its shard and its reduced gradient are in pinned memory: offloaded from an accelerator."""
+        """True if its shard and its reduced gradient are in pinned memory: offloaded from an accelerator."""
         return self.config.pin_memory and self.shard_device.type == "cpu" and self.pool.streams.exist
 
     @property
@@ -339,22 +333,13 @@ class ShardedStorage:
         return self._make_views()
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether there is a gradient buffer."""
-        return self._gradients is not None
-
-    @property
-    def memory_usage(self) -> dict[str, int]:
-        """Bytes held now, by device type: shard, block and gradient buffer."""
-        return bytes_by_device(self._held())
-
-    def _held(self) -> list[Tensor]:
-        gradients = [] if self._gradients is None else [self._gradients.payload]
-        return [self._shard, self._flat(), *gradients]
+    def tensors_held(self) -> list[Tensor]:
+        """The tensors whose memory is held: shard and block."""
+        return [self._shard, self._flat()]
 
     # --- gathering ---------------------------------------------------------------------------------------------------
 
-    def access(self, *, async_op: bool = False, after: Any = None) -> Gathering:
+    def access(self, *, async_op: bool = False, after: torch.Event | None = None) -> Gathering:
         """
         Gather the data into a block, unless they are unsharded or on their way already.
 
@@ -364,6 +349,7 @@ class ShardedStorage:
         block; nothing has changed then.
         """
         self.check_state(CLOSED, "gather")
+        # Also when unsharded: waiting for the old handle orders a stream that has not waited yet.
         handle = self._gathering
         if handle is None:
             handle = self._start_gathering(after)
@@ -371,7 +357,7 @@ class ShardedStorage:
             handle.wait()
         return handle
 
-    def gather_parts(self, part: Tensor, group: ProcessGroup, *, after: Any) -> None:
+    def gather_parts(self, part: Tensor, group: ProcessGroup, *, after: torch.Event | None) -> None:
         """
         Begin to gather sharded data from the parts that the ranks of a smaller group hold.
 
@@ -380,6 +366,7 @@ class ShardedStorage:
         """
         self._gather(part, after, group)
         streams = self.pool.streams
+        # The caller drops the part, which the computing stream allocated, while the gather's stream reads it.
         with streams.on(streams.gather):
             streams.keep(part)
 
@@ -389,6 +376,7 @@ class ShardedStorage:
 
         `shard`: another tensor that is sharded like the data, such as their gradient or optimizer state.
         """
+        # On the current stream, into memory that is not the pool's: the caller may keep it, and no step waits for it.
         source = self.shard if shard is None else shard
         payload = torch.empty(self.numel, dtype=source.dtype, device=self.pool.device)
         work = start_all_gather(payload, source, self.layout, self.group)
@@ -398,7 +386,7 @@ class ShardedStorage:
 
     def release(self) -> None:
         """
-        Give the block back, and drop what is in it.
+        Give the block back. The data in it are lost.
 
         The block is not overwritten before the work that the current stream has been given so far. Raises
         ChunkStateError unless the storage is unsharded or being gathered.
@@ -411,102 +399,12 @@ class ShardedStorage:
         event, self._shard_read = self._shard_read, None
         self.pool.streams.hold_host(event)
 
-    # --- reducing ----------------------------------------------------------------------------------------------------
-
-    @property
-    def gradients(self) -> GradientBuffer:
-        """The gradient buffer, opened if there is none."""
-        return self.open_gradients() if self._gradients is None else self._gradients
-
-    def open_gradients(self) -> GradientBuffer:
-        """
-        Make the gradient buffer, on the current stream: a cached block of the pool, or fresh memory if that can become
-        the reduced gradient. Raises ChunkStateError if there is a buffer, PoolExhausted if there is no block.
-        """
-        self.check_state(CLOSED, "open gradients")
-        if self._gradients is not None:
-            raise ChunkStateError(
-                "gradients are already open: reduce or discard them first", where=f"open_gradients of {self!r}"
-            )
-        if self.reduces_in_place:
-            payload = torch.empty(self.numel, dtype=self.reduce_dtype, device=self.pool.device)
-            self._gradients = GradientBuffer(self.layout, payload)
-        else:
-            block = self.pool.lease_cached(self.numel, self.reduce_dtype)
-            self._gradients = GradientBuffer(self.layout, block.payload, block=block)
-        return self._gradients
-
-    def reduce(
-        self,
-        *,
-        partial: Tensor | None = None,
-        all_reduce: bool = True,
-        release: bool = True,
-        async_op: bool = False,
-    ) -> Reduction:
-        """
-        Average the gradients over all ranks; each rank keeps its shard. A tensor without a gradient counts as zero.
-
-        With `all_reduce=False` the replicas are left for later: pass the result to a later reduction as `partial`.
-        `release` gives back the block of unsharded data. With `async_op` the caller waits for the handle. Raises
-        TensorRefused for a `partial` that does not match the shard.
-        """
-        self.check_state(CLOSED, "reduce")
-        self._check_partial(partial)
-        if self._reduction is not None:
-            self._reduction.wait()
-        buffer = self.gradients
-        buffer.complete()
-        self._gradients = None
-        self._begin_reduction()
-        if release and self.is_gathered:
-            self._drop_payload()
-        reduction = self._reduction = Reduction(
-            self._plan if all_reduce else self._plan._replace(all_reduce=False),
-            buffer,
-            partial=partial,
-            pool=self.pool,
-            on_result=self._on_result,
-            on_done=self._finish_reduction,
-        )
-        streams = self.pool.streams
-        streams.order(streams.reduce, streams.record())
-        reduction.start(ahead=self._reduces_ahead)
-        if not async_op:
-            reduction.wait()
-        return reduction
-
-    def discard_gradients(self) -> None:
-        """Drop what has accumulated in the gradient buffer, as zero_grad between two reductions does."""
-        buffer, self._gradients = self._gradients, None
-        if buffer is not None and buffer.block is not None:
-            self.pool.release(buffer.block)
-
     def reset(self) -> None:
-        """
-        Return to the state after a step: sharded, without gradients. For use after an exception.
+        """Return to the state after a step, which is sharded. For use after an exception."""
+        if self.is_gathered:
+            self._drop_payload()
 
-        A reduction that is on its way is finished first; its handle keeps the result.
-        """
-        if self.state is StorageState.OPEN:
-            return
-        try:
-            if self._reduction is not None:
-                self._reduction.wait()
-        finally:
-            self.discard_gradients()
-            if self.is_gathered:
-                self._drop_payload()
-
-    # --- what a component on top may do differently ------------------------------------------------------------------
-
-    def _size_problems(self, numel: int, world_size: int) -> list[str]:
-        problems = []
-        if numel < 1 or numel % world_size:
-            problems.append(f"numel must be a positive multiple of the group size {world_size}, got {numel}")
-        if not self.dtype.is_floating_point:
-            problems.append(f"dtype must be a floating-point dtype, got {self.dtype}")
-        return problems
+    # --- blocks ------------------------------------------------------------------------------------------------------
 
     def _own_block(self) -> Block | None:
         """The block that it keeps, with or without memory; None if it is lent one for each gather."""
@@ -518,28 +416,9 @@ class ShardedStorage:
         self.pool.lease(self._block)
         return self._block
 
-    def _give_back(self, block: Block, after: Any) -> None:
+    def _give_back(self, block: Block, after: torch.Event | None) -> None:
         """Let the block be overwritten after the event `after`; None: after all work given to the current stream."""
         self.pool.release(block, after=after)
-
-    def _source(self) -> ShardedStorage:
-        """The storage whose shard the next gather sends."""
-        return self
-
-    def _on_arrival(self) -> None:
-        """Called when the storage has become unsharded."""
-
-    def _forget_payload(self) -> Block | None:
-        """Become sharded. Returns the block to give back, if there is one."""
-        self._go(StorageState.SHARDED)
-        self._gathering = None
-        return self._block
-
-    def _begin_reduction(self) -> None:
-        """Called when the gradients have left for a reduction."""
-
-    def _on_result(self, gradient: Tensor) -> None:
-        """Called with the reduced gradient of this rank's shard, on the stream that made it."""
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -553,18 +432,6 @@ class ShardedStorage:
             wanted = " or ".join(state.name for state in StorageState if state in states)
             raise ChunkStateError(f"cannot {action}: expected state {wanted}, got {self.state.name}", where=repr(self))
 
-    def _check_partial(self, partial: Tensor | None) -> None:
-        if partial is None:
-            return
-        device = self.pool.device
-        expected = (torch.Size([self.layout.shard_numel]), self.reduce_dtype, device.type, True)
-        if (partial.shape, partial.dtype, partial.device.type, partial.is_contiguous()) != expected:
-            raise TensorRefused(
-                f"partial: expected a contiguous ({self.layout.shard_numel},) of {self.reduce_dtype} on {device}, "
-                f"got {tuple(partial.shape)} of {partial.dtype} on {partial.device}",
-                where=f"reduce of {self!r}",
-            )
-
     def _keep_shard(self, flat: Tensor) -> None:
         """Keep this rank's shard of the whole data, with zeros in gaps and padding. `flat` may become the shard."""
         for begin, end in self.layout.gaps:
@@ -572,6 +439,7 @@ class ShardedStorage:
         if self.layout.world_size == 1 and self.shard_device == flat.device and not self._is_block(flat):
             self._shard = flat
         else:
+            # A copy, because a view would keep all of `flat` alive.
             shard = self.layout.own_slice(flat)
             self._shard = torch.empty_like(shard, device=self.shard_device, pin_memory=self.pins_memory).copy_(shard)
         self._go(StorageState.SHARDED)
@@ -591,22 +459,27 @@ class ShardedStorage:
             self._views[self._block] = [view.data for view in self.layout.views(self._flat())]
         return self._views[self._block]
 
-    def _start_gathering(self, after: Any) -> Gathering:
-        source = self._source()
+    def _start_gathering(self, after: torch.Event | None) -> Gathering:
+        return self._gather_from(self, after)
+
+    def _gather_from(self, source: ShardedStorage, after: torch.Event | None) -> Gathering:
+        """Begin to gather the shards of `source`, a storage of the same layout."""
         handle = self._gather(source._shard, after, self.group)
         if source._shard.device != self.pool.device:
+            # The host is not ordered after the upload: `wait_shard_reads` blocks it before it writes this shard.
             source._shard_read = handle.event
         return handle
 
-    def _gather(self, shard: Tensor, after: Any, group: ProcessGroup) -> Gathering:
+    def _gather(self, shard: Tensor, after: torch.Event | None, group: ProcessGroup) -> Gathering:
         """Lease a block and begin to gather `shard` into it, on the gather stream, after the event `after`."""
         streams = self.pool.streams
         if self.aliases_shard:
             gathering = Gathering(None, streams, self._arrive)
         else:
-            # What the host has written is there already.
+            # A shard in host memory was written by the host, so it is there already.
             if shard.device == self.pool.device:
                 streams.order(streams.gather, streams.record() if after is None else after)
+            # Leased on the stream that writes it first: the allocator then need not keep it for another stream.
             with streams.on(streams.gather):
                 block = self._lease_block()
                 try:
@@ -617,6 +490,7 @@ class ShardedStorage:
                     else:
                         gathering.mark()
                 except BaseException:
+                    # Still sharded, and nothing is leased: the caller may try again.
                     self._give_back(block, None)
                     raise
             self._block = block
@@ -626,11 +500,11 @@ class ShardedStorage:
 
     def _arrive(self, handle: Gathering) -> None:
         """The data are there, for the current stream."""
+        # A handle may be waited for late, after a release and the next gather: it says nothing about that one.
         if handle is self._gathering and self.state is StorageState.GATHERING:
             # Later gathers wait for the last use of what lingers; this one did not.
             self.pool.settle()
             self._go(StorageState.UNSHARDED)
-            self._on_arrival()
 
     def _drop_payload(self) -> None:
         """Become sharded, and give the block back: after the gather if that is still under way, else after now."""
@@ -639,25 +513,11 @@ class ShardedStorage:
             if gathering is not None and self.state is StorageState.GATHERING:
                 after = gathering.complete()
         finally:
-            block = self._forget_payload()
-            if block is not None:
-                self._give_back(block, after)
-
-    def _reduction_plan(self) -> ReductionPlan:
-        world_size = self.layout.world_size
-        return ReductionPlan(
-            group=self.group,
-            world_size=world_size,
-            replica_group=self.replica_group if self.num_replicas > 1 else None,
-            all_reduce=True,
-            factors=divide_factors(world_size * self.num_replicas, self.reduce_dtype),
-            dtype=self.dtype,
-            device=self.shard_device,
-            pin_memory=self.pins_memory,
-        )
-
-    def _finish_reduction(self) -> None:
-        self._reduction = None
+            # Also after a failed gather: its block must go back, or the pool would run out after a few retries.
+            self._go(StorageState.SHARDED)
+            self._gathering = None
+            if self._block is not None:
+                self._give_back(self._block, after)
 
 
 def bytes_by_device(tensors: Iterable[Tensor]) -> dict[str, int]:

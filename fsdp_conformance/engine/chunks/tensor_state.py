@@ -15,7 +15,7 @@ from fsdp_conformance.engine.errors import IllegalTransition
 
 
 class TensorState(Enum):
-    """What a tensor of a chunk is being used for."""
+    """The use that is being made of a tensor of a chunk."""
 
     # Members are singletons. Enum hashes their names in Python, and states are looked up all the time.
     __hash__ = object.__hash__
@@ -103,7 +103,7 @@ class TensorStates:
         self._counts[state] = len(self._states)
 
     def all_in(self, states: Iterable[TensorState]) -> bool:
-        """Whether each tensor is in one of `states`."""
+        """True if each tensor is in one of `states`."""
         return sum(self._counts[state] for state in states) == len(self._states)
 
     def outside(self, states: Container[TensorState]) -> list[str]:

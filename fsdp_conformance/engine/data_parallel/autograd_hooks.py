@@ -103,15 +103,15 @@ class BackwardWatch:
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward began and has not ended: it is running, or it raised."""
+        """True if a backward began and has not ended: it is running, or it raised."""
         return self._end is not None
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the watched backward is running."""
+        """True if the watched backward is running."""
         return self._end is not None and self._end() is not None
 
     @property
     def is_inside(self) -> bool:
-        """Whether the caller runs inside the watched backward, as a recomputed forward does."""
+        """True if the caller runs inside the watched backward, as a recomputed forward does."""
         return self.is_under_way and torch._C._current_graph_task_id() != -1

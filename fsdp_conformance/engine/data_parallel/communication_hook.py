@@ -30,7 +30,7 @@ _REGISTER = "register_comm_hook"
 class CommunicationHook(NamedTuple):
     """A hook that `checked_hook` accepted, with its state."""
 
-    state: Any
+    state: object
     function: Hook
 
     def start(self, bucket: GradientBucket) -> torch._C.Future[Any]:
@@ -83,11 +83,11 @@ class GradientBucket:
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of this backward."""
+        """True if this is the last bucket of this backward."""
         return self._last
 
 
-def checked_hook(state: Any, hook: Hook) -> CommunicationHook:
+def checked_hook(state: object, hook: Hook) -> CommunicationHook:
     """
     The hook, if it can be called with a state and a bucket and its annotations, if it has any, are right.
 
@@ -145,7 +145,7 @@ def hook_result(value: object, like: Tensor, *, bucket: int) -> Tensor:
     return value
 
 
-def _hints(hook: Hook) -> dict[str, Any]:
+def _hints(hook: Hook) -> dict[str, object]:
     """The annotations of a hook, or none if they cannot be resolved."""
     function = hook if inspect.isroutine(hook) else getattr(hook, "__call__", hook)  # noqa: B004  its own annotations
     try:

@@ -23,7 +23,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
@@ -37,11 +37,11 @@ from torch.utils import _python_dispatch
 from fsdp_conformance.engine.accelerator import present_accelerator
 from fsdp_conformance.engine.bucketing.broadcast import broadcast
 from fsdp_conformance.engine.bucketing.bucket_assignment import DEFAULT_LIMITS, MIB
+from fsdp_conformance.engine.communication import resolve_group
 from fsdp_conformance.engine.data_parallel.communication_hook import Hook
 from fsdp_conformance.engine.data_parallel.join import RollCall, agreed_rank
 from fsdp_conformance.engine.data_parallel.reducer import Reducer, ReducerConfig
 from fsdp_conformance.engine.errors import ParameterReplaced
-from fsdp_conformance.engine.flat_collectives import resolve_group
 from fsdp_conformance.engine.structures import tensors_in, with_tensors
 from fsdp_conformance.engine.verification import verify_parameters
 from fsdp_conformance.errors import ConfigError, Unsupported
@@ -120,7 +120,7 @@ class DataParallel(nn.Module, Joinable):
         self._synchronise = True
         self._buffers_due = True
         self._divide_by_initial_world_size = True
-        self._hook: tuple[Any, Hook] | None = None
+        self._hook: tuple[object, Hook] | None = None
         # The reducer at the last forward under no_sync, and its number of reductions then.
         self._deferred_at: tuple[Reducer, int] | None = None
         self._reducer: Reducer | None = None
@@ -166,7 +166,7 @@ class DataParallel(nn.Module, Joinable):
         finally:
             self._synchronise = before
 
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` reduce: see `Reducer.register_comm_hook`."""
         self.reducer.register_comm_hook(state, hook)
         self._hook = (state, hook)
@@ -239,7 +239,7 @@ class DataParallel(nn.Module, Joinable):
             )
         return value
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """The module's item, if it is a container."""
         return cast(Any, self.module)[key]
 
@@ -282,7 +282,7 @@ class DataParallel(nn.Module, Joinable):
             self._renew_reducer(verify=True)
 
     def _has_deferred(self) -> bool:
-        """Whether gradients of this step are still to be reduced. The answer is the same on every rank."""
+        """True if gradients of this step are still to be reduced. The answer is the same on every rank."""
         return self._reducer is not None and self._deferred_at == (self._reducer, self._reducer.reductions)
 
     def _traits(self) -> list[tuple[bool, torch.dtype, torch.device]]:
@@ -391,19 +391,19 @@ class DataParallel(nn.Module, Joinable):
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+    def __deepcopy__(self, memo: dict[int, object]) -> DataParallel:
         """A wrapper of a copy of the module, on the same group. Not collective."""
         self._refuse_copy()
         return _restored(type(self), copy.deepcopy(self.module, memo), self._options, self.training, self.process_group)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """For pickle: the module and the options. Unpickled on the default group. Not collective."""
         self._refuse_copy()
         if self.process_group is not dist.group.WORLD:
             raise Unsupported("copyable", "only a DataParallel on the default group can be pickled")
         return _restored, (type(self), self.module, self._options, self.training)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return self.__reduce__()
 
     def __copy__(self) -> DataParallel:
@@ -418,7 +418,7 @@ class DataParallel(nn.Module, Joinable):
 
 
 class _JoinHook(JoinHook):
-    """What a rank does while others still train, and when all have finished."""
+    """The part that a finished rank takes in the training of the others."""
 
     def __init__(self, wrapper: DataParallel) -> None:
         super().__init__()
@@ -506,6 +506,6 @@ def _check(module: nn.Module, ignored: Collection[str], managed: Sequence[tuple[
 
 #: Untyped, because mypy believes that no parameter is either.
 _is_lazy: Callable[[Any], bool] = nn_parameter.is_lazy
-_is_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
+_is_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
 _WHERE = "DataParallel"
 _WRAPPERS = (DataParallel, nn.parallel.DistributedDataParallel)

@@ -15,9 +15,9 @@ otherwise it is contiguous.
 Afterwards, the memory of the gradients belongs to one of two owners:
 
   - With `gradient_as_view`, the bucket. Its buffer lives as long as the reducer, and from the first backward on `.grad`
-    is a view of it. A gradient that somebody kept is overwritten by the next backward.
+    is a view of it. A gradient that a user kept is overwritten by the next backward.
   - Otherwise, the gradients. One that did not exist before this backward becomes a view of the averaged buffer, which
-    the bucket then gives up: the next backward allocates another, and a gradient that somebody kept does not change. A
+    the bucket then gives up: the next backward allocates another, and a gradient that a user kept does not change. A
     gradient that did exist is written in place, so it remains the same tensor.
 
 Either way a gradient is copied once, and no memory is held twice if gradients are dropped between steps.
@@ -37,11 +37,10 @@ from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
 
 from fsdp_conformance.engine.bucketing.bucket_assignment import NO_LIMIT, BucketAssignment, bucket_assignment
+from fsdp_conformance.engine.communication import Streams, all_gather, all_reduce
 from fsdp_conformance.engine.data_parallel.communication_hook import CommunicationHook, GradientBucket, hook_result
 from fsdp_conformance.engine.errors import GradientRefused, ReductionError
-from fsdp_conformance.engine.flat_collectives import all_gather, all_reduce
 from fsdp_conformance.engine.mesh.collectives import mesh_all_gather, mesh_broadcast
-from fsdp_conformance.engine.streams import Streams
 
 _TAKE = "backward"
 _MISSING = -1
@@ -111,7 +110,7 @@ class BucketQueue:
 
     @property
     def is_issued(self) -> bool:
-        """Whether every bucket has been issued."""
+        """True if every bucket has been issued."""
         return self._next == len(self._buckets)
 
     # --- a reduction -------------------------------------------------------------------------------------------------
@@ -304,9 +303,9 @@ class DenseBucket(Bucket):
         self._open: list[int] = []  # places whose parameters get their gradient in finish()
         self._kept: dict[int, Tensor] = {}  # values to restore if no rank used the parameter
         self._fresh = [False] * len(self.parameters)
-        self._allocated_on: Any = None
-        self._settled_on: Any = None  # the stream on which the buffer was last allocated or handed over
-        self._copied_on: list[Any] = []  # streams that copied gradients in
+        self._allocated_on: torch.Stream | None = None
+        self._settled_on: torch.Stream | None = None  # the stream on which the buffer was last allocated or handed over
+        self._copied_on: list[torch.Stream | None] = []  # streams that copied gradients in
         self._under_way: Work | torch._C.Future[Any] | None = None
 
     def begin(self) -> None:
@@ -455,7 +454,7 @@ def _layout(parameters: Sequence[BucketParameter]) -> list[tuple[torch.Size, tup
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's strides leave no gaps and do not overlap."""
+    """True if a tensor's strides leave no gaps and do not overlap."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1

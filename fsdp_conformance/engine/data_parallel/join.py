@@ -7,13 +7,11 @@ ranks that still have inputs call a roll; a rank that has joined answers it and 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-from fsdp_conformance.engine.flat_collectives import all_reduce
+from fsdp_conformance.engine.communication import all_reduce
 
 
 class RollCall:
@@ -49,17 +47,17 @@ class RollCall:
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether a backward may follow."""
+        """True if a backward may follow."""
         return self._result()[self._size] > 0
 
     @property
     def synchronises(self) -> bool:
-        """Whether that backward will reduce gradients."""
+        """True if that backward will reduce gradients."""
         return self._result()[self._size + 1] > 0
 
     @property
     def broadcasts(self) -> bool:
-        """Whether buffers are broadcast before the forward."""
+        """True if buffers are broadcast before the forward."""
         return self._result()[self._size + 2] > 0
 
     def _result(self) -> list[int]:
@@ -74,6 +72,6 @@ def agreed_rank(group: ProcessGroup, device: torch.device, *, candidate: bool) -
     """The highest group rank that is a candidate. Collective. There must be at least one."""
     rank = torch.tensor([dist.get_rank(group) if candidate else -1], dtype=torch.int64).to(device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
-    found: Any = rank.item()
-    assert found >= 0, "no rank is a candidate"
-    return int(found)
+    highest = int(rank.item())
+    assert highest >= 0, "no rank is a candidate"
+    return highest

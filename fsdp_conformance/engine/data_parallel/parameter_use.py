@@ -9,14 +9,15 @@ Which parameters a step uses, and how often.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup, Work
 
+from fsdp_conformance.engine.communication import all_reduce
 from fsdp_conformance.engine.errors import GraphChanged
-from fsdp_conformance.engine.flat_collectives import all_reduce
 
 #: Nodes that build and run another graph during backward. What lies behind them cannot be seen in advance.
 _REENTRANT = frozenset({"CheckpointFunctionBackward"})
@@ -39,8 +40,8 @@ def reach_of(outputs: Iterable[Tensor], indices: Mapping[int, int]) -> Reach:
     """
     found: set[int] = set()
     complete = True
-    seen: set[Any] = set()  # the nodes, not their ids: a new wrapper could get the id of a collected one
-    pending: list[Any] = []
+    seen: set[Node] = set()  # the nodes, not their ids: a new wrapper could get the id of a collected one
+    pending: list[Node] = []
     for output in outputs:
         if output.grad_fn is not None:
             pending.append(output.grad_fn)
@@ -83,12 +84,12 @@ class UsedMap:
         self._local[index] = 1
 
     def used_here(self, index: int) -> bool:
-        """Whether parameter `index` got a gradient on this rank since the last reduction."""
+        """True if parameter `index` got a gradient on this rank since the last reduction."""
         return bool(self._local[index])
 
     @property
     def asked(self) -> bool:
-        """Whether this rank had to wait for the sum."""
+        """True if this rank had to wait for the sum."""
         return self._global is not None
 
     def start(self, *, empty: bool = False) -> None:
@@ -100,7 +101,7 @@ class UsedMap:
         self._work = all_reduce(self._summed, self._group)
 
     def used_anywhere(self, index: int) -> bool:
-        """Whether any rank used parameter `index`. Call `start` first; waits for it if this rank did not use it."""
+        """True if any rank used parameter `index`. Call `start` first; waits for it if this rank did not use it."""
         if self._local[index] or self._group.size() == 1:
             return bool(self._local[index])
         if self._global is None:
@@ -145,7 +146,7 @@ class StaticGraph:
 
     @property
     def is_learnt(self) -> bool:
-        """Whether the first backward has ended."""
+        """True if the first backward has ended."""
         return self._counts is not None
 
     def begin(self) -> list[int]:
@@ -157,7 +158,7 @@ class StaticGraph:
 
     def is_last(self, index: int) -> bool:
         """
-        Whether parameter `index` gets no further gradient in this backward. Always False in the first one.
+        True if parameter `index` gets no further gradient in this backward. Always False in the first one.
 
         Raises GraphChanged if the parameter got more gradients than in the first backward.
         """

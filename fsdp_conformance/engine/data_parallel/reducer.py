@@ -38,13 +38,12 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_conformance.engine.bucketing.bucket_assignment import DEFAULT_LIMITS
+from fsdp_conformance.engine.communication import Streams, resolve_group
 from fsdp_conformance.engine.data_parallel.autograd_hooks import BackwardWatch, GradientHooks, remove_hooks
 from fsdp_conformance.engine.data_parallel.communication_hook import Hook, checked_hook
 from fsdp_conformance.engine.data_parallel.gradient_buckets import BucketParameter, BucketQueue, Transport
 from fsdp_conformance.engine.data_parallel.parameter_use import StaticGraph, UsedMap, reach_of
 from fsdp_conformance.engine.errors import HookMisuse, MarkedReadyTwice, ReductionError, ReductionUnfinished
-from fsdp_conformance.engine.flat_collectives import resolve_group
-from fsdp_conformance.engine.streams import Streams
 from fsdp_conformance.errors import ConfigError
 
 #: How many names an error lists, unless TORCH_DISTRIBUTED_DEBUG is DETAIL.
@@ -77,7 +76,7 @@ class ReducerConfig:
 
 
 class Phase(Enum):
-    """What happens to the next gradient."""
+    """The way the next gradient is treated."""
 
     IDLE = "gradients stay on this rank"
     ARMED = "the next backward is reduced; it has not produced a gradient yet"
@@ -92,7 +91,7 @@ class _Forward:
         self.unused = unused
         """Indices of the parameters that the graph behind its outputs does not reach."""
         self.early = early
-        """Whether `unused` is known before backward: not if reentrant nodes hide a part of the graph."""
+        """True if `unused` is known before backward: not if reentrant nodes hide a part of the graph."""
 
 
 class Reducer:
@@ -160,7 +159,7 @@ class Reducer:
 
     @property
     def phase(self) -> Phase:
-        """What happens to the next gradient."""
+        """The way the next gradient is treated."""
         return self._phase
 
     @property
@@ -168,7 +167,7 @@ class Reducer:
         """The names of the parameters in each bucket, in the order of reduction."""
         return self._queue.names
 
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
         """
         Let `hook(state, bucket)` reduce, instead of the averaging all-reduce.
 
@@ -379,7 +378,7 @@ class Reducer:
         return sorted({*self._frozen, *frozenset.intersection(*(forward.unused for forward in forwards))})
 
     def _used_or_trainable(self, index: int) -> bool:
-        """Whether a parameter has a gradient to average, if every trainable parameter has one."""
+        """True if a parameter has a gradient to average, if every trainable parameter has one."""
         return self._used.used_here(index) or index not in self._frozen
 
     def _mark_ready(self, index: int) -> None:
@@ -445,7 +444,7 @@ class Reducer:
 
     @property
     def _sums_used(self) -> bool:
-        """Whether this reduction asks the other ranks which parameters they used."""
+        """True if this reduction asks the other ranks which parameters they used."""
         first_of_static = self._static is not None and self._reductions == 0
         return (self._finds_unused or first_of_static) and self.group.size() > 1
 

@@ -9,11 +9,13 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
     unit                 a unit and its states during a training step
     hooks                the module hooks that tell the schedule what runs
     deferral             no optimizer steps while gradients are deferred
-    inputs               moving, casting and watching a unit's inputs and outputs
+    inputs               moving and casting a unit's inputs
     buffers              a unit's floating-point buffers under a precision policy
     order_watch          detects ranks that run different units, on accelerators
 
     flat_parameter       the parameters of one unit and dtype in one sharded storage
+    shown_parameters     the objects that modules see: originals, or whole leaves
+    gradient_reduction   from the leaves' gradients to those of the originals
     unit_spec            how a unit's parameters are stored, including after they move
     construction         from a module to a unit
     materialisation      parameters on the meta device get memory and values

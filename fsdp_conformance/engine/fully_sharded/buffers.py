@@ -27,7 +27,7 @@ class UnitBuffers:
 
     @property
     def are_cast(self) -> bool:
-        """Whether any of them is cast."""
+        """True if any of them is cast."""
         return any(dtype is not None for dtype in self._own)
 
     def lower(self) -> None:

@@ -121,7 +121,7 @@ def _room_for_optimizer(module: nn.Module, metadata: Metadata, optimizer_key: st
     return {"state": {}} | room
 
 
-def _room(saved: Any, home: tuple[FlatParameter, int] | None) -> Tensor | None:
+def _room(saved: object, home: tuple[FlatParameter, int] | None) -> Tensor | None:
     if not isinstance(saved, TensorStorageMetadata):
         return None
     dtype = saved.properties.dtype
@@ -134,7 +134,7 @@ def _room(saved: Any, home: tuple[FlatParameter, int] | None) -> Tensor | None:
 
 
 class _SnapshotWriter(FileSystemWriter):
-    """Copies what is to be written before `async_save` returns."""
+    """Copies the state before `async_save` returns, so that training may go on while it is written."""
 
     def stage(self, state_dict: Any) -> Any:
         """Copies on the CPU."""

@@ -1,5 +1,5 @@
 """
-From a module to a unit: which parameters it owns, where they compute, and what is checked before they are sharded.
+From a module to a unit: the parameters it owns, the device they compute on, and checks before they are sharded.
 
 Inner units come first; the unit of an outer module owns the rest. A parameter that two inner units share is taken over
 by the first outer unit that contains both.
@@ -8,7 +8,7 @@ by the first outer unit that contains both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch.utils import _python_dispatch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_conformance.engine.bucketing.broadcast import broadcast
-from fsdp_conformance.engine.fully_sharded.flat_parameter import Member, Place
 from fsdp_conformance.engine.fully_sharded.sharding_groups import ShardingGroups
+from fsdp_conformance.engine.fully_sharded.shown_parameters import Member, Place
 from fsdp_conformance.engine.fully_sharded.unit import ForeignParameter, ShardedUnit
 from fsdp_conformance.engine.mesh.axis import communicates_from, devices_of
 from fsdp_conformance.engine.verification import verify_parameters
@@ -180,7 +180,7 @@ class OwnerRegistry:
     """Which unit owns a parameter. Keeps neither alive."""
 
     def __init__(self) -> None:
-        self._owners: Any = WeakIdKeyDictionary()
+        self._owners: MutableMapping[nn.Parameter, weakref.ref[ShardedUnit]] = WeakIdKeyDictionary()
 
     def of(self, parameter: nn.Parameter) -> ShardedUnit | None:
         """The unit, or None."""
@@ -196,4 +196,4 @@ class OwnerRegistry:
 
 #: Untyped, because mypy assumes that no parameter is either.
 _is_lazy: Callable[[Any], bool] = nn_parameter.is_lazy
-_is_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
+_is_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass

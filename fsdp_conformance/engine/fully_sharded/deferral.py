@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -18,11 +17,11 @@ def steps_refused(units: Sequence[ShardedUnit]) -> Iterator[None]:
     """
     A context in which an optimizer that steps parameters of these units raises TrainingStateError before it does so.
 
-    The step would leave out what is deferred, without a word: such parameters have no gradient yet.
+    The step would silently skip them: their gradients are deferred.
     """
     deferred = {id(member.parameter) for unit in units for flat in unit.flats for member in flat.members}
 
-    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if any(id(parameter) in deferred for group in optimizer.param_groups for parameter in group["params"]):
             raise TrainingStateError(
                 "an optimizer steps inside no_sync, where gradients are not reduced yet: leave the context, and run "
@@ -30,7 +29,7 @@ def steps_refused(units: Sequence[ShardedUnit]) -> Iterator[None]:
                 where="no_sync",
             )
 
-    # A hook for all optimizers, because nobody tells the engine which one has its parameters.
+    # A hook for all optimizers, because the engine does not know which one has its parameters.
     handle = register_optimizer_step_pre_hook(refuse)
     try:
         yield

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fsdp_conformance.engine.flat_collectives import all_reduce_max
+from fsdp_conformance.engine.communication import all_reduce_max
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
-from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState
 from fsdp_conformance.errors import ConfigError
 
 
 @dataclass(slots=True)
 class _Summoned:
-    """What modules see of one flat parameter inside the context."""
+    """The whole parameters of one flat parameter inside the context."""
 
     unit: ShardedUnit
     flat: FlatParameter
@@ -34,8 +33,7 @@ def full_gradients(flat: FlatParameter) -> list[Tensor | None]:
     """The gradients in full; None for a parameter without a gradient on any rank that has elements. Collective."""
     storage = flat.storage
     shard = torch.zeros_like(storage.shard)
-    parts = storage.layout.views(shard) if flat.is_whole else storage.layout.shard_views(shard)
-    for member, part in zip(flat.members, parts, strict=False):
+    for member, part in zip(flat.members, storage.layout.parts(shard), strict=False):
         if member.parameter.grad is not None:
             part.copy_(member.parameter.grad)
     views = storage.layout.views(flat.storage.gathered(shard))
@@ -79,7 +77,7 @@ def summon_full_params(
         failed = False
     finally:
         for each in summoned:
-            each.flat.register_originals()
+            each.flat.shown.register_originals()
         for unit in units:
             unit.state = TrainingState.IDLE
         if writeback:
@@ -107,15 +105,17 @@ def _summon(
         parameter.__dict__.update(member.parameter.__dict__)
         parameter.grad = None if gradient is None else gradient.to(device)
         shown.append(parameter)
-    flat.register(shown)
+    flat.shown.register(shown)
     return _Summoned(unit, flat, shown)
 
 
 @torch.no_grad()
 def _is_written(summoned: _Summoned) -> bool:
     """
-    Whether to write parameters back. Collective if a backward of the unit is expected: the answer is the same on all
-    ranks. Otherwise nobody has to know whether they were written, and the host need not wait to find out.
+    True if parameters have to be written back. The answer is the same on all ranks.
+
+    Collective if a backward of the unit is expected, which must not run if they were written. Otherwise they are always
+    written back, so that the host need not wait for a comparison.
     """
     unit, flat = summoned.unit, summoned.flat
     if unit.num_expected <= 0:
@@ -155,7 +155,7 @@ def _write_gradients_back(summoned: _Summoned) -> None:
 def _check(units: Sequence[ShardedUnit], *, writeback: bool, rank0_only: bool) -> None:
     where = "summon_full_params"
     for unit in units:
-        schedule_of(unit).check_idle(unit, where)
+        unit.schedule.check_idle(unit, where)
     if writeback and rank0_only:
         raise ConfigError(
             ["writeback and rank0_only cannot be combined: ranks would end up with different values"], where=where

@@ -33,12 +33,13 @@ from fsdp_conformance.engine.fully_sharded.construction import (
     synchronise,
     verify_unit,
 )
-from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter, Member
+from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.hooks import UnitHooks
 from fsdp_conformance.engine.fully_sharded.materialisation import materialise
 from fsdp_conformance.engine.fully_sharded.optimizers import refuse_whole_tensor_optimizers
-from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule, schedule_of
+from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
 from fsdp_conformance.engine.fully_sharded.sharding_groups import sharding_groups
+from fsdp_conformance.engine.fully_sharded.shown_parameters import Member
 from fsdp_conformance.engine.fully_sharded.unit import ForeignParameter, ShardedUnit
 from fsdp_conformance.engine.fully_sharded.unit_spec import UnitSpec, next_ordinal
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -204,7 +205,7 @@ def copy_unit(unit: ShardedUnit, modules: Sequence[nn.Module], memo: Mapping[int
 
     `memo` is that of the copy. Nothing is communicated, and gradients are not copied.
     """
-    before = schedule_of(unit)
+    before = unit.schedule
     before.check_idle(unit, "deepcopy")
     unit.follow_users()
     twin = ShardedUnit(
@@ -239,7 +240,7 @@ def _copied_flat(flat: FlatParameter, spec: UnitSpec, memo: Mapping[int, Any]) -
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module defines a forward."""
+    """True if a module defines a forward."""
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from fsdp_conformance.engine.flat_collectives import all_reduce_max, resolve_group
+from fsdp_conformance.engine.communication import all_reduce_max, resolve_group
 
 
 class ShardedGradScaler(torch.amp.GradScaler):

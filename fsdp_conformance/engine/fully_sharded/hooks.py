@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import nn
 
 from fsdp_conformance.engine.fully_sharded.inputs import Arguments
-from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState
 from fsdp_conformance.errors import Unsupported
 
@@ -27,16 +26,16 @@ class UnitHooks:
             module.register_forward_hook(self._after, always_call=True)
             module.register_state_dict_pre_hook(self._refuse_shards)  # type: ignore[no-untyped-call]
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        unit, schedule = self._unit, schedule_of(self._unit)
+    def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments | None:
+        unit, schedule = self._unit, self._unit.schedule
         if unit.state is TrainingState.FORWARD and id(module) in self._waiting:
             return None
         if len(self._members) > 1 and schedule.is_in_forward:
             self._waiting |= self._members
         return schedule.before_forward(unit, (args, kwargs), training=module.training)
 
-    def _after(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        unit, schedule = self._unit, schedule_of(self._unit)
+    def _after(self, module: nn.Module, _: tuple[object, ...], output: object) -> None:
+        unit, schedule = self._unit, self._unit.schedule
         self._waiting.discard(id(module))
         if output is None and sys.exc_info()[0] is not None:
             self._waiting.clear()
@@ -55,7 +54,7 @@ class UnitHooks:
                 "full_state_dict or sharded_state_dict",
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise Unsupported(
             "copyable",
             f"{self._unit.label} was sharded in place and cannot be copied: wrap it in FullyShardedDataParallel, which "

@@ -84,13 +84,13 @@ class LocalPieces(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override, unused-ignore]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise Unsupported("sharded_state_dict", f"{func} on a rank's part of a tensor: it can only be saved and loaded")
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override, unused-ignore]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override, unused-ignore]
         return f"LocalPieces({tuple(self.shape)}, {[box for box, _ in self.pieces]})"
 
     def local_shards(self) -> list[Tensor]:
@@ -99,7 +99,7 @@ class LocalPieces(Tensor):
 
     # What torch.distributed.checkpoint calls: torch.distributed._checkpointable._Checkpointable.
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:  # noqa: A002 - torch's name
+    def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:  # noqa: A002 - torch's name
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(

@@ -31,7 +31,7 @@ def materialise(
     """
     Give memory and values to tensors on the meta device below `modules`, except in modules that are `skipped`.
 
-    `init_fn`: called with each module that has such tensors of its own, while they are on meta; it replaces them, for
+    `init_fn`: called with each module that owns such tensors, while they are on meta; it replaces them, for
     example by `module.to_empty(device=..., recurse=False)`, and sets them. `device`: where tensors are put without it;
     None: the current accelerator, or the CPU. Raises ConfigError naming the parameters of modules that have no
     `reset_parameters` when there is no `init_fn`, and those that it left on meta.

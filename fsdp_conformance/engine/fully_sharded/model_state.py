@@ -18,7 +18,6 @@ from fsdp_conformance.engine.errors import ParameterReplaced
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.fully_shard import clean_unit_name, units_below
 from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
-from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 
 
@@ -111,7 +110,7 @@ def load_sharded_state_dict(
     homes = {id(member.parameter): (flat, i) for flat in flats for i, member in enumerate(flat.members)}
     expected = dict(original_state(module))
     own: list[tuple[FlatParameter, int, Tensor]] = []
-    others: dict[str, Any] = {}
+    others: dict[str, object] = {}
     for name, value in state.items():
         if isinstance(value, LocalPieces):
             flat, index = homes.get(id(expected.get(name)), (None, 0))
@@ -144,14 +143,14 @@ def own_pieces(flat: FlatParameter, index: int, part: Tensor) -> Tensor:
 
 
 def fits(value: LocalPieces, flat: FlatParameter, index: int) -> bool:
-    """Whether a rank's part is that of this parameter, which need not be the same storage."""
+    """True if a rank's part is that of this parameter, which need not be the same storage."""
     if flat.is_whole or value.shape != flat.members[index].shape:
         return False
     begin, end, _ = flat.storage.layout.shard_slice(index)
     return value.begin == begin and value.part.numel() == end - begin
 
 
-def original_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def original_state(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Original names of parameters (the objects that the optimizer has), persistent buffers and extra state."""
     for name, value in nn.Module.state_dict(module, keep_vars=True).items():
         yield clean_unit_name(name), value
@@ -165,7 +164,7 @@ def original_names(module: nn.Module) -> dict[int, str]:
 def settled(units: Sequence[ShardedUnit]) -> Iterator[FlatParameter]:
     """The flat parameters of units, after adopting what users have changed. Raises TrainingStateError in a step."""
     for unit in units:
-        schedule_of(unit).check_idle(unit, "state dict")
+        unit.schedule.check_idle(unit, "state dict")
         unit.follow_users()
         yield from unit.flats
 
@@ -176,7 +175,7 @@ def _restored_buffers(units: Sequence[ShardedUnit], offload: bool) -> dict[int, 
     return {key: value.cpu() if offload else value for key, value in found.items()}
 
 
-def _value(value: Any, values: Mapping[int, Tensor], offload: bool) -> Any:
+def _value(value: object, values: Mapping[int, Tensor], offload: bool) -> object:
     found = values.get(id(value))
     if found is not None:
         return found

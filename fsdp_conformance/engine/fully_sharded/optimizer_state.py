@@ -125,8 +125,8 @@ def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[s
     ]
 
 
-def _is_part(value: Any, flat: FlatParameter, index: int) -> bool:
-    """Whether a value in an optimizer's state is sharded with its parameter."""
+def _is_part(value: object, flat: FlatParameter, index: int) -> bool:
+    """True if a value in an optimizer's state is sharded with its parameter."""
     return isinstance(value, Tensor) and not flat.is_whole and value.shape == flat.parts[index].shape
 
 
@@ -155,7 +155,7 @@ def _state_of(
     for key in sorted({key for keys in sharded for key in keys}):
         dtype = next(entries[key].dtype for entries, keys in zip(states, sharded, strict=True) if key in keys)
         shard = torch.zeros(storage.layout.shard_numel, dtype=dtype, device=storage.shard_device)
-        parts = storage.layout.views(shard) if flat.is_whole else storage.layout.shard_views(shard)
+        parts = storage.layout.parts(shard)
         for entries, keys, part in zip(states, sharded, parts, strict=False):
             if key in keys:
                 part.copy_(entries[key])

@@ -9,7 +9,6 @@ their step raises. Those that users have written are not: they are up to them.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ WHOLE_TENSOR_OPTIMIZERS: tuple[type[Optimizer], ...] = tuple(
 def refuse_whole_tensor_optimizers(owners: OwnerRegistry) -> None:
     """From now on, a step of such an optimizer raises Unsupported if it has a shard of a parameter in `owners`."""
 
-    def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             held = sum(_is_shard(parameter, owners) for parameter in parameters)

@@ -1,19 +1,21 @@
 """
-Checks that peers run the same units, on devices where reading a tensor makes the host wait.
+Checks that peers run the same units: by tags that travel with the data, and by comparing collectives before they start.
 
-On the CPU every gather and every reduction is checked when it arrives. Elsewhere the tags that arrive are kept and
-checked together, at the end of the backward or of a forward without a graph, in the first iteration and in iterations
-whose order differs from the previous one. A rank that agreed with its peers once, and whose order never changes, still
-agrees with them; if a peer changes its order, that one finds out.
+A storage over several ranks ends with a tag, the number of its unit. The tag is gathered and averaged with the rest.
 
-A tag says what has arrived, and nothing arrives where ranks run units of different sizes: NCCL, which checks nothing,
-may hang, or write past what it was given. So in the iterations that are checked, ranks also compare each collective
-before they issue it, through the group's store. The first rank to come writes down what it is about to do, and one that
-is about to do something else raises instead. Nobody waits for an answer, and the device is left alone.
+On the CPU every gather and every reduction is checked when it arrives. On other devices, reading a tensor makes the
+host wait. So there the tags are kept and checked together, at the end of the backward or of a forward without a graph,
+in the first iteration and in iterations whose order differs from the previous one. A rank that once agreed with its
+peers, and whose order never changes, still agrees with them. If a peer changes its order, that peer finds out.
 
-What is gathered ends with the last rank's tag. So the last rank sees its own, and finds out by the average of all,
-which it gets with the gradients. Where there are none, in a forward without a graph and for frozen units, nobody
-notices if the last rank alone changes its order.
+Tags only help if data arrive. If ranks run units of different sizes, NCCL, which compares nothing, may hang or write
+past its buffer. So in the iterations that are checked, ranks also compare each collective before they issue it, through
+the group's store. The first rank to arrive writes down which collective it is about to issue. A rank that is about to
+issue another one raises. No rank waits for an answer, and the device is left alone.
+
+Gathered data end with the last rank's tag. The last rank therefore sees its own, and notices a difference only from the
+average, which arrives with the gradients. In a forward without a graph, and for frozen units, there is no average: then
+no rank notices if only the last one changes its order.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from fsdp_conformance.engine.errors import ExecutionOrderError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 class _Arrived(NamedTuple):
@@ -41,7 +46,7 @@ class _Arrived(NamedTuple):
     tolerance: float
 
     def is_refuted_by(self, number: float) -> bool:
-        """Whether `number` is not the expected tag. An average that is NaN is none of other tags: it says nothing."""
+        """True if `number` is not the expected tag. No tags average to NaN, so a NaN there proves nothing."""
         return abs(number - self.expected) > self.tolerance or (math.isnan(number) and self.what == "gathered")
 
 
@@ -51,13 +56,13 @@ _HINT = "All ranks must run the same units in the same order."
 RANKS_COMPARED = 1024
 
 #: The number of watches per store. A watch's number is part of its keys, and is the same on every rank.
-_watches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[Store, int] = weakref.WeakKeyDictionary()
 
 
 class _Announcements:
-    """What one rank is about to do in a group, in the order in which it does it."""
+    """The collectives that one rank is about to issue in a group, in order."""
 
-    def __init__(self, store: Any, ranks: Sequence[int]) -> None:
+    def __init__(self, store: Store, ranks: Sequence[int]) -> None:
         _watches[store] = number = _watches.get(store, 0) + 1
         self._store = weakref.ref(store)
         # Groups that `split_group` makes together share a name and a prefix, and do different things in pipelines.
@@ -65,7 +70,7 @@ class _Announcements:
         self._prefix = f"fully_sharded/{members}/{number}"
 
     def first(self, iteration: int, place: int, mine: str) -> str:
-        """What the first rank that came to this place wrote; `mine` if it was this one, or if the store is gone."""
+        """The entry of the first rank to reach this place; `mine` if it is this rank, or if the store is gone."""
         store = self._store()
         if store is None:
             return mine
@@ -78,11 +83,11 @@ class _Announcements:
 
 
 class OrderWatch:
-    """What ranks are about to do, and the tags that arrived, in one iteration."""
+    """The collectives that ranks are about to issue, and the tags that arrived, in one iteration."""
 
     def __init__(self) -> None:
         self.is_on = True
-        """Whether this iteration is checked."""
+        """True if this iteration is checked."""
         self._arrived: list[_Arrived] = []
         self._iteration = 0
         # By the group's name: how many collectives this iteration has had, and what compares them.
@@ -99,9 +104,9 @@ class OrderWatch:
         """
         Compare the next collective of the group with those of its peers, before it is issued.
 
-        `action` must be equal on all ranks; what equal ones do with different units, their tags tell. Raises
-        ExecutionOrderError if a peer came first with another one. That peer waits for this rank in vain, as for any
-        rank that ends.
+        `action` must be equal on all ranks; tags tell equal actions of different units apart. Raises
+        ExecutionOrderError if a peer came first with another one. That peer waits until its timeout, as for any rank
+        that ends.
         """
         name = group.group_name
         place = self._places[name]
@@ -121,6 +126,25 @@ class OrderWatch:
                 where=f"rank {dist.get_rank()}",
                 hint=_HINT,
             )
+
+    def announce_all(self, groups: Iterable[ProcessGroup | None], what: str, *, numel: int, unit: str) -> None:
+        """`announce` a gather or a reduction of shards of `numel` elements in every group of several ranks."""
+        for group in groups:
+            if group is not None and group.size() > 1:
+                self.announce(group, f"{what} ({numel} elements a rank)", unit)
+
+    def check(
+        self, unit: str, expected: int, tag: Tensor, *, at_once: bool, what: str = "gathered", tolerance: float = 0.0
+    ) -> None:
+        """
+        Compare a tag that has arrived: `at_once`, or else in `judge`, so that the host need not wait for it now.
+
+        Raises ExecutionOrderError if it is another unit's.
+        """
+        if at_once:
+            _check_tag(tag, expected, what, name=unit)
+        else:
+            self.note(unit, expected, tag, what=what, tolerance=tolerance)
 
     def note(self, unit: str, expected: int, tag: Tensor, *, what: str = "gathered", tolerance: float = 0.0) -> None:
         """
@@ -150,7 +174,7 @@ class OrderWatch:
             )
 
     def forget(self) -> None:
-        """Drop what has arrived, after an exception."""
+        """Drop the tags that have arrived, after an exception."""
         self._arrived.clear()
 
 
@@ -163,9 +187,39 @@ def _numbers(arrived: Iterable[_Arrived]) -> Iterator[tuple[_Arrived, float]]:
         yield from zip(same, torch.stack([each.tag for each in same]).tolist(), strict=True)
 
 
-def _store_of(group: ProcessGroup) -> Any:
+def _store_of(group: ProcessGroup) -> Store | None:
     """The store that a group's ranks met at, or None."""
     try:
         return distributed_c10d._get_process_group_store(group)
     except (KeyError, ValueError):  # not made by torch.distributed
         return None
+
+
+# --- tags -------------------------------------------------------------------------------------------------------------
+
+#: Tags are smaller, so that bfloat16 represents them exactly.
+_NUM_TAGS = 251
+
+#: Less than the distance between tags, and more than 16 bits lose in an average.
+TAG_TOLERANCE = 0.3
+
+
+def tag_of(ordinal: int) -> int:
+    """The tag of the unit with that number."""
+    return ordinal % _NUM_TAGS + 1
+
+
+def averaged_tag(tag: int, dtype: torch.dtype) -> int:
+    """The number that stands for a tag in an average in `dtype`, in which the sum over ranks must be exact."""
+    return tag if dtype.itemsize > 2 else tag % 16
+
+
+def _check_tag(tag: Tensor, expected: int, what: str, *, name: str) -> None:
+    """Raise ExecutionOrderError if another unit's tag was gathered or averaged. Makes the host wait."""
+    value = tag.item()
+    if not abs(value - expected) <= TAG_TOLERANCE:
+        raise ExecutionOrderError(
+            f"expected unit {expected} ({name}), {what} unit {value:g}",
+            where=f"{name}, rank {torch.distributed.get_rank()}",
+            hint="All ranks must run the same units in the same order.",
+        )

@@ -15,12 +15,8 @@ def memory_report(units: Iterable[ShardedUnit]) -> str:
         held: dict[str, int] = {}
         gradients = 0
         for flat in unit.flats:
-            for device, nbytes in flat.storage.memory_usage.items():
+            for device, nbytes in flat.memory_usage.items():
                 held[device] = held.get(device, 0) + nbytes
-            for leaf in flat.leaves:
-                # Gradients that have yet to be reduced.
-                if leaf.grad is not None:
-                    held[leaf.grad.device.type] = held.get(leaf.grad.device.type, 0) + leaf.grad.nbytes
             gradients += sum(m.parameter.grad.nbytes for m in flat.members if m.parameter.grad is not None)
         for device, nbytes in held.items():
             totals[device] = totals.get(device, 0) + nbytes
@@ -31,14 +27,15 @@ def memory_report(units: Iterable[ShardedUnit]) -> str:
 
 
 def communication_plan(units: Iterable[ShardedUnit]) -> str:
-    """What each unit gathers and reduces in a step: bytes that this rank sends, and over how many ranks."""
+    """The traffic of each unit in a step: bytes that this rank sends, and over how many ranks."""
     lines = []
     for unit in units:
         for flat in unit.flats:
             storage = flat.storage
             ranks, replicas = storage.layout.world_size, storage.num_replicas
             gathered = storage.numel * storage.compute_dtype.itemsize if ranks > 1 else 0
-            reduced = storage.numel * storage.reduce_dtype.itemsize if ranks * replicas > 1 and flat.is_trained else 0
+            reduces = ranks * replicas > 1 and flat.reduction.is_trained
+            reduced = storage.numel * storage.reduce_dtype.itemsize if reduces else 0
             passes = "in forward and backward" if unit.reshard_after_forward else "in forward"
             parts = [
                 f"{len(flat.members)} parameters, {storage.layout.used_numel:,} elements of {storage.dtype}",

@@ -16,26 +16,22 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
 from fsdp_conformance.engine.chunks.memory_pool import MemoryPool
 from fsdp_conformance.engine.errors import TrainingStateError
-from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
-from fsdp_conformance.engine.fully_sharded.inputs import Arguments, placed_inputs, watch_outputs, watched_inputs
+from fsdp_conformance.engine.fully_sharded.gradient_reduction import GradientReduction, post_accumulate_hooks
+from fsdp_conformance.engine.fully_sharded.inputs import Arguments, placed_inputs
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
-from fsdp_conformance.engine.fully_sharded.unit import (
-    ShardedUnit,
-    TrainingState,
-    UnshardHandle,
-    post_accumulate_hooks,
-)
+from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState, UnshardHandle
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
-from fsdp_conformance.engine.structures import has_unknown, tensors_in
+from fsdp_conformance.engine.structures import has_unknown, tensors_in, with_tensors
 
 #: Reductions under way at once if waiting blocks the host. Each keeps a buffer as large as a whole unit.
 MAX_REDUCTIONS = 2
@@ -55,13 +51,13 @@ class UnitSchedule:
         self._units: list[weakref.ref[ShardedUnit]] = []
         self._stack: list[ShardedUnit] = []
         self._in_backward = False
-        self._written: Any = None
+        self._written: torch.Event | None = None
         # Indices into `_units`, in the order in which forwards began and ended.
         self._began: list[int] = []
         self._began_before: list[int] = []
         self._ended: list[int] = []
         self._cursor = 0
-        self._reductions: deque[FlatParameter] = deque()
+        self._reductions: deque[GradientReduction] = deque()
         self.order = OrderWatch()
         """Checks that peers run the same units."""
 
@@ -79,12 +75,12 @@ class UnitSchedule:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no unit is in a forward or a backward."""
+        """True if no unit is in a forward or a backward."""
         return not self._stack and not self._in_backward
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a unit is in its forward."""
+        """True if a unit is in its forward."""
         return bool(self._stack)
 
     def check_idle(self, unit: ShardedUnit, where: str) -> None:
@@ -104,9 +100,10 @@ class UnitSchedule:
         Raises TrainingStateError if the mode implies another precision while gradients have yet to be reduced.
         """
         if _in_own_backward(unit):
-            # Recomputed by a checkpoint: the hooks are in place.
+            # Recomputed by a checkpoint in the unit's own backward: the hooks are in place.
             self._unshard(unit)
             return arguments
+        # A forward inside backward is a recomputation: it belongs to the iteration that is under way.
         if not self._stack and not _inside_backward():
             self._enter()
         entering = not self._stack
@@ -119,16 +116,18 @@ class UnitSchedule:
                 return self._placed(unit, arguments) if entering else arguments
             unit.use_full_precision(full)
             self._note_begin(unit)
+            # Its own gather first: all gathers share a stream, so this one would wait behind those ahead of it.
             unit.start_unshard(self._written, self.order)
             for ahead in self._ahead_in_forward(unit):
                 ahead.start_unshard(self._written, self.order)
             unit.finish_unshard(self.order)
             arguments = self._prepared(unit, arguments, entering=entering)
+            # The views of the first forward have the hooks. A second set would end the unit's backward twice.
             if not self._is_recomputing(unit):
-                arguments = watched_inputs(arguments, partial(self.after_backward, unit))
+                arguments = _watched_inputs(arguments, partial(self.after_backward, unit))
         return arguments
 
-    def after_forward(self, unit: ShardedUnit, output: Any) -> None:
+    def after_forward(self, unit: ShardedUnit, output: object) -> None:
         """Watch the outputs, and reshard."""
         if _in_own_backward(unit):
             return
@@ -136,6 +135,7 @@ class UnitSchedule:
         while True:
             # Units of several modules, some of which did not run, may be above it.
             left = self._stack.pop()
+            # A unit that calls itself is closed once, with its outer forward.
             if left not in self._stack:
                 self._close(left)
             if left is unit:
@@ -143,20 +143,22 @@ class UnitSchedule:
         if not self._stack and not _inside_backward():
             self._leave()
 
-    def watch(self, unit: ShardedUnit, output: Any) -> None:
+    def watch(self, unit: ShardedUnit, output: object) -> None:
         """Watch some outputs of a unit, whose backward begins the unit's."""
         if not torch.is_grad_enabled():
             return
         if self._is_recomputing(unit):
             unit.keeps_graph = unit.keeps_graph or any(tensor.requires_grad for tensor in tensors_in(output))
             return
-        unit.keeps_graph |= watch_outputs(output, partial(self.before_backward, unit, unit.is_full_precision))
+        unit.keeps_graph |= _watch_outputs(output, partial(self.before_backward, unit, unit.is_full_precision))
         if unit.is_trained and has_unknown(output):
+            # No hook on the output will say when its backward begins. So it stays unsharded, and its leaves say that
+            # it takes part.
             unit.keeps_graph = True
             if not unit.is_held:
                 unit.is_held = True
                 for flat in unit.flats:
-                    flat.watch_leaves(partial(self._note_gradient, unit))
+                    flat.shown.watch_leaves(partial(self._note_gradient, unit))
 
     def _close(self, unit: ShardedUnit) -> None:
         """A unit's forward is over: reshard it, unless its backward will need it soon."""
@@ -168,6 +170,8 @@ class UnitSchedule:
             unit.move(TrainingState.IDLE)
             unit.show_originals()
             entered = not self._stack and not _inside_backward()
+            # These stay: a recomputed unit, whose backward is about to run; the outermost one, whose backward comes
+            # first; and a held one, whose backward no hook announces.
             with self._lingering(unit):
                 if not keeps_graph:
                     unit.reshard()
@@ -177,11 +181,14 @@ class UnitSchedule:
     @contextmanager
     def _lingering(self, unit: ShardedUnit) -> Iterator[None]:
         """
-        A context in which what is freed stays until the next gather has begun, which then goes beside computation.
+        A context in which freed memory stays with its block until the next gather has begun.
 
-        Not if that gather has begun already: it would be a third unit in memory. The same holds for backward, where
-        gradients take memory, too, and gathers are issued ahead.
+        Otherwise the allocator would give the memory of this unit to that gather, which would then wait for this unit's
+        computation: communication and computation would take turns (R080 found that).
         """
+        # Not if the stack is empty: no gather of this forward follows. Not with prefetching: that gather has begun, and
+        # what lingers would be a third unit in memory. Not in backward, for the same reason: there gathers are issued
+        # ahead, and gradients take memory, too.
         ahead = self.forward_prefetch or unit.ahead_in_forward is not None
         with ExitStack() as stack:
             if self._stack and not ahead and not _inside_backward():
@@ -194,8 +201,9 @@ class UnitSchedule:
         return {flat.storage.pool for unit in units for flat in unit.flats}
 
     def forward_failed(self, unit: ShardedUnit) -> None:
-        """An exception left the unit's forward: undo what it and the units inside have begun."""
+        """Undo a forward that an exception has left, of this unit and of the units inside."""
         if _in_own_backward(unit):
+            # A checkpoint stops its recomputation with an exception. The backward goes on.
             return
         while self._stack:
             failed = self._stack.pop()
@@ -218,20 +226,24 @@ class UnitSchedule:
         self._began, self._began_before, self._ended = [], self._began, []
         for unit in units:
             unit.follow_users()
+            # Forwards whose output was dropped never see a backward. They must not count in the next iteration.
             unit.num_expected = 0
-        # Every gather of this iteration is ordered after the optimizer's writes, and after nothing later.
+        # Every gather of this iteration is ordered after the optimizer's writes, and after nothing later. Not
+        # before `follow_users`, which may write to shards. ColossalAI's first prefetch did not wait, and could read
+        # weights from before the step (ColossalAI#5803).
         self._written = next((flat.storage.pool.streams.record() for unit in units for flat in unit.flats), None)
 
     def _note_begin(self, unit: ShardedUnit) -> None:
         place = len(self._began)
         self._began.append(unit.index)
+        # Peers are compared in the first iteration and where this rank's own order changes: see `order_watch`.
         if self._began_before[place : place + 1] != [unit.index]:
             self.order.is_on = True
         for flat in unit.flats:
             flat.note_forward()
 
     def _leave(self) -> None:
-        """The outermost forward is over: what was gathered ahead and not reached is not kept, and nothing lingers."""
+        """End the outermost forward: free units that were gathered ahead but not reached, and memory that lingers."""
         for pool in self._pools(self.units):
             pool.settle()
         ran = set(self._ended)
@@ -239,6 +251,7 @@ class UnitSchedule:
             if unit.is_unsharded and unit.index not in ran and unit.state is TrainingState.IDLE and not unit.is_kept:
                 unit.reshard()
             if not torch.is_grad_enabled():
+                # No backward follows, at whose end this would be done. The host may write offloaded shards next.
                 unit.finish_reads()
         if not torch.is_grad_enabled():
             self.order.judge()
@@ -272,7 +285,7 @@ class UnitSchedule:
 
     def _is_recomputing(self, unit: ShardedUnit) -> bool:
         """
-        Whether a forward inside of backward repeats one whose graph is there.
+        True if a forward inside of backward repeats one whose graph is there.
 
         Then the hooks of that one do all. A reentrant checkpoint had no graph: its forward in backward is the one that
         counts.
@@ -307,7 +320,10 @@ class UnitSchedule:
         self._begin_backward()
         unit.check_precision(full)
         if unit.state is TrainingState.BACKWARD:
+            # It has several outputs, and this is not the first gradient.
             return
+        # Before the gather, which would bring new values to the activations of old ones. A state dict loaded at this
+        # point was silently ignored in FSDP1 (pytorch#117421).
         for flat in unit.flats:
             flat.check_unwritten()
         unit.move(TrainingState.BACKWARD)
@@ -327,6 +343,7 @@ class UnitSchedule:
 
     def after_backward(self, unit: ShardedUnit) -> None:
         """The gradients of all inputs of the unit are computed: reduce, and reshard. Collective."""
+        # Until its last forward has had its backward: gradients of all of them are reduced together.
         unit.num_expected -= 1
         done = unit.num_expected <= 0
         with unit.span("after_backward"):
@@ -337,6 +354,7 @@ class UnitSchedule:
                 unit.reshard()
             if done:
                 self._reduce(unit)
+            # After the reduction was started and this unit was freed: one unit less in memory than BACKWARD_PRE.
             if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 for ahead in self._ahead_in_backward(unit):
                     ahead.start_unshard(self._written, self.order)
@@ -359,6 +377,7 @@ class UnitSchedule:
 
     def recover_if_interrupted(self) -> None:
         """`recover`, if an exception ended a backward."""
+        # Autograd does not run the callback at the end of a backward that raises: the flag is still set.
         if self._in_backward and not _inside_backward():
             self.recover()
 
@@ -390,18 +409,23 @@ class UnitSchedule:
         if not unit.sync_gradients:
             unit.accumulate()
             return
-        for flat in self._reductions:
-            flat.advance()
+        # Here, because all ranks reduce the same units in the same order: collectives match if each rank issues its
+        # all-reduces at the same point.
+        for reduction in self._reductions:
+            reduction.advance()
+        # Before the next one opens its buffer. Where streams order collectives, all buffers are back already.
         while self._reductions and len(self._reductions) >= MAX_REDUCTIONS and not unit.runs_ahead:
             self._finish_oldest()
         self._reductions += unit.start_reduction(self.order)
 
     def _finish_oldest(self) -> None:
-        post_accumulate_hooks(self._reductions.popleft().finish_reduction(self.order))
+        # The oldest, on every rank: finishing may issue the all-reduce of hybrid sharding.
+        post_accumulate_hooks(self._reductions.popleft().finish(self.order))
 
     def _end_backward(self) -> None:
         """The backward is over. Collective."""
         units = self.units
+        # Units whose inputs need no gradient have not been reduced yet. They are now, in the order of other backwards.
         ended = self._at(reversed(self._ended))
         for unit in dict.fromkeys([*ended, *units]):
             if not unit.is_kept:
@@ -419,22 +443,18 @@ class UnitSchedule:
             if pool.streams.exist:
                 # Its allocator keeps memory for the next step. The CPU's does not, and fresh pages are expensive.
                 pool.trim()
+        # First: the backward has ended, also if ranks turn out to disagree.
         self._in_backward = False
         self.order.judge()
         self.order.is_on = False
 
-    def _at(self, indices: Any) -> list[ShardedUnit]:
+    def _at(self, indices: Iterable[int]) -> list[ShardedUnit]:
         found = (self._units[index]() for index in indices)
         return [unit for unit in found if unit is not None]
 
 
-def schedule_of(unit: ShardedUnit) -> UnitSchedule:
-    """The schedule that a unit is in: that of the outermost unit known so far."""
-    return cast(UnitSchedule, unit.schedule)
-
-
 def _in_own_backward(unit: ShardedUnit) -> bool:
-    """Whether the unit is in its backward now, rather than left in that state by an exception."""
+    """True if the unit is in its backward now, rather than left in that state by an exception."""
     return unit.state is TrainingState.BACKWARD and _inside_backward()
 
 
@@ -442,5 +462,41 @@ def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _call_at_end(function: Any) -> None:
+def _call_at_end(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def _watched_inputs(arguments: Arguments, on_gradients: Callable[[], None]) -> Arguments:
+    """
+    The inputs, set up so that `on_gradients` is called in backward once the gradients of all of them are computed.
+
+    Inputs that need a gradient are replaced by views of themselves, so that the hooks see only this use. If no input
+    needs one, `on_gradients` is never called.
+    """
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors_in(arguments)):
+        return arguments
+    watched: list[Tensor] = []
+
+    def watch(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        # A hook on the tensor itself would wait for its other uses, a residual connection around the unit, for example.
+        watched.append(tensor.view_as(tensor))
+        return watched[-1]
+
+    arguments = with_tensors(arguments, watch)
+    if len(watched) == 1:
+        watched[0].register_hook(lambda _: on_gradients())  # type: ignore[no-untyped-call]
+    elif watched:
+        register_multi_grad_hook(watched, lambda _: on_gradients())
+    return arguments
+
+
+def _watch_outputs(output: object, on_gradient: Callable[[], None]) -> bool:
+    """Call `on_gradient` in backward before a gradient of an output propagates. Returns whether any output has one."""
+    found = False
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
+            found = True
+    return found

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_conformance.engine.flat_collectives import resolve_group
+from fsdp_conformance.engine.communication import resolve_group
 from fsdp_conformance.engine.mesh.axis import axis_group
 from fsdp_conformance.engine.sharding_strategy import ShardingStrategy
 from fsdp_conformance.errors import ConfigError

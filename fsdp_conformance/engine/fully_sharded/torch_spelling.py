@@ -23,14 +23,14 @@ _WHERE = "FullyShardedDataParallel"
 _FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 
-def converted(options: Mapping[str, Any]) -> dict[str, Any]:
+def converted(options: Mapping[str, object]) -> dict[str, Any]:
     """
     Keyword arguments of torch's FullyShardedDataParallel, or some of them, as those of `ShardingOptions`.
 
     Values that are not torch's stay as they are. Raises Unsupported for what the engine does not offer, ConfigError for
     a device that cannot be parsed and for ignored states that are neither modules nor parameters.
     """
-    found = dict(options)
+    found: dict[str, Any] = dict(options)
     if not found.pop("use_orig_params", True):
         raise Unsupported("orig_params", "use_orig_params=False: parameters always keep their objects here")
     # Streams order the memory that gathers use, so there is nothing to limit.
@@ -43,27 +43,27 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_torchs(value: object, name: str) -> bool:
-    """Whether a value is an instance of a class of torch's FSDP, given by name, or of one derived from it."""
+    """True if a value is an instance of a class of torch's FSDP, given by name, or of one derived from it."""
     return any(
         each.__name__ == name and each.__module__.startswith("torch.distributed.fsdp") for each in type(value).__mro__
     )
 
 
-def _sharding_strategy(value: Any) -> Any:
+def _sharding_strategy(value: Any) -> object:
     if value is None:
         return ShardingStrategy.FULL_SHARD
     return ShardingStrategy[value.name.lstrip("_")] if is_torchs(value, "ShardingStrategy") else value
 
 
-def _backward_prefetch(value: Any) -> Any:
+def _backward_prefetch(value: Any) -> object:
     return BackwardPrefetch[value.name] if is_torchs(value, "BackwardPrefetch") else value
 
 
-def _cpu_offload(value: Any) -> Any:
+def _cpu_offload(value: Any) -> object:
     return CPUOffload(offload_params=value.offload_params) if is_torchs(value, "CPUOffload") else value
 
 
-def _mixed_precision(value: Any) -> Any:
+def _mixed_precision(value: Any) -> object:
     if not is_torchs(value, "MixedPrecision"):
         return value
     if value.keep_low_precision_grads:
@@ -83,7 +83,7 @@ def _mixed_precision(value: Any) -> Any:
     return MixedPrecision(**{name: getattr(value, name) for name in names}, full_precision_in_eval=in_eval)
 
 
-def _device_id(value: Any) -> Any:
+def _device_id(value: Any) -> object:
     if not isinstance(value, str):
         return value
     try:
@@ -94,7 +94,7 @@ def _device_id(value: Any) -> Any:
         ) from error
 
 
-def _tuple(value: Any) -> Any:
+def _tuple(value: Any) -> object:
     return tuple(value) if isinstance(value, Iterable) else value
 
 

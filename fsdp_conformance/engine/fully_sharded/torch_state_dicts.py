@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
@@ -40,10 +41,10 @@ _WHERE = "state_dict_type"
 
 
 class TorchStateDicts(nn.Module):
-    """What the wrapper has of torch's interface to state dicts. Saving is collective, as in torch's class."""
+    """The wrapper's share of torch's interface to state dicts. Saving is collective, as in torch's class."""
 
     _state_settings: StateDictSettings | None = None
-    """What `set_state_dict_type` was called with last; None: full state dicts."""
+    """The settings of the last `set_state_dict_type`; None: full state dicts."""
 
     # --- which kind --------------------------------------------------------------------------------------------------
 
@@ -115,7 +116,10 @@ class TorchStateDicts(nn.Module):
 
     @staticmethod
     def optim_state_dict(
-        model: nn.Module, optim: Optimizer, optim_state_dict: Mapping[str, Any] | None = None, group: Any = None
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: Mapping[str, Any] | None = None,
+        group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """
         The optimizer's state under the parameters' names, full or sharded as chosen by `set_state_dict_type`.
@@ -139,7 +143,7 @@ class TorchStateDicts(nn.Module):
         optim_state_dict: Mapping[str, Any],
         is_named_optimizer: bool = False,
         load_directly: bool = False,
-        group: Any = None,
+        group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """
         This rank's part of what `optim_state_dict` returned, for `optim.load_state_dict`. Every rank has to pass it.
@@ -157,7 +161,11 @@ class TorchStateDicts(nn.Module):
 
     @staticmethod
     def full_optim_state_dict(
-        model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: object = None,
+        rank0_only: bool = True,
+        group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """The optimizer's state in full, on the CPU. With `rank0_only`, ranks but the first of a group get {}."""
         _refuse_optim_input(optim_input)
@@ -165,7 +173,9 @@ class TorchStateDicts(nn.Module):
         return _full(model, optim, rank0_only=rank0_only, offload_to_cpu=True)
 
     @staticmethod
-    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None
+    ) -> dict[str, Any]:
         """This rank's part of the optimizer's state, on the CPU."""
         _check_group(model, group)
         state: dict[str, Any] = _on_cpu(sharded_optimizer_state(model, optim))
@@ -175,7 +185,7 @@ class TorchStateDicts(nn.Module):
     def shard_full_optim_state_dict(
         full_optim_state_dict: Mapping[str, Any],
         model: nn.Module,
-        optim_input: Any = None,
+        optim_input: object = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
         """This rank's part of a full state, for `optim.load_state_dict`. Raises Unsupported without `optim`."""
@@ -192,7 +202,7 @@ class TorchStateDicts(nn.Module):
         return loadable_optimizer_state(model, optim, sharded_optim_state_dict)
 
     @staticmethod
-    def scatter_full_optim_state_dict(*_: Any, **__: Any) -> NoReturn:
+    def scatter_full_optim_state_dict(*_: object, **__: object) -> NoReturn:
         """Raises Unsupported: every rank has to pass the state."""
         raise Unsupported(
             "optim_state_dict",
@@ -200,7 +210,7 @@ class TorchStateDicts(nn.Module):
         )
 
     @staticmethod
-    def rekey_optim_state_dict(*_: Any, **__: Any) -> NoReturn:
+    def rekey_optim_state_dict(*_: object, **__: object) -> NoReturn:
         """Raises Unsupported: states have names as keys."""
         raise Unsupported("optim_state_dict", "rekey_optim_state_dict: parameters are identified by name")
 
@@ -259,12 +269,12 @@ def _full(model: nn.Module, optim: Optimizer, *, rank0_only: bool, offload_to_cp
 
 
 def _is_first(model: nn.Module) -> bool:
-    """Whether this rank is the first of the outermost unit's shard group."""
+    """True if this rank is the first of the outermost unit's shard group."""
     unit: Any = next((wrapper.unit for wrapper in _wrappers(model)), None)
     return unit is None or unit.spec.groups.shard.rank() == 0
 
 
-def _check_group(model: nn.Module, group: Any) -> None:
+def _check_group(model: nn.Module, group: ProcessGroup | None) -> None:
     """Raise Unsupported for a group other than the one that the outermost unit is sharded over."""
     unit: Any = next((wrapper.unit for wrapper in _wrappers(model)), None)
     if group is not None and (unit is None or group is not unit.spec.groups.shard):
@@ -273,7 +283,7 @@ def _check_group(model: nn.Module, group: Any) -> None:
         )
 
 
-def _refuse_optim_input(given: Any) -> None:
+def _refuse_optim_input(given: object) -> None:
     if given is not None:
         raise Unsupported("optim_state_dict", "optim_input: pass the optimizer itself, as optim")
 

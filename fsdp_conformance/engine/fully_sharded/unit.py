@@ -1,5 +1,5 @@
 """
-The unit: what is gathered, resharded and reduced together, and its states during a training step.
+The unit: the parameters that are gathered, resharded and reduced together, and its states during a training step.
 
 A unit owns the parameters of its modules that no inner unit owns, in one flat parameter per dtype. It implements
 unsharding, resharding and reducing; the schedule decides when they happen.
@@ -8,22 +8,25 @@ unsharding, resharding and reducing; the schedule decides when they happen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import profiler
-from torch.optim import Optimizer
 
 from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
 from fsdp_conformance.engine.fully_sharded.buffers import UnitBuffers
-from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter, Member, Place, ReductionHook
+from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
+from fsdp_conformance.engine.fully_sharded.gradient_reduction import GradientReduction, ReductionHook
+from fsdp_conformance.engine.fully_sharded.inputs import Arguments
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
+from fsdp_conformance.engine.fully_sharded.shown_parameters import Member, Place
 from fsdp_conformance.engine.fully_sharded.unit_spec import UnitSpec
+from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
 from fsdp_conformance.errors import Unsupported
 
 
@@ -62,6 +65,48 @@ class ForeignParameter(NamedTuple):
     places: list[Place]
 
 
+class Schedule(Protocol):
+    """The schedule of a unit, as those who run it see it: see `schedule.UnitSchedule`."""
+
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+
+    @property
+    def units(self) -> list[ShardedUnit]:
+        """The units, inner ones before those around them."""
+
+    @property
+    def is_in_forward(self) -> bool:
+        """True while a unit is in its forward."""
+
+    def check_idle(self, unit: ShardedUnit, where: str) -> None:
+        """Raise TrainingStateError inside a forward, a backward, or `summon_full_params`."""
+
+    def before_forward(self, unit: ShardedUnit, arguments: Arguments, *, training: bool = True) -> Arguments:
+        """Unshard, and prepare the inputs. Collective."""
+
+    def watch(self, unit: ShardedUnit, output: object) -> None:
+        """Watch some outputs of a unit, whose backward begins the unit's."""
+
+    def after_forward(self, unit: ShardedUnit, output: object) -> None:
+        """Watch the outputs, and reshard."""
+
+    def forward_failed(self, unit: ShardedUnit) -> None:
+        """Undo a forward that an exception has left."""
+
+    def unshard(self, unit: ShardedUnit) -> UnshardHandle:
+        """Begin to gather a unit now. Collective."""
+
+    def reshard(self, unit: ShardedUnit) -> None:
+        """Free a unit's whole parameters now."""
+
+    def recover(self) -> None:
+        """Return to the state between two steps, after an exception."""
+
+    def recover_if_interrupted(self) -> None:
+        """`recover`, if an exception ended a backward."""
+
+
 class ShardedUnit:
     """
     One unit.
@@ -86,8 +131,8 @@ class ShardedUnit:
         """Its FQN below the outermost unit known so far."""
         self.device = spec.device
         """Where it computes."""
-        self.schedule: object = None
-        """That of the outermost unit known so far: see `schedule.schedule_of`."""
+        self.schedule: Schedule
+        """That of the outermost unit known so far. Set by the schedule, once the unit is complete."""
         self.foreign = dict(foreign)
         """Parameters that its modules use and another unit owns, by id; an outer unit has to join the two."""
         self.index = 0
@@ -96,27 +141,27 @@ class ShardedUnit:
         self.mixed_precision = spec.mixed_precision
         self.state = TrainingState.IDLE
         self.sync_gradients = True
-        """Whether gradients are reduced in backward; otherwise they are collected on this rank."""
+        """True if gradients are reduced in backward; otherwise they are collected on this rank."""
         self.reshards_after_backward = True
-        """Whether its parameters are freed after backward; otherwise they are kept until they are written."""
+        """True if its parameters are freed after backward; otherwise they are kept until they are written."""
         self.all_reduces = True
-        """Whether a reduction in backward includes the replicas; otherwise that is left for later."""
+        """True if a reduction in backward includes the replicas; otherwise that is left for later."""
         self.num_expected = 0
         """How many of its forwards in this iteration have yet to see their backward."""
         self.is_held = False
-        """Whether an output was of an unknown kind: its backward may begin unnoticed, so it stays unsharded."""
+        """True if an output was of an unknown kind: its backward may begin unnoticed, so it stays unsharded."""
         self.keeps_graph = False
-        """Whether an output of the current forward leads to a backward."""
+        """True if an output of the current forward leads to a backward."""
         self.took_part = False
-        """Whether it took part in this backward, and has not been reduced since."""
+        """True if it took part in this backward, and has not been reduced since."""
         self.ahead_in_forward: list[weakref.ref[ShardedUnit]] | None = None
         """Units to prefetch in its forward; None: the schedule decides."""
         self.ahead_in_backward: list[weakref.ref[ShardedUnit]] | None = None
         self.communication_hook: ReductionHook | None = None
-        """What replaces the average in a reduction."""
+        """A user's replacement for the average in a reduction."""
         self._sees_leaves = False
         self.is_full_precision = False
-        """Whether it computes in the parameters' own dtype regardless of its policy, as requested for eval mode."""
+        """True if it computes in the parameters' own dtype regardless of its policy, as requested for eval mode."""
         self._raised_buffers = False
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -137,40 +182,41 @@ class ShardedUnit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether it holds whole parameters, or they are being gathered."""
+        """True if it holds whole parameters, or they are being gathered."""
         return any(flat.is_unsharded for flat in self.flats)
 
     @property
     def is_as_wrapped(self) -> bool:
-        """Whether modules have whole parameters, and buffers in their own dtype, as when they were wrapped."""
+        """True if modules have whole parameters, and buffers in their own dtype, as when they were wrapped."""
         return all(flat.is_whole for flat in self.flats) and not self.buffers.are_cast
 
     @property
     def is_kept(self) -> bool:
-        """Whether it stays unsharded from one micro-batch to the next, unless its parameters are written."""
+        """True if it stays unsharded from one micro-batch to the next, unless its parameters are written."""
+        # The second half is gradient sharding inside `no_sync`: no optimizer writes before the next micro-batch.
         return not self.reshards_after_backward or not (self.reshard_after_forward or self.sync_gradients)
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the host can wait for its collectives without blocking."""
+        """True if the host can wait for its collectives without blocking."""
         return all(flat.storage.pool.streams.orders(flat.storage.group) for flat in self.flats)
 
     @property
     def is_trained(self) -> bool:
-        """Whether one of its parameters gets gradients."""
-        return any(flat.is_trained for flat in self.flats)
+        """True if one of its parameters gets gradients."""
+        return any(flat.reduction.is_trained for flat in self.flats)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients have yet to be reduced."""
-        return any(flat.has_gradients for flat in self.flats)
+        """True if gradients have yet to be reduced."""
+        return any(flat.reduction.has_gradients for flat in self.flats)
 
     @property
     def has_partial(self) -> bool:
-        """Whether gradients reduced over the shard group have yet to be reduced over the replicas."""
-        return any(flat.has_partial for flat in self.flats)
+        """True if gradients reduced over the shard group have yet to be reduced over the replicas."""
+        return any(flat.reduction.has_partial for flat in self.flats)
 
-    def span(self, phase: str) -> AbstractContextManager[Any]:
+    def span(self, phase: str) -> AbstractContextManager[object]:
         """A profiler span with the phase and the unit's FQN, if a profiler is running."""
         if not torch._C._autograd._profiler_enabled():
             return nullcontext()
@@ -185,29 +231,35 @@ class ShardedUnit:
         Raises ParameterReplaced, ParameterMoved or SharedAcrossUnits for changes that are not supported.
         """
         if self.foreign:
+            # The other unit would shard a parameter that this one's modules use whole.
             raise SharedAcrossUnits(
                 f"{', '.join(each.name for each in self.foreign.values())} of {self.label} also belong to another unit",
                 where="forward",
                 hint="Also wrap the module that holds both units",
             )
+        # Users change the originals, so modules have to show them before they are compared.
         self.show_originals()
         for flat in self.flats:
             flat.follow_users()
+            # A unit that was kept has the values of its gather. FSDP2 does not look: its root, kept by an evaluation
+            # between backward and step, computes the next forward with the weights from before the step.
             if flat.is_unsharded and flat.is_stale:
                 flat.release()
             self.device = flat.storage.pool.device
 
-    def start_unshard(self, after: Any, watch: OrderWatch) -> None:
+    def start_unshard(self, after: torch.Event | None, watch: OrderWatch) -> None:
         """Begin to gather, unless it has begun. Collective. `watch` compares what peers are about to do."""
         for flat in self.flats:
             if not flat.is_unsharded:
                 with self.span("all_gather"):
-                    flat.announce(watch, "gather")
+                    # Before the collective: NCCL compares no sizes, and hangs or writes past the buffer.
+                    flat.announce(watch)
                     flat.start_gather(after)
 
     def finish_unshard(self, watch: OrderWatch) -> None:
         """Wait for the gather, and let modules see whole parameters. `watch` notes which units arrived."""
         with self.span("wait_for_unshard"):
+            # Also for a unit that was unsharded all along: another stream than last time may be about to read it.
             for flat in self.flats:
                 flat.finish_gather(watch)
         self.show_leaves()
@@ -222,6 +274,7 @@ class ShardedUnit:
             self.buffers.restore()
         else:
             self.buffers.lower()
+        # The two precisions have separate gradient buffers: switching would leave one of them behind.
         changing = [flat for flat in self.flats if flat.is_lowered and flat.is_full_precision != full]
         if changing and (self.has_gradients or self.has_partial):
             raise TrainingStateError(
@@ -249,33 +302,37 @@ class ShardedUnit:
         For a forward without a graph: it leaves a training step that is under way alone.
         """
         self._raised_buffers = self.buffers.restore()
+        # Copies, not the block: low-precision leaves of a step under way are views of the block, and autograd has
+        # saved them.
         with self.span("all_gather"):
             for flat in self.flats:
                 views = flat.storage.layout.views(flat.storage.gathered())
-                flat.register([nn.Parameter(view, requires_grad=False) for view in views[: len(flat.members)]])
+                flat.shown.register([nn.Parameter(view, requires_grad=False) for view in views[: len(flat.members)]])
         self._sees_leaves = True
 
     def show_leaves(self) -> None:
         """Let modules see whole parameters."""
         if not self._sees_leaves:
+            # All checks before the first change: an error leaves every module with its originals.
             for flat in self.flats:
-                flat.check_places()
+                flat.shown.check_places()
             self._sees_leaves = True
             for flat in self.flats:
-                flat.register_leaves()
+                flat.shown.register_leaves()
 
     def show_originals(self) -> None:
         """Let modules see what the optimizer has."""
         if self._sees_leaves:
             self._sees_leaves = False
             for flat in self.flats:
-                flat.register_originals()
+                flat.shown.register_originals()
         if self._raised_buffers:
             self._raised_buffers = False
             self.buffers.lower()
 
     def reshard(self) -> None:
         """Free whole parameters."""
+        # In this order: a module must never show a leaf whose memory is gone.
         self.show_originals()
         for flat in self.flats:
             flat.release()
@@ -287,7 +344,7 @@ class ShardedUnit:
             flat.shrink()
 
     def finish_reads(self) -> None:
-        """Block the host until it may write offloaded shards."""
+        """Block the host until it may write offloaded shards: an optimizer on the CPU steps without asking streams."""
         for flat in self.flats:
             flat.storage.wait_shard_reads()
 
@@ -295,17 +352,17 @@ class ShardedUnit:
         """Set its FQN."""
         self.name = name
         for flat in self.flats:
-            flat.name = self.label
+            flat.shown.name = self.label
 
     def give_up(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
-        """Give some parameters, whole again, to an outer unit, and shard the rest anew. Collective."""
+        """Give some parameters, whole again, to an outer unit, and shard the rest again. Collective."""
         members = [member for flat in self.flats for member in flat.members]
         for flat in self.flats:
             flat.restore()
-        wanted = {id(parameter) for parameter in parameters}
-        self.flats = self.spec.flat_parameters([each for each in members if id(each.parameter) not in wanted])
+        given = {id(parameter) for parameter in parameters}
+        self.flats = self.spec.flat_parameters([each for each in members if id(each.parameter) not in given])
         self.rename(self.name)
-        return [each for each in members if id(each.parameter) in wanted]
+        return [each for each in members if id(each.parameter) in given]
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -314,34 +371,41 @@ class ShardedUnit:
         self.took_part = False
         with self.span("accumulate"):
             for flat in self.flats:
-                flat.accumulate()
+                flat.reduction.accumulate()
 
-    def start_reduction(self, watch: OrderWatch) -> list[FlatParameter]:
+    def start_reduction(self, watch: OrderWatch) -> list[GradientReduction]:
         """
-        Begin to reduce the gradients of this backward and any kept before. Returns what is being reduced. `watch`
-        compares what peers are about to do, and notes what arrives.
+        Begin to reduce the gradients of this backward and any kept before. Returns the reductions, to be finished in
+        order. `watch` compares with peers what they are about to reduce, and the tags that arrive.
         """
         self.took_part = False
-        started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients or flat.has_partial]
+        # By what is trainable, not by what this rank has used: otherwise ranks would reduce different parameters, whose
+        # gradients are added up where their shapes agree. FSDP2 does that (pytorch#174862).
+        started = [
+            flat.reduction
+            for flat in self.flats
+            if flat.reduction.is_trained or flat.reduction.has_gradients or flat.reduction.has_partial
+        ]
         with self.span("reduce_scatter"):
-            for flat in started:
-                flat.announce(watch, "reduction")
-                flat.start_reduction(watch, self.communication_hook, all_reduce=self.all_reduces)
+            for reduction in started:
+                reduction.announce(watch)
+                reduction.start(watch, self.communication_hook, all_reduce=self.all_reduces)
         return started
 
     def reset(self) -> None:
         """Return to the state between two steps after an exception: sharded, without unreduced gradients."""
         self.show_originals()
+        # Without `move`: an exception leaves it in any state.
         self.state = TrainingState.IDLE
         self.num_expected = 0
         self.took_part = self.keeps_graph = False
         for flat in self.flats:
             flat.reset()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedUnit:
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise Unsupported("copyable", "a sharded module cannot be copied: save its state dict and load that")
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
 
 
@@ -366,16 +430,3 @@ class UnshardHandle:
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_unsharded:
             unit.finish_unshard(self._watch)
-
-
-def post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Call users' post-accumulate-gradient hooks, then step the optimizers that torch has attached to parameters."""
-    for parameter in parameters:
-        hooks: Mapping[int, Callable[[Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for hook in list(hooks.values()):
-            hook(parameter)
-        # `_apply_optimizer_in_backward`: its own hook is on the graph, which never reaches an original.
-        optimizers: Sequence[Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)

@@ -14,8 +14,10 @@ from torch.distributed import ProcessGroup
 from fsdp_conformance.engine.chunks.memory_pool import MemoryPool
 from fsdp_conformance.engine.chunks.storage import ShardedStorage, StorageConfig
 from fsdp_conformance.engine.errors import ParameterMoved
-from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter, Member, tag_of
+from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
+from fsdp_conformance.engine.fully_sharded.order_watch import tag_of
 from fsdp_conformance.engine.fully_sharded.sharding_groups import ShardingGroups, part_group
+from fsdp_conformance.engine.fully_sharded.shown_parameters import Member
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision
 
 #: Alignment of tensors in a large unit, in bytes: what vector units and tensor cores read at once.
@@ -36,7 +38,7 @@ class UnitSpec:
     device: torch.device
     """Where the unit computes."""
     device_is_fixed: bool
-    """Whether moving parameters to another device is an error."""
+    """True if moving parameters to another device is an error."""
     offload: CPUOffload
     mixed_precision: MixedPrecision
     persist_numel: int

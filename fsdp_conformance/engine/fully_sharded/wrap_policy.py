@@ -44,12 +44,12 @@ class ClassPolicy:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a policy chooses, whoever wrote it."""
+    """The submodules that a policy chooses, whoever wrote it."""
 
     selects: WrapPolicy
-    """Whether a submodule becomes a unit."""
+    """Returns True if a submodule becomes a unit."""
     descends: WrapPolicy | None = None
-    """Whether to look below a module; if not, it does not become a unit either. None: below every module."""
+    """Returns True to look below a module; otherwise it does not become a unit either. None: below every module."""
     overrides: Mapping[nn.Module, Mapping[str, Any]] = field(default_factory=dict)
     """Options of single units, in torch's spelling."""
 
@@ -77,8 +77,8 @@ def choice_of(policy: Any, root: nn.Module, *, ignored: Iterable[nn.Module]) -> 
     )
 
 
-def _takes_recurse(policy: Callable[..., Any]) -> bool:
-    """Whether a function is called as torch calls its policies."""
+def _takes_recurse(policy: Callable[..., object]) -> bool:
+    """True if a function is called as torch calls its policies."""
     try:
         parameters = inspect.signature(policy).parameters
     except (TypeError, ValueError):

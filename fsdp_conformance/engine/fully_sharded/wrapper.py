@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fsdp_conformance.engine.errors import ParameterReplaced, TrainingStateError
 from fsdp_conformance.engine.fully_sharded import full_parameters
 from fsdp_conformance.engine.fully_sharded.deferral import steps_refused
-from fsdp_conformance.engine.fully_sharded.flat_parameter import ReductionHook
 from fsdp_conformance.engine.fully_sharded.fully_shard import (
     UNIT,
     ShardingOptions,
@@ -45,8 +44,8 @@ from fsdp_conformance.engine.fully_sharded.fully_shard import (
     units_below,
 )
 from fsdp_conformance.engine.fully_sharded.gradient_norm import clip_gradients
+from fsdp_conformance.engine.fully_sharded.gradient_reduction import ReductionHook
 from fsdp_conformance.engine.fully_sharded.report import communication_plan, memory_report
-from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
 from fsdp_conformance.engine.fully_sharded.torch_spelling import converted
 from fsdp_conformance.engine.fully_sharded.torch_state_dicts import TorchStateDicts
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState, UnshardHandle
@@ -85,7 +84,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
         sharding_strategy: ShardingStrategy | TorchShardingStrategy | None = ShardingStrategy.FULL_SHARD,
         cpu_offload: CPUOffload | TorchCPUOffload | bool | None = None,
-        auto_wrap_policy: WrapPolicy | Callable[..., bool] | Any | None = None,
+        auto_wrap_policy: WrapPolicy | Callable[..., bool] | object = None,
         backward_prefetch: BackwardPrefetch | TorchBackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | TorchMixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -169,11 +168,13 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function` as a forward of the module."""
-        unit, schedule = self.unit, schedule_of(self.unit)
+        unit, schedule = self.unit, self.unit.schedule
         try:
             args, kwargs = schedule.before_forward(unit, (args, kwargs), training=self.training)
             output = function(*args, **kwargs)
         except BaseException:
+            # Of any kind: checkpoints end a recomputation with an exception, and after KeyboardInterrupt users go on in
+            # a notebook. Modules must show originals again, and the units inside, too.
             schedule.forward_failed(unit)
             raise
         schedule.after_forward(unit, output)
@@ -189,8 +190,8 @@ class FullyShardedDataParallel(TorchStateDicts):
         return [each for each in found if id(each) not in inner]
 
     def check_is_root(self) -> bool:
-        """Whether it is the outermost wrapper, as far as is known: it is not before the wrapper around it is made."""
-        return len(schedule_of(self.unit).units) == len(self.units)
+        """True if it is the outermost wrapper so far. A wrapper made around it later makes this False."""
+        return len(self.unit.schedule.units) == len(self.units)
 
     @property
     def units(self) -> list[ShardedUnit]:
@@ -239,6 +240,7 @@ class FullyShardedDataParallel(TorchStateDicts):
     @contextmanager
     def _switched_off(self, switch: str, units: Sequence[ShardedUnit]) -> Iterator[None]:
         """Turn off an attribute of some units within the context."""
+        # Each unit's own value comes back: a context around this one may have switched off only some of them.
         before = [(unit, getattr(unit, switch)) for unit in units]
         try:
             for unit, _ in before:
@@ -264,7 +266,7 @@ class FullyShardedDataParallel(TorchStateDicts):
 
         All ranks must have issued the same collectives before the exception.
         """
-        schedule_of(self.unit).recover()
+        self.unit.schedule.recover()
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """
@@ -294,14 +296,14 @@ class FullyShardedDataParallel(TorchStateDicts):
 
         With `async_op` they see them once the returned handle has been waited for.
         """
-        handle = schedule_of(self.unit).unshard(self.unit)
+        handle = self.unit.schedule.unshard(self.unit)
         if not async_op:
             handle.wait()
         return handle
 
     def reshard(self) -> None:
         """Free this unit's whole parameters now, possibly between forward and backward: they are gathered again."""
-        schedule_of(self.unit).reshard(self.unit)
+        self.unit.schedule.reshard(self.unit)
 
     def set_forward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
         """Prefetch these units in this one's forward, regardless of `forward_prefetch`."""
@@ -333,7 +335,9 @@ class FullyShardedDataParallel(TorchStateDicts):
         found.update({f"{prefix}{name}": value for name, value in self._chosen_state_dict().items()})
         return cast("dict[str, Any]", found)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
         """Write what `state_dict` returned: `model_state.load_full_state_dict`. Raises Unsupported for `assign`."""
         if assign:
             raise Unsupported("full_state_dict", "assign=True: parameters are views of shards")
@@ -344,7 +348,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         self,
         state_dict: dict[str, Any],
         prefix: str,
-        local_metadata: dict[str, Any],
+        local_metadata: dict[str, object],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
@@ -356,7 +360,8 @@ class FullyShardedDataParallel(TorchStateDicts):
         own = {name.removeprefix(prefix): state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         if not own and not self.check_is_root():
             return  # the outer wrapper has loaded it
-        # torch goes on to the modules inside, finds nothing for them, and calls `_forget_names_inside`.
+        # Popped from the state dict above, because a wrapper loads whole tensors into shards, which torch cannot. torch
+        # goes on to the modules inside, finds nothing for them, and calls `_forget_names_inside`.
         self._loaded_inside = f"{prefix}{_INNER}."
         try:
             missing, unexpected = self._load_chosen_state_dict(own, strict=False)
@@ -367,11 +372,11 @@ class FullyShardedDataParallel(TorchStateDicts):
         unexpected_keys += [f"{prefix}{name}" for name in unexpected]
 
     def memory_report(self) -> str:
-        """What each unit holds now, in bytes: a line per unit, and the total."""
+        """The bytes that each unit holds now: a line per unit, and the total."""
         return memory_report(self.units)
 
     def plan(self) -> str:
-        """What each unit will gather and reduce in a step: a line per unit."""
+        """The bytes that each unit will gather and reduce in a step: a line per unit."""
         return communication_plan(self.units)
 
     # --- access ------------------------------------------------------------------------------------------------------
@@ -406,7 +411,8 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under original names: those that the optimizer has, even after an exception in backward."""
-        schedule_of(self.unit).recover_if_interrupted()
+        # An optimizer built from leaves would train nothing, as on FSDP2 after a first forward (pytorch#149205).
+        self.unit.schedule.recover_if_interrupted()
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_unit_name(name), parameter
 
@@ -420,6 +426,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # While it is made or copied there is no module yet, and `self.module` would ask here again, endlessly.
             if name == _INNER:
                 raise
         value = getattr(self.module, name)
@@ -428,14 +435,15 @@ class FullyShardedDataParallel(TorchStateDicts):
         return value
 
     def _is_forward(self, name: str) -> bool:
-        """Whether a method counts as a forward: by request, or inside an outer forward, where every rank calls it."""
+        """True if a method counts as a forward: by request, or inside an outer forward, where every rank calls it."""
         if name in self._forward_methods:
             return True
+        # Outside a forward, ranks may call methods of the module alone, to log for example: nothing is gathered there.
         unit = self.unit
-        inside = schedule_of(unit).is_in_forward and unit.state is TrainingState.IDLE
+        inside = unit.schedule.is_in_forward and unit.state is TrainingState.IDLE
         return inside and not name.startswith("_") and not hasattr(nn.Module, name)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """An item of the module, if that is a container."""
         return cast(Any, self.module)[key]
 
@@ -444,6 +452,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
+        # All but the unit, which is made below from the copied parameters: they share the groups and the memory pool.
         own = {key: value for key, value in vars(self).items() if key not in ("unit", UNIT, "_modules")}
         twin.__dict__.update(copy.deepcopy(own, memo))
         twin.add_module(_INNER, copy.deepcopy(self.module, memo))
@@ -451,7 +460,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         mark_unit(twin, twin.unit)
         return twin
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_conformance.engine.communication import resolve_group
 from fsdp_conformance.engine.errors import MeshError
-from fsdp_conformance.engine.flat_collectives import resolve_group
 
 #: A group, or one axis of a mesh by its index or its name.
 Axis = ProcessGroup | tuple[DeviceMesh, int | str]
@@ -51,9 +51,9 @@ def axis_group(axis: Axis) -> ProcessGroup:
 
 def communicates_from(group: ProcessGroup, device: torch.device) -> bool:
     """
-    Whether a group has a backend for tensors on a device.
+    True if a group has a backend for tensors on a device.
 
-    A process group of a class of its own, written in Python, is its own backend and names no devices: it is asked.
+    A process group written in Python is its own backend and names no devices, so it is asked.
     """
     named = group._device_types
     return not named or any(known.type == device.type for known in named)

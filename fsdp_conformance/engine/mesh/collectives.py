@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from fsdp_conformance.engine.communication import Streams, all_gather, all_to_all, broadcast, reduce_scatter, scatter
 from fsdp_conformance.engine.errors import MeshError
-from fsdp_conformance.engine.flat_collectives import all_gather, all_to_all, broadcast, reduce_scatter, scatter
 from fsdp_conformance.engine.mesh.axis import Axis, axis_group
 from fsdp_conformance.engine.mesh.uneven_shards import (
     chunk_sizes,
@@ -39,7 +39,6 @@ from fsdp_conformance.engine.mesh.uneven_shards import (
     unpad_tensor,
     with_length,
 )
-from fsdp_conformance.engine.streams import Streams
 
 
 class MeshWork:
@@ -330,7 +329,7 @@ def _source_problems(source: int, group: ProcessGroup) -> list[str]:
 def _list_problems(
     output: Tensor, shards: Sequence[Tensor] | None, group: ProcessGroup, dim: int, sizes: Sequence[int] | None
 ) -> list[str]:
-    """What is wrong with the source's list."""
+    """Every problem of the source's list."""
     if shards is None or len(shards) != group.size():
         got = "None" if shards is None else str(len(shards))
         return [f"shards must be {group.size()} tensors, one for each rank of the group, got {got}"]

@@ -1,9 +1,8 @@
-"""Whether the tensors of a group agree in everything but their values, for collectives that rely on it."""
+"""Checks that the tensors of a group agree in everything but their values, for collectives that rely on it."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,10 @@ def check_tensor_meta(tensor: Tensor, axis: Axis, *, shape: bool = False, stride
     Source: torch's `check_tensor_meta` (distributed/tensor/_collective_utils.py), which compares the whole world.
     """
     group = axis_group(axis)
-    facts: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "requires_grad": tensor.requires_grad}
+    facts: dict[str, object] = {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "requires_grad": tensor.requires_grad,
+    }
     if shape:
         facts["shape"] = list(tensor.shape)
     if stride:
@@ -55,5 +57,5 @@ def _sending_device(device: torch.device, group: ProcessGroup) -> torch.device:
     return host if communicates_from(group, host) else group._device_types[0]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return str(tuple(value)) if isinstance(value, list) else str(value)

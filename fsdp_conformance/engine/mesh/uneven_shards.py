@@ -64,7 +64,7 @@ def _checked_dim(tensor: Tensor, dim: int, where: str) -> int:
 
 
 def dim_problems(tensor: Tensor, dim: int, name: str = "dim") -> list[str]:
-    """What is wrong with a dim of a tensor."""
+    """Every problem of a dim of a tensor."""
     if -tensor.dim() <= dim < tensor.dim():
         return []
     return [f"{name} must be a dim of a {tensor.dim()}-dim tensor, got {dim}"]
@@ -72,7 +72,7 @@ def dim_problems(tensor: Tensor, dim: int, name: str = "dim") -> list[str]:
 
 def size_problems(sizes: Sequence[int] | None, num_shards: int, *, length: int, shard: int | None = None) -> list[str]:
     """
-    What is wrong with the sizes of shards along a dim, if they are given.
+    Every problem of the sizes of shards along a dim, if they are given.
 
     `length` is the tensor's length along it: that of shard number `shard`, or of all shards together (None).
     """

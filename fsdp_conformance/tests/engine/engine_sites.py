@@ -18,9 +18,6 @@ SiteOf = Callable[[Wait], str | None]
 #: The engine's directory.
 _ENGINE = os.path.dirname(engine.__file__) + os.sep
 
-#: Modules of the engine that only pass a call on: their caller is the site.
-_HELPERS = ("streams.py",)
-
 
 @contextmanager
 def noting_sites(sites: set[str], dropped: Collection[str], site_of: SiteOf) -> Iterator[None]:
@@ -52,11 +49,9 @@ def _nobody(_file: str, _kind: Wait, _function: str) -> bool:
     return False
 
 
-def site_in_program(
-    kind: Wait, *, helpers: Collection[str], is_others: Callable[[str, Wait, str], bool] = _nobody
-) -> str | None:
+def site_in_program(kind: Wait, *, is_others: Callable[[str, Wait, str], bool] = _nobody) -> str | None:
     """
-    The innermost function of the engine, outside the files `helpers`, that asks for a wait in a whole program.
+    The innermost function of the engine that asks for a wait in a whole program.
 
     None if torch, the model, or a function for which `is_others` is true asks for it.
     """
@@ -64,11 +59,14 @@ def site_in_program(
         return None  # a tensor is read on the host, which requires a wait
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
+        if _passes_on(frame):
+            frame = frame.f_back
+            continue
         path = frame.f_code.co_filename
         name = file_in_engine(path) or os.path.basename(path)
         if is_others(name, kind, frame.f_code.co_name):
             return None
-        if file_in_engine(path) and name not in helpers:
+        if file_in_engine(path):
             return f"{kind} {name} {frame.f_code.co_name}"
         parts = set(path.split(os.sep))
         if "tests" in parts or not {"engine", "simulator", "torch"} & parts:
@@ -82,14 +80,20 @@ def file_in_engine(path: str) -> str | None:
     return os.path.relpath(path, _ENGINE) if path.startswith(_ENGINE) else None
 
 
+def _passes_on(frame: FrameType) -> bool:
+    """True for the methods of `Streams` and `ChunkStreams`, which only pass a call on: their caller is the site."""
+    owner = frame.f_code.co_qualname.partition(".")[0]
+    return file_in_engine(frame.f_code.co_filename) == "communication.py" and owner in ("Streams", "ChunkStreams")
+
+
 def _site(kind: Wait) -> str | None:
     """The innermost function of the engine that asks for a wait; None if there is none or it is in a collective."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = file_in_engine(frame.f_code.co_filename)
-        if name and name not in _HELPERS:
+        if name and not _passes_on(frame):
             # A collective records an event when it is issued.
-            inside = name == "flat_collectives.py" and kind is Wait.EVENT_RECORD
+            inside = name == "communication.py" and kind is Wait.EVENT_RECORD
             return None if inside else f"{kind} {name} {frame.f_code.co_name}"
         frame = frame.f_back
     return None

@@ -17,7 +17,7 @@ def _raise() -> NoReturn:
 
 @pytest.mark.parametrize("of_torch", [_raise, lambda: torch.device("cuda")], ids=["2.6", "a build for CUDA"])
 def test_without_one(of_torch: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch 2.6 does, and what a build for CUDA of later versions says."""
+    """The answers of torch 2.6, and of a later build for CUDA."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", of_torch)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
@@ -26,7 +26,7 @@ def test_without_one(of_torch: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its type, without an index."""
+    """The accelerator is its type, without an index."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
 

@@ -27,7 +27,7 @@ class _Record:
 
 
 def test_tensors_in_nested_structures() -> None:
-    """In order, through every container that a forward may return, even one that holds itself."""
+    """Tensors are found in order, in every container that a forward may return, even one that holds itself."""
     tensors = [torch.tensor(float(index)) for index in range(9)]
     loop: list[Any] = [tensors[8]]
     loop.append(loop)

@@ -49,7 +49,7 @@ class Verification(ReducerTestCase):
                 self.assertIn(sentence, text)
 
     def test_all_differences_at_once(self) -> None:
-        """Not only the first."""
+        """The error names all differences, not only the first."""
         module = Coded([(3 + self.rank,), (5 + self.rank,)])
         for text in self._errors(module):
             self.assertIn("shape of p0: expected (3,), as on rank 0, got (4,)", text)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.distributed import _functional_collectives as functional
 
-from fsdp_conformance.engine.flat_collectives import all_gather, all_reduce
+from fsdp_conformance.engine.communication import all_gather, all_reduce
 from fsdp_conformance.tests.harness.recording.small_training import world
 
 Exchange = Callable[[Sequence[Tensor]], list[Tensor]]

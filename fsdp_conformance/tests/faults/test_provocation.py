@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import deterministic
 
-from fsdp_conformance.engine.flat_collectives import all_gather, all_reduce
+from fsdp_conformance.engine.communication import all_gather, all_reduce
 from fsdp_conformance.faults import late, poison
 from fsdp_conformance.faults.late import LateCollectives
 from fsdp_conformance.faults.pending import LateWork, PendingCollective

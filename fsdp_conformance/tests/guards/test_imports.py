@@ -70,7 +70,7 @@ _OF_RECORDS = frozenset({"diagnosis.headline", "diagnosis.grouping", "diagnosis.
 
 #: Modules of a part that others may import, where they may not import all of it.
 ONLY: dict[tuple[str, str], frozenset[str]] = {
-    ("planner", "engine"): frozenset({"engine.sharding_strategy", "engine.flat_collectives"}),
+    ("planner", "engine"): frozenset({"engine.sharding_strategy", "engine.communication"}),
     # What works on records alone, without torch.
     **{(part, "diagnosis"): _OF_RECORDS for part in ("judge", "report", "cli")},
 }

@@ -16,7 +16,7 @@ CAP_16 = 256 / 2**20
 
 def inputs_of(rank: int, tag: int, shape: tuple[int, ...], *, num_ranks: int = 4) -> list[Tensor]:
     """
-    What rank r gives to rank k: element j is 2**r * (100 tag + 10 k + j + 1).
+    The input of rank r for rank k: element j is 2**r * (100 tag + 10 k + j + 1).
 
     The sum over ranks is (2**num_ranks - 1) times the bracket, so it shows parts of other ranks or inputs, a wrong
     order of elements, and ranks that are missing or doubled.

@@ -146,7 +146,7 @@ def test_what_cannot_be_assigned_is_refused(arguments: tuple[object, ...], expec
 
 
 def test_every_problem_is_named() -> None:
-    """Not the first one only."""
+    """The error names every problem, not only the first."""
     with pytest.raises(ConfigError) as caught:
         bucket_assignment([], [], [True])
 

@@ -15,7 +15,7 @@ class CallbackTest(BucketerTestCase):
     """Four ranks. Callbacks note the results, in the order in which they run."""
 
     def test_callbacks_run_in_wait_only(self) -> None:
-        """Even if the collective is fast: nothing that a callback does depends on timing."""
+        """Callbacks wait for wait() even if the collective is fast: nothing that they do depends on timing."""
         bucketer = self.start(0.0)
         for tag in range(4):
             self.give(bucketer, tag, 3)

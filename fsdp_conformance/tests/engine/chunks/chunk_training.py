@@ -1,5 +1,5 @@
 """
-Training by hand on chunks: the schedule of a fully sharded engine in forty lines, for what only a whole step can show.
+Training by hand on chunks, for properties that only a whole step shows: the schedule of an engine in forty lines.
 
 A stack of linear layers with hard tanh between them, one chunk each: gathered ahead in forward and backward,
 resharded in between, gradients copied as they arrive, reduced asynchronously, SGD on the shards.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.chunks.chunk import Chunk, ChunkConfig
-from fsdp_conformance.engine.chunks.gradients import Reduction
+from fsdp_conformance.engine.chunks.gradients import GradientBuffer, Reduction, StorageGradients
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind, MemoryPool
 from fsdp_conformance.engine.chunks.storage import ShardedStorage, StorageConfig
 from fsdp_conformance.engine.chunks.tensor_state import TensorState
@@ -32,7 +32,7 @@ LEARNING_RATE = 2.0**-7
 
 @dataclass(kw_only=True)
 class Schedule:
-    """What differs between trainings."""
+    """The differences between trainings."""
 
     config: StorageConfig = field(default_factory=StorageConfig)
     """Of plain storage, or of chunks if it is a ChunkConfig."""
@@ -41,9 +41,9 @@ class Schedule:
     num_unsynchronised: int = 0
     """Micro-batches whose gradients stay in the buffers, before the one that is reduced."""
     wasted_gather: bool = False
-    """Whether a chunk is gathered once more after the backward, and nobody waits for it."""
+    """True if a chunk is gathered once more after the backward, without a wait for it."""
     dropped_reduction: bool = False
-    """Whether a chunk is reduced once more after the step, and both handle and gradient are dropped."""
+    """True if a chunk is reduced once more after the step, and both handle and gradient are dropped."""
     num_synchronised: int = 1
     """Micro-batches that are reduced, and accumulated in the shard."""
 
@@ -57,6 +57,27 @@ def parameters_of(layer: int) -> list[nn.Parameter]:
 def batch_of(rank: int, step: int) -> Tensor:
     """Three rows, another on every rank and step."""
     return ((torch.arange(3 * WIDTH) * (rank + 3) + step) % 5 - 2.0).view(3, WIDTH) / 4
+
+
+class _Storage(ShardedStorage):
+    """Plain storage with its gradients, as the fully sharded module has them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.reductions = StorageGradients(self)
+
+    @property
+    def gradients(self) -> GradientBuffer:
+        """The buffer that collects them."""
+        return self.reductions.buffer
+
+    def reduce(self, *, async_op: bool) -> Reduction:
+        """Release the storage, and begin to reduce its gradients."""
+        assert async_op, "the trainer collects gradients later"
+        buffer = self.reductions.take()
+        if self.is_gathered:
+            self.release()
+        return self.reductions.start(buffer)
 
 
 class ChunkTrainer:
@@ -79,16 +100,16 @@ class ChunkTrainer:
             numel = -(-WIDTH * (WIDTH + 1) // world_size) * world_size
             dtype = config.compute_dtype or torch.float32
             self.pool.allocate_private([(numel, dtype)] * NUM_LAYERS)
-        self.chunks = [
-            (Chunk if isinstance(config, ChunkConfig) else ShardedStorage).of(
+        self.chunks: list[Chunk | _Storage] = [
+            (Chunk if isinstance(config, ChunkConfig) else _Storage).of(
                 self.pool, parameters_of(layer), group, replica_group=replica_group, config=config
             )
             for layer in range(NUM_LAYERS)
         ]
         self.inputs: list[Tensor] = []
         self._num_arrived = 0
-        self._reductions: dict[ShardedStorage, Reduction] = {}
-        self._gradients: dict[ShardedStorage, Tensor] = {}
+        self._reductions: dict[Chunk | _Storage, Reduction] = {}
+        self._gradients: dict[Chunk | _Storage, Tensor] = {}
 
     def put_batches(self, rank: int, num_steps: int) -> None:
         """Move the micro-batches of all steps to the device: nothing later makes the host wait."""

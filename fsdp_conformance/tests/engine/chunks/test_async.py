@@ -27,7 +27,7 @@ S = TensorState
 
 
 class AsyncTest(ChunkTestCase):
-    """What happens between the start and the end of a reduction."""
+    """Tests of the time between the start and the end of a reduction."""
 
     def test_async_reduction(self) -> None:
         """
@@ -82,7 +82,7 @@ class AsyncTest(ChunkTestCase):
         del handle
 
         self.assertEqual(use_count, torch._C._storage_Use_Count(gradient.untyped_storage()._cdata))
-        self.assertIsNone(chunk._reduction)
+        self.assertIsNone(chunk._reductions.under_way)
         chunk.pool.trim()
         self.assertEqual((0, {"cpu": 32}), (chunk.pool.counters.held_bytes, chunk.memory_usage))
 
@@ -107,7 +107,7 @@ class AsyncTest(ChunkTestCase):
         self.assert_equal(coded(0, SHAPES[0]), chunk.views[0])
 
     def test_reset_after_an_exception(self) -> None:
-        """Whatever a step left, the next one is right: states, blocks, gradients, a reduction on its way."""
+        """The next step is right whatever the last one left: states, blocks, gradients, a reduction under way."""
         chunk = self.chunk_of()
         self.put(chunk, times=32)
         handle = chunk.reduce(async_op=True)
@@ -134,7 +134,7 @@ class AsyncTest(ChunkTestCase):
             self.assertRaisesRegex(RuntimeError, "no route"),
         ):
             chunk.reduce(async_op=True)
-        self.assertEqual((0, None), (chunk.pool.counters.leased_bytes, chunk._reduction))
+        self.assertEqual((0, None), (chunk.pool.counters.leased_bytes, chunk._reductions.under_way))
         self.put(chunk)
 
         self.assert_equal(self.expected_shard(mean_gradient(4, 32)), chunk.reduce().wait())

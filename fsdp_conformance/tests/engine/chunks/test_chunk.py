@@ -15,6 +15,7 @@ from fsdp_conformance.engine.chunks.layout import StorageLayout, padded_numel
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind, MemoryPool
 from fsdp_conformance.engine.chunks.storage import StorageState
 from fsdp_conformance.engine.chunks.tensor_state import TensorState, TensorStates
+from fsdp_conformance.engine.communication import all_gather
 from fsdp_conformance.engine.errors import (
     ChunkError,
     ChunkFull,
@@ -24,7 +25,6 @@ from fsdp_conformance.engine.errors import (
     PoolExhausted,
     TensorRefused,
 )
-from fsdp_conformance.engine.flat_collectives import all_gather
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.tests.engine.chunks.chunk_ranks import (
     NUMEL,
@@ -54,7 +54,7 @@ LEGAL = {
     ("world_size", "valid"), [(1, [896]), (2, [512, 384]), (4, [256, 256, 256, 128]), (8, [128] * 7 + [0])]
 )
 def test_the_valid_length_of_each_shard(world_size: int, valid: list[int]) -> None:
-    """Of 896 of 1024 elements every shard has its right part: full, partial, or nothing."""
+    """With 896 of 1024 elements used, every shard has its right part: full, partial, or nothing."""
     lengths = []
     for rank in range(world_size):
         layout = StorageLayout(1024, world_size=world_size, rank=rank)
@@ -120,7 +120,7 @@ def test_all_move_or_none() -> None:
 
 
 def test_configurations_out_of_range_are_all_named() -> None:
-    """Three problems, one error."""
+    """One error names all three problems."""
     with pytest.raises(
         ConfigError, match=r"align must .* got 0.*compute_dtype must .* got torch.int32.*block must .* got CACHED"
     ):
@@ -128,7 +128,7 @@ def test_configurations_out_of_range_are_all_named() -> None:
 
 
 class FillingTest(ChunkTestCase):
-    """Appending and closing."""
+    """Tests of appending and closing."""
 
     def test_a_size_that_does_not_divide(self) -> None:
         """The size is a positive multiple of the group size, the dtype a floating one, and the pool's blocks fit."""
@@ -268,7 +268,7 @@ class FillingTest(ChunkTestCase):
 
 
 class AccessTest(ChunkTestCase):
-    """Gathering and releasing."""
+    """Tests of gathering and releasing."""
 
     def test_round_trip(self) -> None:
         """

@@ -51,7 +51,7 @@ class FetcherTestCase(ChunkTestCase):
 
 
 class SchedulerTest(FetcherTestCase):
-    """Schedulers alone."""
+    """Tests of schedulers alone."""
 
     def accessed(self, num: int) -> list[Chunk]:
         """Chunks that can leave."""
@@ -98,7 +98,7 @@ class SchedulerTest(FetcherTestCase):
 
 
 class FetcherTest(FetcherTestCase):
-    """Fetchers."""
+    """Tests of fetchers."""
 
     def test_fifo_eviction(self) -> None:
         """With room for two of three, the one that has been idle for longest leaves: at last C, as B was used."""

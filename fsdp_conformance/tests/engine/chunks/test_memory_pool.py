@@ -159,7 +159,7 @@ def test_private_blocks_are_found_by_size_and_dtype() -> None:
 
 
 def test_an_unknown_private_block_is_a_typed_error() -> None:
-    """What is not there is named, with what is; nothing is counted."""
+    """The message names the missing block and the free ones, and no counter changes."""
     pool = MemoryPool("cpu")
     pool.allocate_private([(8, FLOAT)])
     before = pool.counters
@@ -209,9 +209,7 @@ def test_a_resized_block_has_memory_only_while_leased() -> None:
 
 
 def test_views_of_a_resized_block_see_the_next_lease() -> None:
-    """
-    What autograd saved in the forward reads what is gathered for the backward: the storage object stays the same.
-    """
+    """Tensors that autograd saved in the forward see the values gathered for the backward, in one storage object."""
     pool = MemoryPool("cpu")
     block = pool.reserve(6, FLOAT)
     pool.lease(block)
@@ -302,7 +300,7 @@ def test_trim_frees_what_is_cached_and_free() -> None:
 
 
 def test_the_limit_bounds_what_is_held() -> None:
-    """A lease over it is refused with the numbers, before anything changes; has_room says so beforehand."""
+    """A lease over it is refused with the numbers, before anything changes; has_room predicts it."""
     pool = MemoryPool("cpu", limit_bytes=100)
     block = pool.reserve(20, FLOAT)
     pool.lease(block)
@@ -319,7 +317,7 @@ def test_the_limit_bounds_what_is_held() -> None:
 
 
 def test_cached_blocks_make_room_under_the_limit() -> None:
-    """What nobody uses is freed before anything is refused."""
+    """Unused blocks are freed before a lease is refused."""
     pool = MemoryPool("cpu", limit_bytes=100)
     pool.release(pool.lease_cached(25, FLOAT))
     block = pool.reserve(25, FLOAT)
@@ -330,7 +328,7 @@ def test_cached_blocks_make_room_under_the_limit() -> None:
 
 
 def test_a_refused_lease_evicts_nothing() -> None:
-    """Where even freeing everything would not do, everything stays."""
+    """If freeing every block would not make enough room, every block stays."""
     pool = MemoryPool("cpu", limit_bytes=100)
     pool.lease(pool.reserve(10, FLOAT))
     pool.release(pool.lease_cached(15, FLOAT))
@@ -342,7 +340,7 @@ def test_a_refused_lease_evicts_nothing() -> None:
 
 
 def test_public_blocks_count_against_the_limit() -> None:
-    """All or none."""
+    """Either all public blocks fit the limit, or none is allocated."""
     pool = MemoryPool("cpu", limit_bytes=100)
 
     with pytest.raises(PoolExhausted):
@@ -360,7 +358,7 @@ def test_arguments_out_of_range_are_all_named() -> None:
 
 
 def test_an_exception_of_the_allocator_changes_no_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory runs out halfway, nothing is counted that is not there."""
+    """If memory runs out halfway, only existing blocks are counted."""
     pool = MemoryPool("cpu")
     pool.allocate_public(1, 8, FLOAT)
     kept = pool.lease_cached(4, FLOAT)
@@ -393,7 +391,7 @@ def test_empty_blocks_are_blocks() -> None:
 
 
 def test_large_blocks_of_the_host_are_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 32 MiB on the system is asked for huge pages, of whole pages inside the block; below it is not."""
+    """Blocks of at least 32 MiB ask the system for huge pages; smaller ones do not."""
     advised: list[tuple[int, int]] = []
     monkeypatch.setattr(memory_pool, "_madvise", lambda: lambda begin, nbytes: advised.append((begin, nbytes)))
     pool = MemoryPool("cpu")

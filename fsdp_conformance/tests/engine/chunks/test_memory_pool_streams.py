@@ -1,4 +1,4 @@
-"""The memory pool on streams: whoever gets memory next waits for its last user, and nobody else waits."""
+"""The memory pool on streams: the next tenant of memory waits for its last user, and no other stream waits."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ def streaming_pool(**options: Any) -> tuple[MemoryPool, FakeStreams]:
     return pool, streams
 
 
+def _release(pool: MemoryPool, block: Block, *, after: str) -> None:
+    """Release a block after an event, which is a string here."""
+    pool.release(block, after=after)  # type: ignore[arg-type]
+
+
 def test_a_public_block_is_given_out_after_its_last_use() -> None:
     """The stream that leases it waits for the event of its release; the first one for its allocation."""
     pool, streams = streaming_pool()
@@ -83,12 +88,12 @@ def test_a_resized_block_goes_back_to_its_stream() -> None:
 
 
 def test_a_block_is_released_after_the_event_named() -> None:
-    """Another event than the present one, as of a gather that nobody has waited for."""
+    """The block waits for a given event instead of now: that of a gather that was never waited for."""
     pool, streams = streaming_pool()
     block = pool.reserve(8, FLOAT)
     with streams.on("gather"):
         pool.lease(block)
-    pool.release(block, after="gather#7")
+    _release(pool, block, after="gather#7")
 
     assert ["gather after gather#7"] == streams.log
 
@@ -99,12 +104,12 @@ def test_a_cached_block_cools_down() -> None:
     """
     pool, streams = streaming_pool()
     first = pool.lease_cached(8, FLOAT)
-    pool.release(first, after="reduce#1")
+    _release(pool, first, after="reduce#1")
     second = pool.lease_cached(8, FLOAT)
     assert second is not first
     assert [] == streams.log
 
-    pool.release(second, after="reduce#2")
+    _release(pool, second, after="reduce#2")
     third = pool.lease_cached(8, FLOAT)
 
     assert third is first
@@ -117,7 +122,7 @@ def test_a_block_that_cools_down_is_given_out_where_there_is_no_room() -> None:
     """Under the limit, waiting is better than refusing."""
     pool, streams = streaming_pool(limit_bytes=40)
     first = pool.lease_cached(8, FLOAT)
-    pool.release(first, after="reduce#1")
+    _release(pool, first, after="reduce#1")
 
     assert pool.lease_cached(8, FLOAT) is first
     assert ["compute after reduce#1"] == streams.log
@@ -126,7 +131,7 @@ def test_a_block_that_cools_down_is_given_out_where_there_is_no_room() -> None:
 def test_a_block_that_cools_down_gives_way_where_there_is_no_room() -> None:
     """Its memory goes back to the stream that it was allocated on, which waits for its reader."""
     pool, streams = streaming_pool(limit_bytes=40)
-    pool.release(pool.lease_cached(8, FLOAT), after="reduce#1")
+    _release(pool, pool.lease_cached(8, FLOAT), after="reduce#1")
     pool.lease_cached(4, FLOAT)
 
     assert ["compute after reduce#1"] == streams.log
@@ -139,8 +144,8 @@ def test_trim_orders_the_streams_that_get_the_memory() -> None:
     with streams.on("other"):
         first = pool.lease_cached(8, FLOAT)
     second = pool.lease_cached(8, FLOAT)
-    pool.release(first, after="reduce#1")
-    pool.release(second, after="reduce#2")
+    _release(pool, first, after="reduce#1")
+    _release(pool, second, after="reduce#2")
     pool.trim()
 
     assert ["other after reduce#1", "compute after reduce#2"] == streams.log
@@ -198,7 +203,7 @@ def test_a_block_that_lingers_gives_way_where_there_is_no_room() -> None:
 
 
 def test_trim_ends_lingering() -> None:
-    """At the end of a step nothing is held but shards."""
+    """The pool holds nothing at the end of a step."""
     pool, streams = streaming_pool()
     lingers(pool, gathered(pool, streams))
     pool.trim()
@@ -208,10 +213,10 @@ def test_trim_ends_lingering() -> None:
 
 
 def test_a_gather_evicts_no_block_that_may_be_in_use() -> None:
-    """Its stream would be the one that computes: it would wait for the reduction because of a gather beside it."""
+    """Its stream would be the one that computes: it would wait for the reduction because of a concurrent gather."""
     pool, streams = streaming_pool(num_cooling=0)
     used = pool.lease_cached(8, FLOAT)
-    pool.release(used, after="reduce#1")
+    _release(pool, used, after="reduce#1")
     gathered(pool, streams)
     assert [] == streams.log
 
@@ -222,7 +227,7 @@ def test_a_gather_evicts_no_block_that_may_be_in_use() -> None:
 def test_a_gather_evicts_a_block_in_use_where_there_is_no_room() -> None:
     """The limit comes first."""
     pool, streams = streaming_pool(num_cooling=0, limit_bytes=40)
-    pool.release(pool.lease_cached(8, FLOAT), after="reduce#1")
+    _release(pool, pool.lease_cached(8, FLOAT), after="reduce#1")
     gathered(pool, streams)
 
     assert ["compute after reduce#1"] == streams.log

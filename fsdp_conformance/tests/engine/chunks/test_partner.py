@@ -11,7 +11,7 @@ from fsdp_conformance.tests.engine.chunks.chunk_ranks import SHAPES, ChunkTestCa
 
 
 class PartnerTest(ChunkTestCase):
-    """Chunks in pairs."""
+    """Tests of chunks in pairs."""
 
     def test_pairs_are_symmetric_and_for_good(self) -> None:
         """Made again it changes nothing; another partner, oneself, or another layout is refused."""
@@ -54,7 +54,7 @@ class PartnerTest(ChunkTestCase):
         self.assert_equal(-2 * coded(3, SHAPES[3]).bfloat16(), low.tensors[3].detach())
 
     def test_an_update_while_unsharded(self) -> None:
-        """What is unsharded is older than the update, and does not overwrite it: the next gather sends the master's."""
+        """Unsharded data older than the update do not overwrite it: the next gather sends the master's."""
         low, master = self.chunk_of(parameters(dtype=torch.bfloat16)), self.chunk_of()
         low.pair(master)
         low.access()
@@ -67,7 +67,7 @@ class PartnerTest(ChunkTestCase):
         self.assert_equal(-2 * coded(0, SHAPES[0]).bfloat16(), low.tensors[0].detach())
 
     def test_updates_that_cannot_be(self) -> None:
-        """Without a partner, or with one that is unsharded: typed errors."""
+        """An update without a partner, or with one that is unsharded, raises a typed error."""
         low, master = self.chunk_of(), self.chunk_of()
         with self.assertRaisesRegex(ChunkError, "the chunk has no partner: pair it first"):
             low.update_from_partner()

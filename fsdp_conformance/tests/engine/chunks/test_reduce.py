@@ -16,8 +16,8 @@ from fsdp_conformance.engine.chunks.gradients import DivideFactors, divide_facto
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind
 from fsdp_conformance.engine.chunks.storage import StorageState
 from fsdp_conformance.engine.chunks.tensor_state import TensorState
+from fsdp_conformance.engine.communication import reduce_scatter
 from fsdp_conformance.engine.errors import ChunkStateError, TensorRefused
-from fsdp_conformance.engine.flat_collectives import reduce_scatter
 from fsdp_conformance.tests.engine.chunks.chunk_ranks import (
     SHAPES,
     ChunkTestCase,
@@ -62,7 +62,7 @@ def test_statistics_of_a_shard() -> None:
 
 
 class ReduceTest(ChunkTestCase):
-    """One reduction."""
+    """Tests of one reduction."""
 
     def test_mean_shard(self) -> None:
         """

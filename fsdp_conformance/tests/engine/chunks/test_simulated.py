@@ -62,7 +62,7 @@ class SimulatedTest(SimulatedRanks):
 
     def init_rank(self) -> None:
         super().init_rank()
-        # Once for all trainings: a new group is a collective of its own.
+        # Once for all trainings: making a group is a collective.
         self.alone: ProcessGroup = [dist.new_group([rank]) for rank in range(2)][self.rank]
 
     def train(

@@ -31,7 +31,7 @@ KINDS: tuple[dict[str, Any], ...] = ({"gradient_as_bucket_view": False}, {"gradi
 
 
 def code(rank: int, step: int = 0) -> float:
-    """What rank `rank` contributes in a step: 3, 6, 12, ..., so that a mean over two or three ranks is exact."""
+    """The contribution of rank `rank` in a step: 3, 6, 12, ..., so that a mean over two or three ranks is exact."""
     return 3.0 * 2.0**rank * (step + 1)
 
 

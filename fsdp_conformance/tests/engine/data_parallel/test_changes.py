@@ -20,7 +20,7 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import Coded, Red
 
 
 class Changes(ReducerTestCase):
-    """What may change between iterations."""
+    """Tests of changes between iterations."""
 
     def test_freezing_and_thawing(self) -> None:
         """A frozen parameter has no gradient; an unfrozen one is averaged, which the reference leaves local."""
@@ -75,7 +75,7 @@ class Changes(ReducerTestCase):
             model(1.0)
 
     def test_cast(self) -> None:
-        """Between iterations, on the wrapper or the inner module: gradients are averaged in the new dtype."""
+        """After a cast of the wrapper or the inner module, gradients are averaged in the new dtype."""
         for find_unused in (False, True):
             model = DataParallel(Coded(), find_unused_parameters=find_unused)
             self.train(model)
@@ -91,7 +91,7 @@ class Changes(ReducerTestCase):
             self.assert_means(model, step=2)
 
     def test_one_rank_moves_its_model_away_and_back(self) -> None:
-        """For example to save it: nothing is communicated, and training continues."""
+        """A rank may do so to save its model: nothing is communicated, and training continues."""
         model = DataParallel(Coded())
         self.train(model)
         model.zero_grad()

@@ -106,7 +106,7 @@ class Hooks(ReducerTestCase):
                 self.forward(reducer, module).backward()
 
     def test_it_sees_unscaled_gradients_of_a_group_of_one_too(self) -> None:
-        """With a hook a group of one is reduced like any other."""
+        """A group of one with a hook is reduced like any other."""
         module = Coded()
         groups = [dist.new_group([rank]) for rank in range(2)]
         reducer = Reducer(module.named_parameters(), groups[self.rank])

@@ -28,7 +28,7 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import (
 
 
 class Wrapping(ReducerTestCase):
-    """What is checked, sent and rejected when a module is wrapped."""
+    """Tests of wrapping: checks, broadcasts and rejections."""
 
     def test_state_of_the_first_rank(self) -> None:
         """Parameters and buffers of every dtype and layout, from the first rank of the group."""
@@ -258,7 +258,7 @@ class Iterations(ReducerTestCase):
         self.assertEqual(gradients[:3], gradients[6:])
 
     def test_deferral_ends_with_its_block(self) -> None:
-        """Even if an exception ends it. Blocks nest."""
+        """The deferral ends even if an exception leaves the block, and blocks nest."""
         model = DataParallel(Coded())
         with self.assertRaises(ZeroDivisionError), model.no_sync():
             self.train(model, step=self.rank // 0)
@@ -273,7 +273,7 @@ class Iterations(ReducerTestCase):
             self.assert_mean(parameter, 3 * mean_code(2))
 
     def test_after_an_exception(self) -> None:
-        """In forward or in backward, on every rank: the next iteration is right."""
+        """The iteration after an exception in forward or backward, on every rank, is right."""
         model = DataParallel(Coded())
         self.train(model)
         model.zero_grad()
@@ -364,7 +364,7 @@ class Buffers(ReducerTestCase):
         self.assertEqual(first, second)
 
     def test_left_alone_where_that_is_asked(self) -> None:
-        """Each rank keeps its own."""
+        """Each rank keeps its own buffers."""
         module = self._Counting()
         model = DataParallel(module, broadcast_buffers=False)
         for _ in range(3):

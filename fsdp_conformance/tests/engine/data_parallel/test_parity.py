@@ -31,7 +31,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 class _WithoutSearch(ReferenceDataParallel):
-    """As a user wraps a model without unused parameters."""
+    """A model wrapped without the search for unused parameters."""
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         return DataParallel(model, broadcast_buffers=False, **plan.extra)
@@ -127,7 +127,7 @@ class TwoRanks(ParityTestCase):
             self.assert_bitwise(workload_by_name("exact-long"), regime, OPTIONS[:2])
 
     def test_without_the_search_for_unused_parameters(self) -> None:
-        """Also with rebuilt buckets, which change after the first step."""
+        """Parity holds with rebuilt buckets, too, which change after the first step."""
         for name in ("exact-nested", "exact-tied", "exact-multi-forward", "transformer"):
             workload = workload_by_name(name)
             expected = self.reference_run(workload, Regime())
@@ -157,7 +157,7 @@ class OneRank(ParityTestCase):
 
 @pytest.mark.slow
 class ThreeRanks(ParityTestCase):
-    """An odd world."""
+    """Tests with three ranks."""
 
     @property
     def world_size(self) -> int:
@@ -166,7 +166,7 @@ class ThreeRanks(ParityTestCase):
     @pytest.mark.slow
     @pytest.mark.nightly
     def test_exact_probes(self) -> None:
-        """Bitwise in every option."""
+        """Exact probes are bitwise equal with every option."""
         for workload in exact_workloads():
             self.assert_bitwise(workload)
         self.assert_bitwise(
@@ -184,6 +184,6 @@ class FourRanks(ParityTestCase):
 
     @pytest.mark.nightly
     def test_exact_probes(self) -> None:
-        """Bitwise."""
+        """Exact probes are bitwise equal."""
         for workload in exact_workloads():
             self.assert_bitwise(workload, options=OPTIONS[:2])

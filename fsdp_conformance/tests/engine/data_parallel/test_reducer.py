@@ -209,7 +209,7 @@ class Rebuild(ReducerTestCase):
 
 
 class Accumulation(ReducerTestCase):
-    """What is reduced when, and what it is added to."""
+    """Tests of when gradients are reduced, and what they are added to."""
 
     def test_deferred_gradients_are_reduced_with_the_next(self) -> None:
         """First local sums, then their mean, in any interleaving from the first forward on."""
@@ -317,7 +317,7 @@ class Accumulation(ReducerTestCase):
             self.assert_mean(module.p0, code(self.rank))
 
     def test_outputs_with_a_backward_each(self) -> None:
-        """Of modules that share nothing: one reduction, which ends with the second backward."""
+        """Modules that share nothing have one reduction, which ends with the second backward."""
         module = Coded()
         reducer = self.reducer_of(module)
         for step in range(3):

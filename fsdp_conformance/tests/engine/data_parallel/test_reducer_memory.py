@@ -149,7 +149,7 @@ class Memory(ReducerTestCase):
 
 
 class Release(ReducerTestCase):
-    """What the reducer and gloo hold after a backward."""
+    """The tensors that the reducer and gloo hold after a backward."""
 
     def init_rank(self) -> None:
         with one_gloo_thread():

@@ -58,7 +58,7 @@ class Sparse(ReducerTestCase):
                 self.assertTrue(torch.equal(one, other), msg=f"expected {other}, got {one}")
 
     def test_equal_to_dense(self) -> None:
-        """With different numbers of rows on the ranks."""
+        """Sparse gradients average like dense ones, with different numbers of rows on the ranks."""
         self._assert_equal(self._gradients(sparse=True), self._gradients(sparse=False))
 
     def test_in_a_bucket_of_its_own(self) -> None:
@@ -84,7 +84,7 @@ class Sparse(ReducerTestCase):
         )
 
     def test_unused_on_one_rank_or_on_both(self) -> None:
-        """Like a dense one: a rank without a gradient counts as zero, and None stays None."""
+        """A rank without a gradient counts as zero, and None stays None, as for a dense one."""
         rank = self.rank
 
         def skip(step: int) -> bool:

@@ -38,7 +38,7 @@ NUM_STEPS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One way to train."""
+    """The options of one training."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Of the wrapper."""
@@ -80,13 +80,11 @@ SCHEDULES = {
     "joined": Schedule(joined=True),
 }
 
-#: Modules of the engine that only pass a call on: their caller is the site.
-_HELPERS = ("streams.py",)
 #: Waits that torch asks for, by module, kind and function.
 _TORCHS: set[tuple[str, ...]] = {
     # A collective records an event when it is issued.
     ("distributed_c10d.py", Wait.EVENT_RECORD),
-    ("flat_collectives.py", Wait.EVENT_RECORD),
+    ("communication.py", Wait.EVENT_RECORD),
     # A hook's future records its tensors on the stream that waits, as the bucket does too.
     ("data_parallel/gradient_buckets.py", Wait.RECORD_STREAM, "_await"),
 }
@@ -271,7 +269,6 @@ def _joined(model: DataParallel, schedule: Schedule) -> Iterator[None]:
 
 _site = partial(
     site_in_program,
-    helpers=_HELPERS,
     is_others=lambda name, kind, function: (
         bool({(name, kind), (name, kind, function)} & _TORCHS) or name == "data_parallel/communication_hook.py"
     ),

@@ -11,7 +11,7 @@ from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import ShardedTes
 
 
 class CheckpointTestCase(ShardedTestCase):
-    """Ranks that save and load."""
+    """Base class of tests whose ranks save and load."""
 
     def fill_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """State of the right shape, to be loaded into, without a step on parameters."""

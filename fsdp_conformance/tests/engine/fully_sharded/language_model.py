@@ -33,7 +33,7 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 class Layer(nn.Module):
-    """Attention to what came before, and a multilayer perceptron, each behind a norm and beside a residual."""
+    """Causal attention and a multilayer perceptron, each after a norm and with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()

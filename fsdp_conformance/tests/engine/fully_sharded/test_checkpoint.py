@@ -30,7 +30,7 @@ class TestCheckpoint(CheckpointTestCase):
         return 4
 
     def test_saved_on_four_loaded_on_two(self) -> None:
-        """What was saved on four ranks goes on on two, with other units, as if it had not been interrupted."""
+        """Training saved on four ranks resumes on two, with other units, as if it had not been interrupted."""
         directory = self.shared_directory()
         subject = sharded(chain())
         optimizer = self.adam(subject)

@@ -17,7 +17,7 @@ def _inner(model: FullyShardedDataParallel) -> list[FullyShardedDataParallel]:
 
 
 class TestDeferral(ShardedTestCase):
-    """Three stages and a root with a layer of its own."""
+    """Three stages and a root with its own layer."""
 
     def _reductions(self) -> int:
         return sum("reduce_scatter" in line for line in self.schedule())
@@ -110,7 +110,7 @@ class TestDeferral(ShardedTestCase):
             optimizer.zero_grad()
 
     def test_kept_across_a_step(self) -> None:
-        """What was kept is out of date once the optimizer has written, and is gathered again."""
+        """Parameters that were kept are gathered again once the optimizer has written."""
         model, expected = (sharded(chain(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP) for _ in range(2))
         with model.keep_gathered():
             losses = self.train(model)

@@ -70,7 +70,7 @@ class CubeTestCase(RankTestCase):
     def train_side_by_side(
         self, adapter: ReferenceOnMesh | FSDP2OnMesh, cube: DeviceMesh
     ) -> tuple[TrainingHistory, TrainingHistory]:
-        """What this rank's training did, and what its four ranks' data do to the unwrapped model."""
+        """The result of this rank's training, and that of the unwrapped model on the data of its four ranks."""
         training = cube.get_local_rank("other")
         rank = 2 * cube.get_local_rank("replicate") + cube.get_local_rank("shard")
         workload, regime = _apart(probes.exact_nested(), training), Regime(steps=2)
@@ -94,7 +94,7 @@ def _apart(workload: Workload, training: int) -> Workload:
 
 @pytest.mark.slow
 class SideBySide(CubeTestCase):
-    """Whatever the order of the axes."""
+    """The order of the axes makes no difference."""
 
     def assert_parity(self, got: TrainingHistory, expected: TrainingHistory) -> None:
         """Losses, gradients and parameters of every step, bit for bit."""

@@ -38,7 +38,7 @@ class TestLanguageModel(CheckpointTestCase):
         return 4
 
     def test_resumed_at_another_world_size(self) -> None:
-        """Losses of both halves are those of the unsharded run that nobody interrupted; and it learns."""
+        """The losses of both halves are those of an uninterrupted unsharded run, and the model learns."""
         directory = self.shared_directory()
         pair = dist.new_group([0, 1])
         losses: list[float] = []

@@ -25,7 +25,7 @@ def _cut(whole: Tensor, box: Box) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_boxes_have_every_element_of_a_range_once_and_in_order(shape: tuple[int, ...]) -> None:
-    """Of all ranges of the tensor, with at most two boxes for each dim but the last."""
+    """Every range of the tensor is covered, with at most two boxes for each dim but the last."""
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for begin in range(whole.numel() + 1):
         for end in range(begin, whole.numel() + 1):
@@ -39,13 +39,13 @@ def test_boxes_have_every_element_of_a_range_once_and_in_order(shape: tuple[int,
 
 
 def test_a_scalar_is_one_box() -> None:
-    """Or none, on a rank that does not have it."""
+    """A scalar is one box, or none on a rank that does not have it."""
     assert list(boxes((), 0, 1)) == [Box((), ())]
     assert list(boxes((), 0, 0)) == []
 
 
 def test_pieces_are_views() -> None:
-    """What is loaded into a piece is in the shard."""
+    """Values loaded into a piece are in the shard."""
     part = torch.arange(13.0)
     pieces = LocalPieces(part, torch.Size((4, 5)), 3)
     for piece in pieces.local_shards():

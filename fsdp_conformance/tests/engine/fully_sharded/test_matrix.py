@@ -123,7 +123,7 @@ class TestOnTwoRanks(Matrix):
 
     @pytest.mark.slow
     def test_every_pair_of_options(self) -> None:
-        """As on the CPU, without a hazard; with hazards where nothing waits."""
+        """Parameters are those of the CPU, without a hazard; without waits there are hazards."""
         self.check_all()
 
 
@@ -136,12 +136,12 @@ class TestOnFourRanks(Matrix):
     @pytest.mark.slow
     @pytest.mark.nightly
     def test_every_pair_of_options(self) -> None:
-        """As on the CPU, without a hazard; with hazards where nothing waits."""
+        """Parameters are those of the CPU, without a hazard; without waits there are hazards."""
         self.check_all()
 
 
 def test_every_legal_pair_is_there() -> None:
-    """Of all combinations that are legal no two values are missing together, and few combinations are run."""
+    """Every legal pair of values is in a combination that is run, and few combinations are run."""
     legal = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
     wanted = {pair for row in legal if is_legal(row) for pair in pairs(row)}
 

@@ -1,4 +1,4 @@
-"""What the fully sharded module holds, step after step: on the CPU by live tensors, on the device by its allocator."""
+"""The memory of the fully sharded module over many steps: live tensors on the CPU, the allocator on the device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(
     subject: FullyShardedDataParallel, inputs: list[Tensor], *, steps: int, count: Callable[[], Count]
 ) -> list[Count]:
     """
-    What is counted after the first two steps that follow the warm-up, and after the last two.
+    The counts after the first two steps that follow the warm-up, and after the last two.
 
     A step has a deferred and a reduced micro-batch, and every other one is in eval mode.
     """
@@ -104,12 +104,12 @@ class TestOnTheCPU(ShardedTestCase):
 
 @compiled
 class TestOnTheDevice(OnSim):
-    """What the allocator of the simulated device has given out."""
+    """The bytes that the allocator of the simulated device has given out."""
 
     case_timeout_s = 300.0
 
     def test_deferred_gradients(self) -> None:
-        """A second deferred micro-batch adds to the gradients in place: beside them there are two gathered units."""
+        """A second deferred micro-batch adds to the gradients in place: besides them there are two gathered units."""
         device = torch.device(self.device)
         memory: Any = torch.get_device_module("sim")
         layers, width = 4, 64
@@ -130,7 +130,7 @@ class TestOnTheDevice(OnSim):
     @pytest.mark.slow
     @pytest.mark.nightly
     def test_two_hundred_steps(self) -> None:
-        """As many bytes are given out after the last steps, and at their peak, as after the first ones."""
+        """The bytes in use after the last steps, and their peak, are those of the first ones."""
         device = torch.device(self.device)
         memory: Any = torch.get_device_module("sim")
 

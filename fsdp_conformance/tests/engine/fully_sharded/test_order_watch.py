@@ -1,4 +1,4 @@
-"""What ranks write down before they issue a collective, and what they make of it."""
+"""Tests of the comparison of collectives before ranks issue them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
 
 
 class Group:
-    """As much of a group as a watch asks for: its name, and here its store and its members."""
+    """The part of a group that a watch uses: its name, its store and its members."""
 
     def __init__(self, store: Store | None, name: str = "0", members: Sequence[int] = (0, 1)) -> None:
         self.store = store
@@ -59,7 +59,7 @@ def ranks() -> tuple[Rank, Rank]:
 
 
 def test_the_second_rank_to_come_is_told(ranks: tuple[Rank, Rank]) -> None:
-    """With both collectives; which rank comes first does not matter, and the first one has nothing to compare with."""
+    """The error has both collectives. Either rank may come first, and that one has nothing to compare with."""
     for first, second in (ranks, reversed(ranks)):
         for each in (first, second):
             each.next_iteration()
@@ -83,7 +83,7 @@ def test_what_ranks_do_alike(ranks: tuple[Rank, Rank]) -> None:
 
 
 def test_one_rank_runs_ahead(ranks: tuple[Rank, Rank]) -> None:
-    """Nobody waits: a rank may be iterations ahead of its peers."""
+    """No rank waits: one may be iterations ahead of its peers."""
     one, other = ranks
     actions = [[f"gather ({number * step})" for number in range(1, 4)] for step in range(1, 3)]
     for each in (one, other):

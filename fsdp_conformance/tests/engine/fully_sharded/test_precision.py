@@ -199,7 +199,7 @@ class TestBuffers(ShardedTestCase):
         self.assertEqual(torch.bfloat16, _buffer(subject, "0.factors").dtype)
 
     def test_in_eval(self) -> None:
-        """In full precision they are in their own dtype, and afterwards what they were before."""
+        """In full precision buffers have their own dtype, and afterwards the one they had before."""
         subject = sharded(nn.Sequential(Scaled(), Scaled(3)), units=["0"], mixed_precision=FULL_IN_EVAL).eval()
         with torch.no_grad():
             subject(batch(self.rank))

@@ -55,16 +55,16 @@ class TestOnSim(OnSim):
     """Programs that run on the CPU and on the simulated device, in two ranks."""
 
     def test_checkpointing(self) -> None:
-        """Recomputed units."""
+        """Units recomputed by a checkpoint train as on the CPU."""
         for reentrant in (False, True):
             self.assert_same(plain, build=partial(_recomputed, reentrant))
 
     def test_optimizer_in_backward(self) -> None:
-        """Steps in the hooks of gradients."""
+        """Optimizers that step in hooks of gradients train as on the CPU."""
         self.assert_same(in_backward)
 
     def test_two_forwards(self) -> None:
-        """Forward, forward, backward, backward."""
+        """Two forwards followed by two backwards train as on the CPU."""
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
             self.assert_same(two_forwards, sharding_strategy=strategy)
 
@@ -92,7 +92,7 @@ class TestOnSim(OnSim):
             self.assert_same(in_both_modes, build=_buffered, **options)
 
     def test_small_parameters_that_stay(self) -> None:
-        """Biases are replicated beside sharded weights."""
+        """Biases are replicated and weights are sharded."""
         self.assert_same(plain, persist_numel=WIDTH)
 
     def test_evaluated_and_written(self) -> None:
@@ -239,7 +239,7 @@ def plain(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
 
 
 def in_backward(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
-    """Steps in the hooks of gradients."""
+    """Optimizers that step in hooks of gradients train as on the CPU."""
     optimizers = {parameter: torch.optim.SGD([parameter], lr=LEARNING_RATE) for parameter in model.parameters()}
 
     def step(parameter: Tensor) -> None:

@@ -37,7 +37,7 @@ from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
 
 
 class WithSpare(nn.Module):
-    """A stage, a layer that the root owns, and a single element beside it that nothing uses."""
+    """A stage, a layer that the root owns, and a single element that nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class WithSpare(nn.Module):
 
 
 class TestState(ShardedTestCase):
-    """Values in, values out."""
+    """Tests of reading and writing values."""
 
     def test_replaced_between_forward_and_backward(self) -> None:
         """A parameter that is replaced between the two raises in the backward, on every rank, and is not dropped."""
@@ -102,7 +102,7 @@ class TestState(ShardedTestCase):
             subject.load_state_dict({"spare": torch.zeros(1)})
 
     def test_summon_writeback(self) -> None:
-        """What is written inside is kept if it is to be; gradients are there on request."""
+        """Values written inside are kept if requested, and gradients are there on request."""
         subject = sharded(chain())
         forward_sum(subject, batch(self.rank)).backward()
         for writeback in (False, True):
@@ -138,7 +138,7 @@ class TestState(ShardedTestCase):
             self.train(subject, steps=1)
 
     def test_summon_without_gradients(self) -> None:
-        """Where no rank has a gradient, none is shown, also on a rank that has no elements of the parameter."""
+        """If no rank has a gradient, no rank shows one, not even one without elements of the parameter."""
         subject = sharded(WithSpare())
         forward_sum(subject, batch(self.rank)).backward()
         with subject.summon_full_params(subject, writeback=False, with_grads=True):
@@ -252,7 +252,7 @@ class TestState(ShardedTestCase):
 
 
 def _around() -> nn.Module:
-    """A plain module with a parameter and buffers of its own, before, between and after two parts."""
+    """A plain module with its own parameter and buffers, before, between and after two parts."""
     outer = nn.Module()
     outer.scale = nn.Parameter(torch.full((2,), 3.0))
     outer.first = nn.Sequential(Stage(), nn.BatchNorm1d(WIDTH))
@@ -379,13 +379,13 @@ class TestMeta(ShardedTestCase):
         self.assert_same_params(self._model("cpu"), subject)
 
     def test_what_is_left_on_meta(self) -> None:
-        """Named, with what to do."""
+        """Tensors left on meta are named, with what to do."""
         with self.assertRaisesRegex(ConfigError, r"weight, bias of a OnItsOwn must not be on meta.*to_empty"):
             FullyShardedDataParallel(self._model("meta"), param_init_fn=lambda module: None)
 
 
 class TestRefusals(ShardedTestCase):
-    """What raises."""
+    """Tests of errors."""
 
     def test_written_between_forward_and_backward(self) -> None:
         """A parameter that is written when its backward is still to come is refused by name, and training goes on."""

@@ -34,7 +34,7 @@ _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 class Attending(nn.Module):
-    """A stage beside attention and a list of stages, which are called one by one."""
+    """A stage, attention, and a list of stages that are called one by one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class TestOptions(ShardedTestCase):
         self.assertFalse(model.unit.reshard_after_forward)
 
     def test_refusals(self) -> None:
-        """What the engine does not offer is refused by name."""
+        """Options that the engine does not offer are refused by name."""
         refused: list[tuple[str, dict[str, Any]]] = [
             ("use_orig_params=False", {"use_orig_params": False}),
             ("keep_low_precision_grads", {"mixed_precision": fsdp.MixedPrecision(keep_low_precision_grads=True)}),
@@ -151,7 +151,7 @@ class TestOptions(ShardedTestCase):
                 FullyShardedDataParallel(model, **options)
 
     def test_ignored_on_some_ranks(self) -> None:
-        """What a rank ignores may shift the names of the rest; their shapes must still agree."""
+        """Ignored modules may shift the names of the others; their shapes must still agree."""
         for ignoring in ((0, 1), (1,)):
             spare = [nn.Linear(2, 2) for _ in range(self.rank + 1)] if self.rank in ignoring else []
             model = nn.Sequential(Stage(), *spare, Stage())
@@ -164,7 +164,7 @@ class TestOptions(ShardedTestCase):
             FullyShardedDataParallel(other, ignored_modules=[other[1]])
 
     def test_ignored_parameters(self) -> None:
-        """An ignored parameter is left alone, and is in the full state dict; units beside it train as before."""
+        """An ignored parameter is left alone, and is in the full state dict; units next to it train as before."""
         model = chain()
         ignored: Any = model.get_parameter("1.linear.weight")
         values = ignored.detach().clone()
@@ -187,7 +187,7 @@ class TestPolicies(ShardedTestCase):
     """Policies of torch.distributed.fsdp.wrap choose the same units as in torch's class."""
 
     def test_same_units(self) -> None:
-        """By size, by class, by function, all of them; containers without a forward are never units."""
+        """Policies choose the units that they choose in torch; containers without a forward are never units."""
         policies: list[Any] = [
             wrap.always_wrap_policy,
             functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=20),
@@ -294,7 +294,7 @@ class TestStateDicts(CheckpointTestCase):
             self.assertEqual(expected, self.train(twin, optimizer=restored, first=2), msg=method)
 
     def test_sharded_optimizer_state_of_other_units(self) -> None:
-        """What other units hold on this rank is no state of these units: refused, instead of loaded as it is."""
+        """State that other units hold on this rank is refused instead of loaded."""
         subject, other = self._trained(), FullyShardedDataParallel(chain())
         optimizer, restored = self.optimizer(subject), self.optimizer(other)
         self.train(subject, optimizer=optimizer, steps=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ PROGRAMS: tuple[tuple[programs.Program, dict[str, Any]], ...] = (
 
 #: What collectives record is torch's. The gradient buffer of a group of one rank is kept for a caller that drops the
 #: gradient before another stream has read it, and no program here does.
-NOT_ASKED = frozenset({"flat_collectives.py", "record_stream chunks/gradients.py _reduce"})
+NOT_ASKED = frozenset({"communication.py", "record_stream chunks/gradients.py _reduce"})
 
 
 class TestWaits(OnSim):
@@ -76,13 +75,13 @@ class TestWaits(OnSim):
         self.assertEqual(set(), unseen)
 
     def run_program(self, number: int, *, dropped: Collection[str] = ()) -> tuple[list[str], set[str]]:
-        """What the checker found, and the waits of the engine that were executed."""
+        """The checker's findings, and the waits of the engine that were executed."""
         program, options = PROGRAMS[number]
         subject = sharded(chain(), device_id=torch.device(self.device), **options)
         inputs = [batch(self.rank, step).to(self.device) for step in range(4)]
         torch.get_device_module(SIMULATED).synchronize()
         checker.clear()
         sites: set[str] = set()
-        with noting_sites(sites, dropped, partial(site_in_program, helpers=("streams.py",))):
+        with noting_sites(sites, dropped, site_in_program):
             program(subject, inputs)
         return self.found(), sites

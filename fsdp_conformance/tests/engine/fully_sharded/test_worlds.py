@@ -1,5 +1,5 @@
 """
-The fully sharded module beside torch's DDP, bit for bit, at world sizes 1, 2, 3, 4, 5 and 8, on simulated ranks.
+The fully sharded module compared with torch's DDP, bit for bit, at world sizes 1, 2, 3, 4, 5 and 8, on simulated ranks.
 
 On the CPU under every strategy and every kind of prefetch; on the simulated accelerator under every strategy, init
 mode and place of the parameters between iterations.
@@ -87,7 +87,7 @@ def thirds() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "third"), list(thirds()))
 def test_every_strategy_and_prefetch(world_size: int, third: int) -> None:
-    """On the CPU."""
+    """Parameters are those of DDP on the CPU."""
     workload = probes.exact_mlp()
     plans = [
         Plan(units=workload.units, backward_prefetch=backward, forward_prefetch=forward, **sharding)
@@ -114,7 +114,7 @@ def test_every_strategy_and_prefetch(world_size: int, third: int) -> None:
 )
 @in_process_of_its_own
 def test_every_strategy_init_mode_and_offload(world_size: int) -> None:
-    """On the simulated accelerator: a third of the combinations in each world, all of them in three worlds."""
+    """Each world runs a third of the combinations on the simulated accelerator, and three worlds run all of them."""
     workload = probes.exact_mlp()
     plans = [
         Plan(device=SIMULATED, units=workload.units, init_mode=init, offload=offload, **sharding)

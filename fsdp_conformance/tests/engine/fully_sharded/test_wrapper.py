@@ -1,4 +1,4 @@
-"""What a fully sharded module does that no case of a suite asks: checkpoints, hooks, scaling, errors, reports."""
+"""Tests of the fully sharded module beyond the cases of the suites: checkpoints, hooks, scaling, errors, reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_conformance.engine import flat_collectives
+from fsdp_conformance.engine import communication
 from fsdp_conformance.engine.chunks import gradients as chunk_gradients
 from fsdp_conformance.engine.errors import (
     TrainingStateError,
@@ -132,7 +132,7 @@ class TestCheckpointing(ShardedTestCase):
 
 
 class TestRecovery(ShardedTestCase):
-    """After an exception."""
+    """Tests of training after an exception."""
 
     def test_training_goes_on(self) -> None:
         """After an exception in forward or backward, on every rank, the next step is as if it had not been tried."""
@@ -156,7 +156,7 @@ class TestRecovery(ShardedTestCase):
 
 
 class TestSteps(ShardedTestCase):
-    """Ways to train."""
+    """Tests of ways to train."""
 
     def test_optimizer_in_backward(self) -> None:
         """A step in the hook of a parameter's gradient gives what a step after backward gives, and runs once."""
@@ -258,7 +258,7 @@ class TestSteps(ShardedTestCase):
 
     def test_replicas_that_wait(self) -> None:
         """
-        What is reduced without the replicas is reduced over them by the next backward, whatever that one uses.
+        Gradients reduced without the replicas are reduced over them by the next backward, whatever that one uses.
 
         Shard groups of one rank: the two ranks are replicas.
         """
@@ -281,7 +281,7 @@ class TestSteps(ShardedTestCase):
                 self.assertEqual(wanted.grad, got.grad, rtol=0, atol=0, msg=name)
 
     def test_gathered_by_hand(self) -> None:
-        """A handle gives whole parameters once, before the first forward, too; a unit that nobody runs is freed."""
+        """A handle gives whole parameters once, before the first forward, too; a unit that does not run is freed."""
         model = nn.Sequential(Stage(), nn.Hardtanh(), Stage(WIDTH, 3))
         subject = sharded(copy.deepcopy(model), units=["0", "1", "2"])
         wrappers = [each for each in subject.modules() if isinstance(each, FullyShardedDataParallel)]
@@ -333,6 +333,35 @@ class TestSteps(ShardedTestCase):
         self.assertEqual(8, len(calls))
         self.assert_same_params(reference.module, subject)
 
+    def test_a_communication_hook_gets_deferred_sums(self) -> None:
+        """Gradients kept by `no_all_reduce` are reduced by a hook that is registered afterwards."""
+        model = chain()
+        reference = DistributedDataParallel(copy.deepcopy(model))
+        subject = sharded(model, sharding_strategy=ShardingStrategy.NO_SHARD)
+        with reference.no_sync():
+            forward_sum(reference, batch(self.rank, 0)).backward()
+        with subject.no_all_reduce():
+            forward_sum(subject, batch(self.rank, 0)).backward()
+        subject.register_comm_hook(
+            default_hooks.DefaultState(dist.distributed_c10d._get_default_group()), default_hooks.allreduce_hook
+        )
+        for model_ in (reference, subject):
+            forward_sum(model_, batch(self.rank, 1)).backward()
+        for (name, expected), got in zip(reference.module.named_parameters(), subject.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, expected.grad, msg=name)
+        subject.clip_grad_norm_(1.0)
+
+    def test_hooks_of_parameters(self) -> None:
+        """Hooks see the whole gradient, whether they were registered before or after wrapping."""
+        model, shapes = chain(), []
+        first = next(model.parameters())
+        first.register_hook(lambda gradient: shapes.append(gradient.shape))
+        shape = first.shape
+        subject = sharded(model)
+        first.register_hook(lambda gradient: shapes.append(gradient.shape))
+        forward_sum(subject, batch(self.rank)).backward()
+        self.assertEqual([shape, shape], shapes)
+
     def test_torchs_communication_hooks(self) -> None:
         """Torch's own hooks fill shards, and reduce in place where nothing is sharded; then optimizers may step."""
         for strategy, hook in (
@@ -351,7 +380,7 @@ class TestSteps(ShardedTestCase):
             self.assertEqual(2 * len(list(subject.parameters())), len(stepped))
 
     def test_torchs_optimizers_in_backward(self) -> None:
-        """What torch attaches to parameters is stepped once each gradient is reduced, and drops it."""
+        """Optimizers that torch attaches to parameters step once each gradient is reduced, and drop it."""
         for register_hook in (False, True):
             expected, subject = sharded(chain()), sharded(chain())
             optimizer = torch.optim.SGD(expected.parameters(), lr=LEARNING_RATE)
@@ -377,13 +406,13 @@ class _HalfUsed(Stage):
 
 
 class TestSignsOfZero(ShardedTestCase):
-    """What the engine knows from (-0) + (-0) being -0: that no rank used a parameter."""
+    """The engine tells from (-0) + (-0) being -0 that no rank used a parameter."""
 
     def test_kept_and_lost(self) -> None:
-        """Where a reduction loses the sign, such a parameter gets zeros for a gradient, and no other is changed."""
+        """If a reduction loses the sign, such a parameter gets a gradient of zeros, and no other changes."""
 
         def losing(shard: Tensor, inputs: Tensor, group: ProcessGroup) -> dist.Work:
-            return flat_collectives.reduce_scatter(shard, inputs.add_(0.0), group)
+            return communication.reduce_scatter(shard, inputs.add_(0.0), group)
 
         gradients = []
         for lost in (False, True):
@@ -401,7 +430,7 @@ class TestSignsOfZero(ShardedTestCase):
 
 
 class TestOutputs(ShardedTestCase):
-    """Outputs that nobody can look into."""
+    """Outputs that no engine can look into."""
 
     def test_unknown_object(self) -> None:
         """Units that return an object of the user's train as others do, and are resharded in the end."""
@@ -414,7 +443,7 @@ class TestOutputs(ShardedTestCase):
 
 
 class TestReports(ShardedTestCase):
-    """What a user can ask."""
+    """Tests of reports and questions of users."""
 
     def test_reports(self) -> None:
         """A line for each unit, and what it holds."""
@@ -457,7 +486,7 @@ def _synchronised_in_threads(found: dict[int, float]) -> None:
 
 
 def test_group_that_names_no_devices() -> None:
-    """A process group of a class of its own is its own backend, and is asked: here torch's for threads."""
+    """A process group written in Python is its own backend, and is asked: here torch's for threads."""
     found: dict[int, float] = {}
 
     _synchronised_in_threads(found)

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 
 class Broadcast(MeshTestCase):
-    """From one rank of a row to the others."""
+    """Tests of sending from one rank of a row to the others."""
 
     def test_each_row_has_a_source_of_its_own(self) -> None:
         """Group rank 0 or another: a different rank of the world in each row."""
@@ -84,7 +84,7 @@ class Broadcast(MeshTestCase):
 
 
 class Scatter(MeshTestCase):
-    """From the list of one rank of a row to all of it."""
+    """Tests of distributing the list of one rank over its row."""
 
     def lists(self, row: list[int], source: int, *shape: int) -> list[Tensor]:
         """The source's list; on every other rank a list that must not be read."""

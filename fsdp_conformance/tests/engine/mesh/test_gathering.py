@@ -24,7 +24,7 @@ SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
 
 
 class Gathering(MeshTestCase):
-    """Shards of a row, joined."""
+    """Tests of joining the shards of a row."""
 
     def test_every_axis_and_dim(self) -> None:
         """The whole tensor of the row, in the order of its ranks, contiguous, whatever the shards' strides."""
@@ -55,7 +55,7 @@ class Gathering(MeshTestCase):
             self.assertIs(work.wait(), work.wait())
 
     def test_any_dtype(self) -> None:
-        """Even those that gloo cannot compute with."""
+        """Every dtype can be gathered, even those that gloo cannot compute with."""
         for dtype in (torch.bool, torch.float8_e4m3fn, torch.complex64):
             got = mesh_all_gather(torch.full((2,), self.rank % 2).to(dtype), (self.line, 0)).wait()
             self.assertEqual((dtype, [0, 0, 1, 1, 0, 0, 1, 1]), (got.dtype, got.to(torch.complex64).real.tolist()))
@@ -113,7 +113,7 @@ class Reduction(MeshTestCase):
 
 
 class AllToAll(MeshTestCase):
-    """From one sharded dim to another."""
+    """Tests of moving shards from one dim to another."""
 
     def reshard(self, whole: Tensor, axis: Axis, row: Sequence[int], gather_dim: int, shard_dim: int) -> None:
         """The result is this rank's chunk, contiguous."""
@@ -125,7 +125,7 @@ class AllToAll(MeshTestCase):
         self.assertTrue(got.is_contiguous())
 
     def test_equals_gathering_and_chunking(self) -> None:
-        """On every axis, between any two dims, even, uneven and empty; 24 elements and 90."""
+        """The result equals gathering and chunking, between any two dims, also of uneven and empty shards."""
         for axis, row in self.axes():
             for shape in ((4, 8), (5, 3), (3, 6, 5), (1, 2, 1)):
                 for gather_dim in range(len(shape)):

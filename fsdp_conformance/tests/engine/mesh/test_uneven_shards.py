@@ -37,7 +37,7 @@ def test_shards_are_views_and_empty_ones_keep_the_other_dims() -> None:
 
 
 def test_padding_by_nothing_is_the_same_object() -> None:
-    """Neither a copy nor a view."""
+    """Padding by nothing makes neither a copy nor a view."""
     tensor = coded(0, 2, 3)
 
     assert pad_tensor(tensor, 1, 0) is tensor

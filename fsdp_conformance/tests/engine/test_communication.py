@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fsdp_conformance.engine.streams import Streams
+from fsdp_conformance.engine.communication import Streams
 
 
 class _FakeStream:
@@ -40,7 +40,7 @@ def test_order_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(current_stream=lambda device: here)
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: fake)
     streams = Streams(torch.device("cuda", 0))
-    streams.follow([here, there, None])
+    streams.follow([here, there, None])  # type: ignore[list-item]
 
     assert streams.exist
     assert here.waited == ["there"]
@@ -51,7 +51,7 @@ def test_order_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_kept_unless_the_current_stream_allocated_it(
     allocated_on: str | None, kept: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it is unknown which stream did."""
+    """Memory is kept, too, if it is unknown which stream allocated it."""
     streams = {name: _FakeStream(name) for name in ("here", "there")}
     fake = SimpleNamespace(current_stream=lambda device: streams["here"])
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: fake)
