@@ -17,13 +17,14 @@ from typing import Any
 import jsonschema
 import pytest
 
+from fsdp_conformance.codec import encode
 from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit
 from fsdp_conformance.report import last_run
 from fsdp_conformance.report.last_run import link_last, report_directory
 from fsdp_conformance.report.recorder import Recorder, version_of
-from fsdp_conformance.report.runfile import NAME, PREVIOUS, RunFileWriter, encode, read
+from fsdp_conformance.report.runfile import NAME, PREVIOUS, RunFileWriter, read
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, stuck
 from fsdp_conformance.verdict import Verdict
