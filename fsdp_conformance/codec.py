@@ -56,12 +56,13 @@ def _of_base(value: Any, *, default: Callable[[Any], Any] | None) -> Any:
     return default(value)
 
 
-def parsed(text: str) -> Any:
-    """The content of a JSON text. Raises ValueError if it is not JSON, or ambiguous."""
+def parsed(text: str, *, with_infinities: bool = False) -> Any:
+    """The content of a JSON text, with Python's `Infinity` and `NaN` if asked. Raises ValueError for any other text."""
     try:
         content = json.loads(text, object_pairs_hook=_without_duplicates)
         # json accepts NaN and lone surrogates, msgspec does not.
-        msgspec.json.decode(text)
+        if not with_infinities:
+            msgspec.json.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     brackets = _NO_BRACKETS.sub("", _STRING.sub("", text))
@@ -122,7 +123,7 @@ def unknown_keys(kind: Any, data: Mapping[str, Any]) -> list[str]:
 @cache
 def _partial(kind: Any) -> Any:
     """A TypedDict of the dataclass, and of those in its fields, in which keys may be missing and others are ignored."""
-    hints = typing.get_type_hints(kind)
+    hints: dict[str, Any] = typing.get_type_hints(kind)
     fields = {name: _partial(hint) if is_dataclass(hint) else hint for name, hint in hints.items()}
     return typing.TypedDict(kind.__name__, fields, total=False)  # type: ignore[operator]
 

@@ -60,7 +60,7 @@ def example_from_json(text: str) -> Example:
     """The example in a text. Raises ConfigError if it is none, or of another version of this package."""
     where = "explored example"
     try:
-        data = codec.parsed(text)
+        data = codec.parsed(text, with_infinities=True)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ConfigError([f"format must be {FORMAT}: another version wrote it"], where=where)
         return codec.typed(Example, data)

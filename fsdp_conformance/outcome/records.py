@@ -20,10 +20,9 @@ RequirementId = Annotated[str, Meta(extra_json_schema={"pattern": "^R[0-9]{3}$"}
 CaseId = Annotated[str, Meta(extra_json_schema={"pattern": "^R[0-9]{3}/[a-z0-9.-]+$"})]
 _Count = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 
-#: A figure that the run file writes as a string if it is infinite or NaN.
-_Figure = Annotated[float, Meta(extra_json_schema={"type": ["number", "string"], "pattern": "^(-?inf|nan)$"})]
-_NOT_FINITE = ("inf", "-inf", "nan")
-_FIGURES = ("ratio", "ulps")
+#: Figures of a finding that may be infinite or NaN, and what the run file has in their place then: JSON has neither.
+FIGURES = ("ratio", "ulps")
+NOT_FINITE = ("inf", "-inf", "nan")
 
 #: `RankReport.measurements` has this: how many references were computed, taken from the store, and checked with it.
 REFERENCES = "reference histories"
@@ -51,9 +50,9 @@ class Finding:
     """Index of the first differing element in the full tensor."""
     got: str | None = None
     expected: str | None = None
-    ratio: _Figure | None = None
+    ratio: float | None = None
     """got / expected at that element."""
-    ulps: _Figure | None = None
+    ulps: float | None = None
     """Distance in units in the last place of the expected value's dtype."""
     bound: str | None = None
     """"bitwise", or the tolerance with its derivation."""
@@ -221,5 +220,5 @@ def case_record_from_json(content: dict[str, Any]) -> CaseRecord:
     with suppress(AttributeError, TypeError):
         for holder in (content, *content.get("evidence", ())):
             for finding in holder.get("findings", ()):
-                finding.update({key: float(finding[key]) for key in _FIGURES if finding.get(key) in _NOT_FINITE})
+                finding.update({key: float(finding[key]) for key in FIGURES if finding.get(key) in NOT_FINITE})
     return codec.typed(CaseRecord, content)

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from fsdp_conformance.adapters.registry import AdapterDescription
-from fsdp_conformance.outcome.records import CaseRecord, RankReport
+from fsdp_conformance.outcome.records import FIGURES, NOT_FINITE, CaseRecord, Finding, RankReport
 from fsdp_conformance.report.certificate import Certificate, Counts
 from fsdp_conformance.report.runfile import FORMAT, Note, Start
 from fsdp_conformance.run_settings import RunSettings
@@ -100,6 +100,8 @@ def schema() -> dict[str, Any]:
             definition["additionalProperties"] = name in _OPEN
             # Empty fields of a rank's evidence are left out, everything else is written in full.
             definition["required"] = ["rank"] if name == RankReport.__name__ else list(fields)
+    for figure in FIGURES:
+        definitions[Finding.__name__]["properties"][figure]["anyOf"].append({"enum": list(NOT_FINITE)})
     for kind, line in LINES.items():
         definition = definitions.pop(line.__name__)
         definition["properties"] = {

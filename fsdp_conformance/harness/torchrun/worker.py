@@ -126,8 +126,7 @@ class CaseMeeting:
 
     def publish(self, report: RankReport | None, end: RankExit) -> None:
         """Send the first worker the report and the exit of this worker's rank."""
-        said = codec.plain({"report": report, "end": end})
-        self._store.set(f"end/{self.rank}", json.dumps(said))
+        self._store.set(f"end/{self.rank}", json.dumps(codec.plain({"report": report, "end": end})))
 
     def collect(self, until: float) -> tuple[list[RankReport | None], list[RankExit]]:
         """The report and the exit of every rank, in rank order."""
@@ -139,9 +138,9 @@ class CaseMeeting:
                 reports.append(None)
                 exits.append(_never_heard_of(rank))
                 continue
-            said = json.loads(self._store.get(f"end/{rank}"))
-            reports.append(codec.typed(RankReport | None, said["report"]))
-            exits.append(codec.typed(RankExit, said["end"]))
+            answer = json.loads(self._store.get(f"end/{rank}"))
+            reports.append(codec.typed(RankReport, answer["report"]) if answer["report"] is not None else None)
+            exits.append(codec.typed(RankExit, answer["end"]))
         return reports, exits
 
     def _absent(self, point: str, until: float) -> list[int]:
