@@ -17,7 +17,6 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -29,7 +28,6 @@ T = TypeVar("T")
 MAX_NESTING = 64
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _NO_BRACKETS = re.compile(r"[^][{}]+")
 
 
@@ -65,7 +63,8 @@ def parsed(text: str, *, with_infinities: bool = False) -> Any:
             msgspec.json.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    brackets = _NO_BRACKETS.sub("", _STRING.sub("", text))
+    outside_strings = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
+    brackets = _NO_BRACKETS.sub("", outside_strings)
     for _ in range(MAX_NESTING):
         if not brackets:
             return content
@@ -124,7 +123,7 @@ def unknown_keys(kind: Any, data: Mapping[str, Any]) -> list[str]:
 def _partial(kind: Any) -> Any:
     """A TypedDict of the dataclass, and of those in its fields, in which keys may be missing and others are ignored."""
     hints: dict[str, Any] = typing.get_type_hints(kind)
-    fields = {name: _partial(hint) if is_dataclass(hint) else hint for name, hint in hints.items()}
+    fields = {name: _partial(hint) if hasattr(hint, "__dataclass_fields__") else hint for name, hint in hints.items()}
     return typing.TypedDict(kind.__name__, fields, total=False)  # type: ignore[operator]
 
 

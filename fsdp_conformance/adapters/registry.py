@@ -189,7 +189,10 @@ def source_sha256(adapter: type[Adapter]) -> str:
 def description_from_answer(answer: Mapping[str, Any]) -> AdapterDescription:
     """The child's answer, as a description or as the error that it encountered."""
     if "description" in answer:
-        return codec.typed(AdapterDescription, answer["description"])
+        try:
+            return codec.typed(AdapterDescription, answer["description"])
+        except ValueError as error:
+            raise AdapterError(f"what the adapter states of itself must have the documented types: {error}") from error
     if answer["error"] == "AdapterError":
         raise AdapterError(answer["problems"])
     raise AdapterNotFound(answer["message"])

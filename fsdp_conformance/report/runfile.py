@@ -9,8 +9,8 @@ The run file: what a run did, one JSON object a line, appended as it happens.
 
 Each line is on disk before the next case starts, so a run that ends for any reason leaves a readable file. Each line
 carries the hash of itself and of all lines before it, which reveals edited, removed and added lines. The hash is not a
-signature: somebody who rewrites the whole file can compute new hashes, but then the last one is not the one that the
-run printed.
+signature: anyone who rewrites the whole file can compute new hashes, but then the last one is not the one that the run
+printed.
 """
 
 from __future__ import annotations
@@ -161,11 +161,11 @@ class RunFile:
         return float((self.footer or {}).get("seconds") or sum(record.seconds for record in self.records))
 
     def reference_counts(self) -> dict[str, int]:
-        """How many references the cases computed, took from the store, and checked: as the first rank of each tells."""
+        """How many references the cases computed, took from the store, and checked, as the first rank of each reports."""
         total = {"computed": 0, "shared": 0, "checked": 0}
         for record in self.records:
-            told = record.measurements.get(REFERENCES, {})
-            counts = told.get("rank 0", told)
+            reported = record.measurements.get(REFERENCES, {})
+            counts = reported.get("rank 0", reported)
             for name in total:
                 total[name] += int(counts.get(name, 0))
         return total
