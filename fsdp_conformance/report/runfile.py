@@ -161,7 +161,7 @@ class RunFile:
         return float((self.footer or {}).get("seconds") or sum(record.seconds for record in self.records))
 
     def reference_counts(self) -> dict[str, int]:
-        """How many references the cases computed, took from the store, and checked, as the first rank of each reports."""
+        """How many references the cases computed, took from the store, and checked, by the first rank of each."""
         total = {"computed": 0, "shared": 0, "checked": 0}
         for record in self.records:
             reported = record.measurements.get(REFERENCES, {})
