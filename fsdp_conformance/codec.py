@@ -17,6 +17,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -123,7 +124,8 @@ def unknown_keys(kind: Any, data: Mapping[str, Any]) -> list[str]:
 def _partial(kind: Any) -> Any:
     """A TypedDict of the dataclass, and of those in its fields, in which keys may be missing and others are ignored."""
     hints: dict[str, Any] = typing.get_type_hints(kind)
-    fields = {name: _partial(hint) if hasattr(hint, "__dataclass_fields__") else hint for name, hint in hints.items()}
+    nested = {name for name, hint in hints.items() if is_dataclass(hint)}
+    fields = {name: _partial(hint) if name in nested else hint for name, hint in hints.items()}
     return typing.TypedDict(kind.__name__, fields, total=False)  # type: ignore[operator]
 
 
