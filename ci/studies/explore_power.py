@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_conformance import codec
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.contract.gate import empty_record
 from fsdp_conformance.errors import AdapterError, ConformanceError, NotExact
@@ -163,7 +164,7 @@ def _record_of(order: RunOrder, example: Example) -> dict[str, Any]:
 def _order(spec: str) -> RunOrder:
     return RunOrder(
         settings=RunSettings(implementation=spec, ranks="simulated"),
-        description=registry.describe_here(spec).to_json(),
+        description=codec.plain(registry.describe_here(spec)),
         device="cpu",
     )
 

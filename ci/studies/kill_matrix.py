@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from fsdp_conformance import contract
+from fsdp_conformance import codec, contract
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.mutants import MUTANTS, kill
@@ -230,16 +229,12 @@ def run(tasks: Sequence[Task], path: Path, workers: int) -> None:
     with path.open("a", encoding="utf-8") as file, ProcessPoolExecutor(workers, mp_context=context) as pool:
         for done in as_completed([pool.submit(_all_of, task) for task in tasks]):
             for pair in done.result():
-                file.write(json.dumps(_as_json(pair)) + "\n")
+                file.write(json.dumps(codec.plain(pair)) + "\n")
             file.flush()
 
 
 def _all_of(task: Task) -> list[Pair]:
     return list(task.pairs())
-
-
-def _as_json(pair: Pair) -> dict[str, Any]:
-    return {name: getattr(pair, name) for name in Pair.__slots__}
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -22,12 +22,12 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fsdp_conformance import run_settings
+from fsdp_conformance import codec, run_settings
 from fsdp_conformance.adapters.absent import why_absent
 from fsdp_conformance.capability import offered
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, ConformanceError
@@ -75,17 +75,6 @@ class AdapterDescription:
     def declared(self, device: str) -> frozenset[str]:
         """The flags that are offered on a device type."""
         return offered(device, self.capabilities, adds_on=self.adds_on, declines_on=self.declines_on)
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping; `description_from_json` is its inverse."""
-        data = asdict(self)
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
-
-
-def description_from_json(data: Mapping[str, Any]) -> AdapterDescription:
-    """The inverse of `AdapterDescription.to_json`."""
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return AdapterDescription(**fields)
 
 
 def names() -> list[str]:
@@ -137,7 +126,7 @@ def describe_once(spec: str) -> AdapterDescription:
     """
     known = run_settings.description()
     if known is not None and known.get("spec") == spec:
-        return description_from_json(known)
+        return codec.typed(AdapterDescription, known)
     return _described(spec)
 
 
@@ -200,7 +189,10 @@ def source_sha256(adapter: type[Adapter]) -> str:
 def description_from_answer(answer: Mapping[str, Any]) -> AdapterDescription:
     """The child's answer, as a description or as the error that it encountered."""
     if "description" in answer:
-        return description_from_json(answer["description"])
+        try:
+            return codec.typed(AdapterDescription, answer["description"])
+        except ValueError as error:
+            raise AdapterError(f"what the adapter states of itself must have the documented types: {error}") from error
     if answer["error"] == "AdapterError":
         raise AdapterError(answer["problems"])
     raise AdapterNotFound(answer["message"])
@@ -209,7 +201,7 @@ def description_from_answer(answer: Mapping[str, Any]) -> AdapterDescription:
 def _answer(spec: str) -> dict[str, Any]:
     """`describe_here` as JSON, including errors: the function that the child of `describe` runs."""
     try:
-        return {"description": describe_here(spec).to_json()}
+        return {"description": codec.plain(describe_here(spec))}
     except AdapterError as error:
         return {"error": "AdapterError", "problems": list(error.problems)}
     except ConformanceError as error:

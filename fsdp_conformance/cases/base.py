@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fsdp_conformance import run_settings
+from fsdp_conformance import codec, run_settings
 from fsdp_conformance.adapters import cuda_names, registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.registry import AdapterDescription
@@ -101,7 +101,7 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
     @cached_property
     def description(self) -> AdapterDescription:
         """The adapter's description."""
-        return registry.description_from_json(self.order.description or {})
+        return codec.typed(registry.AdapterDescription, self.order.description or {})
 
     # --- the controller ----------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
             self.skipTest(f"{gated.record.verdict}: {gated.record.reason}")
         order = RunOrder(
             settings=settings,
-            description=description.to_json(),
+            description=codec.plain(description),
             device=gated.device,
             references=self._offered_references(settings, gated.device),
         )
@@ -171,7 +171,7 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         if not (self.shares_references and usual and device == "cpu"):
             return None
         offer = offered(suite_sha256(), cache_directory(), run=settings.report_dir)
-        return None if offer is None else offer.to_json()
+        return None if offer is None else codec.plain(offer)
 
     def _take_over_order(self) -> None:
         """Apply what the controller and the ranks must agree on."""

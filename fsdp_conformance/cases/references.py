@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fsdp_conformance import codec
 from fsdp_conformance.errors import ReferencesDisagree, SuiteError
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.processes import preload
@@ -27,7 +28,7 @@ from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.outcome.records import REFERENCES, RankReport
 from fsdp_conformance.references.reference_set import References, from_histories, train_references
 from fsdp_conformance.references.scenario import NotShared, scenario_sha256
-from fsdp_conformance.references.sharing import Offer, is_untouched, offer_from_json
+from fsdp_conformance.references.sharing import Offer, is_untouched
 from fsdp_conformance.references.store import Refused, content_of, entry_name, section
 from fsdp_conformance.workload.definition import Regime, Workload
 
@@ -102,7 +103,7 @@ class CaseReferences:
             world_size=self.world_size,
             device=self.reference_device,
             report=self.report,
-            offer=None if offer is None else offer_from_json(offer),
+            offer=None if offer is None else codec.typed(Offer, offer),
             fresh=not self.engine_entered and context.running().start in FRESH,
         )
 

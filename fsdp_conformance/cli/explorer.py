@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_conformance import codec
 from fsdp_conformance.errors import AdapterError, ConformanceError, EnvironmentUnavailable
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.status import Status
@@ -52,7 +53,7 @@ def _explore(order: dict[str, Any]) -> None:
     description = registry.describe(settings.implementation)
     declared = description.declared(settings.device)
     say("begin", name=description.name, version=description.version, declared=sorted(declared))
-    run_order = RunOrder(settings=settings, description=description.to_json(), device=settings.device)
+    run_order = RunOrder(settings=settings, description=codec.plain(description), device=settings.device)
     with WarmWorker(run_order) as worker:
         confirming = _Confirming(order, worker, settings)
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fsdp_conformance.codec import encode
 from fsdp_conformance.errors import AdapterError, ConfigError
 from fsdp_conformance.report.folding import folded, terminal_width
-from fsdp_conformance.report.runfile import encode
 
 PROGRAM = "fsdp-conformance"
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fsdp_conformance import codec
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.cli.processes import end_family
 from fsdp_conformance.cli.survey import TIMEOUT_S, Inquiry, Machine, Survey
@@ -89,7 +90,7 @@ def machine_here(device: str) -> Machine:
 def _implementation(spec: str) -> dict[str, Any]:
     """`registry.describe_here` as `registry.description_from_answer` reads it."""
     try:
-        return {"description": registry.describe_here(spec).to_json()}
+        return {"description": codec.plain(registry.describe_here(spec))}
     except AdapterError as error:
         return {"error": "AdapterError", "problems": list(error.problems)}
     except ConformanceError as error:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from fsdp_conformance import codec
 from fsdp_conformance.cli.pytest_process import PytestProcess, command
 from fsdp_conformance.cli.signals import caught
 from fsdp_conformance.errors import ConfigError, ConformanceError
@@ -58,7 +59,9 @@ def _follow(arguments: argparse.Namespace, settings: RunSettings) -> int:
         with caught() as signals, PytestProcess() as pytest:
             found = pytest.survey(settings.device, settings.implementation, signals)
             words = command(report=report, suites=arguments.suites)
-            order = RunOrder(settings=replace(settings, report_dir=directory), description=found.description.to_json())
+            order = RunOrder(
+                settings=replace(settings, report_dir=directory), description=codec.plain(found.description)
+            )
             pytest.begin(words, log=report / "pytest.log", order=order)
             while pytest.running():
                 if signals:

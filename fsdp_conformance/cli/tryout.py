@@ -11,8 +11,9 @@ import json
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
 from typing import Any
+
+from fsdp_conformance import codec
 
 
 def main(words: list[str]) -> None:
@@ -21,12 +22,12 @@ def main(words: list[str]) -> None:
 
     workers, suites, *options = words
     plan = trials.plan(quick="--quick" in options, suites=suites)
-    say("plan", **asdict(plan))
+    say("plan", **codec.plain(plan))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(int(workers), mp_context=context) as pool:
         pending = [pool.submit(trials.run, trial, suites) for trial in plan.trials]
         for done in as_completed(pending):
-            say("result", **done.result().to_json())
+            say("result", **codec.plain(done.result()))
 
 
 def say(what: str, **content: Any) -> None:

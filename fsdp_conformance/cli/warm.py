@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_conformance import codec
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.harness.processes.forkserver import import_and_fork
 from fsdp_conformance.harness.processes.priority import keep_priority
@@ -50,7 +51,7 @@ def _smoke(order: Mapping[str, Any]) -> dict[str, Any]:
     from fsdp_conformance.driver.smoke import smoke
 
     try:
-        return {"results": [result.to_json() for result in smoke(order["smoke"], device=order["device"])]}
+        return {"results": codec.plain(smoke(order["smoke"], device=order["device"]))}
     except ConformanceError as error:
         return {"problem": str(error)}
 

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsdp_conformance import codec
 from fsdp_conformance.contract.case import Case, case_of
 from fsdp_conformance.contract.requirement import Contract, Level, load
 from fsdp_conformance.contract.scopes import BASE, scope_of
@@ -249,7 +250,7 @@ def profile_from_json(text: str, *, where: str) -> Profile:
             name=data["name"],
             interpretation=data["interpretation"],
             certifies=data["certifies"],
-            entries=tuple(_entry(item) for item in data["cases"]),
+            entries=codec.typed(tuple[Entry, ...], data["cases"]),
         )
         stated = data["sha256"]
     except (ValueError, KeyError, TypeError) as error:
@@ -260,19 +261,6 @@ def profile_from_json(text: str, *, where: str) -> Profile:
             "Profiles are written by `python -m fsdp_conformance.contract.profile --write`, never by hand."
         )
     return profile
-
-
-def _entry(item: Mapping[str, Any]) -> Entry:
-    return Entry(
-        id=item["id"],
-        requirements=tuple(item["requirements"]),
-        world_size=item["world_size"],
-        level=Level(item["level"]),
-        needs=tuple(item["needs"]),
-        environment=tuple(item["environment"]),
-        scope=tuple(item["scope"]),
-        title=item["title"],
-    )
 
 
 def collect_cases(package: str = SUITES) -> list[Case]:

@@ -18,7 +18,7 @@ import re
 import traceback
 import unittest
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,10 +74,6 @@ class SmokeResult:
     """The problems that are the adapter's: whatever the engine does, the adapter must not answer like this."""
     not_run: str = ""
     """Why the check did not run; empty if it did."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping."""
-        return asdict(self) | {"problems": list(self.problems), "breaches": list(self.breaches)}
 
 
 def smoke(spec: str, *, world_size: int = 2, device: str = "cpu", timeout_s: float = 60.0) -> list[SmokeResult]:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from math import prod
 from typing import Any
 
+from fsdp_conformance import codec
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.fixtures import drawn
 from fsdp_conformance.fixtures.drawn import DrawnModel
@@ -62,15 +60,14 @@ def example_from_json(text: str) -> Example:
     """The example in a text. Raises ConfigError if it is none, or of another version of this package."""
     where = "explored example"
     try:
-        data = json.loads(text)
-        if data.pop("format") != FORMAT:
-            raise ConfigError([f"format must be {FORMAT}: it was written by another version"], where=where)
-        made: Example = _made(Example, data)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        data = codec.parsed(text, with_infinities=True)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise ConfigError([f"format must be {FORMAT}: another version wrote it"], where=where)
+        return codec.typed(Example, data)
+    except ConfigError:
+        raise
+    except ValueError as error:
         raise ConfigError([f"must be the JSON of an example, got {text[:80]!r} ({error})"], where=where) from error
-    return made
 
 
 # --- what the model asks of an engine --------------------------------------------------------------------------------
@@ -315,35 +312,6 @@ def _default(field: Any) -> Any:
     if field.default is not MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not MISSING else MISSING
-
-
-def _made(kind: Any, data: Any) -> Any:
-    """The value of a type that `_plain` has written: dataclasses, tuples, enums, optional and plain values."""
-    if is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind)
-        if not isinstance(data, Mapping):
-            raise TypeError(f"{kind.__name__} must be an object, got {type(data).__name__}")
-        unknown = sorted(set(data) - set(hints))
-        if unknown:
-            raise ConfigError([f"unknown fields: {', '.join(unknown)}"], where=kind.__name__)
-        return kind(**{name: _made(hints[name], item) for name, item in data.items()})
-    origin = typing.get_origin(kind)
-    if origin is tuple:
-        return _made_tuple(typing.get_args(kind), data)
-    if origin in (types.UnionType, typing.Union):
-        given = [option for option in typing.get_args(kind) if option is not type(None)]
-        return data if data is None or len(given) > 1 else _made(given[0], data)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(data)
-    return float(data) if kind is float else data
-
-
-def _made_tuple(kinds: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
-    if not isinstance(data, list):
-        raise TypeError(f"must be a list, got {data!r}")
-    if len(kinds) == 2 and kinds[1] is Ellipsis:
-        return tuple(_made(kinds[0], item) for item in data)
-    return tuple(_made(kind, item) for kind, item in zip(kinds, data, strict=True))
 
 
 def shard_group_size(example: Example) -> int:

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from fsdp_conformance import codec
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.errors import ConformanceError, NotExact
 from fsdp_conformance.explore import case as drawn_case
@@ -143,7 +144,7 @@ def _run_in(directory: Path, example: Example, order: RunOrder) -> tuple[CaseRec
 def _description(order: RunOrder) -> registry.AdapterDescription:
     """What the order says of the adapter; if nothing, what the adapter says."""
     if order.description:
-        return registry.description_from_json(order.description)
+        return codec.typed(registry.AdapterDescription, order.description)
     return registry.describe_here(order.settings.implementation)
 
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import distributed_c10d
 
+from fsdp_conformance import codec
 from fsdp_conformance.errors import (
     AdapterError,
     ConfigError,
@@ -191,11 +192,11 @@ class RankRun:
     def speak(self) -> None:
         """Send the report: the last thing the rank says about the case."""
         try:
-            message = json.dumps({"report": self.report.to_json()})
+            message = json.dumps({"report": codec.plain(self.report)})
         except (TypeError, ValueError) as error:
             problem = SuiteError(f"the report of rank {self.order.rank} cannot be written as JSON: {error}")
             self.report = RankReport(rank=self.order.rank, findings=self.report.findings, error=describe_error(problem))
-            message = json.dumps({"report": self.report.to_json()}, default=repr)
+            message = json.dumps({"report": codec.plain(self.report, default=repr)})
         self.reported = True
         self.pipe.send_bytes(message.encode())
 

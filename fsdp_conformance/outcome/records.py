@@ -1,16 +1,28 @@
 """
 What a case produces: findings, a report per rank, how each rank's process ended, and the record in the run file.
 
-Standard library only: the controller, `verify` and the report read these without importing torch.
+Without torch: the controller, `verify` and the report read these. The schema of the run file follows from the types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from fsdp_conformance import codec
 from fsdp_conformance.verdict import Verdict
+
+#: For readers of the schema only: files with other ids, and records of cases that never ran, are read as well.
+RequirementId = Annotated[str, Meta(extra_json_schema={"pattern": "^R[0-9]{3}$"})]
+CaseId = Annotated[str, Meta(extra_json_schema={"pattern": "^R[0-9]{3}/[a-z0-9.-]+$"})]
+_Count = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
+
+#: Figures of a finding that may be infinite or NaN, and what the run file has in their place then: JSON has neither.
+FIGURES = ("ratio", "ulps")
+NOT_FINITE = ("inf", "-inf", "nan")
 
 #: `RankReport.measurements` has this: how many references were computed, taken from the store, and checked with it.
 REFERENCES = "reference histories"
@@ -24,7 +36,7 @@ class Finding:
     The fields are data, and `sentence()` puts them into words. Unknown parts are None.
     """
 
-    requirement: str
+    requirement: RequirementId
     check: str
     """The oracle, e.g. "gradient parity"."""
     message: str
@@ -132,10 +144,6 @@ class RankReport:
     """Seeds, thread counts, determinism settings and variables, as applied in the rank."""
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping; `rank_report_from_json` is its inverse."""
-        return asdict(self)
-
 
 @dataclass(kw_only=True, slots=True)
 class RankExit:
@@ -164,8 +172,8 @@ class RankExit:
 class CaseRecord:
     """One line of the run file: the verdict on one case, and why."""
 
-    case: str
-    requirements: list[str]
+    case: CaseId
+    requirements: Annotated[list[RequirementId], Meta(extra_json_schema={"minItems": 1})]
     chapter: str
     verdict: Verdict
     reason: str = ""
@@ -175,11 +183,11 @@ class CaseRecord:
     """The failures of the other ranks, which the first failure explains."""
     traceback: str = ""
     """The traceback of the first rank that raised."""
-    world_size: int = 0
+    world_size: Annotated[int, Meta(extra_json_schema={"minimum": 1})] = 0
     device: str = ""
     ranks: str = "processes"
-    comparisons: int = 0
-    elements: int = 0
+    comparisons: _Count = 0
+    elements: _Count = 0
     notes: list[str] = field(default_factory=list)
     measurements: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -197,8 +205,8 @@ class CaseRecord:
     training_seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping; `case_record_from_json` is its inverse."""
-        content = asdict(self)
+        """The record in terms of JSON; `case_record_from_json` is the inverse."""
+        content: dict[str, Any] = codec.plain(self)
         # Most fields of a reduced report are empty.
         content["evidence"] = [
             {name: value for name, value in report.items() if name == "rank" or value} for report in content["evidence"]
@@ -206,31 +214,11 @@ class CaseRecord:
         return content
 
 
-def finding_from_json(data: Mapping[str, Any]) -> Finding:
-    """The inverse of `dataclasses.asdict` on a Finding."""
-    fields = dict(data)
-    if fields.get("element") is not None:
-        fields["element"] = tuple(fields["element"])
-    return Finding(**fields)
-
-
-def rank_report_from_json(data: Mapping[str, Any]) -> RankReport:
-    """The inverse of `RankReport.to_json`."""
-    fields = dict(data)
-    fields["findings"] = [finding_from_json(item) for item in fields.get("findings", ())]
-    fields["checks"] = {name: CheckCount(**count) for name, count in fields.get("checks", {}).items()}
-    if fields.get("error") is not None:
-        error = dict(fields["error"])
-        error["problems"] = tuple(error.get("problems", ()))
-        fields["error"] = RankError(**error)
-    return RankReport(**fields)
-
-
-def case_record_from_json(data: Mapping[str, Any]) -> CaseRecord:
-    """The inverse of `CaseRecord.to_json`."""
-    fields = dict(data)
-    fields["verdict"] = Verdict(fields["verdict"])
-    fields["findings"] = [finding_from_json(item) for item in fields.get("findings", ())]
-    fields["exits"] = [RankExit(**item) for item in fields.get("exits", ())]
-    fields["evidence"] = [rank_report_from_json(item) for item in fields.get("evidence", ())]
-    return CaseRecord(**fields)
+def case_record_from_json(content: dict[str, Any]) -> CaseRecord:
+    """The record in a line of the run file. Changes `content`. Raises ValueError if it is none."""
+    # What is not of the right type is refused below, with its place.
+    with suppress(AttributeError, TypeError):
+        for holder in (content, *content.get("evidence", ())):
+            for finding in holder.get("findings", ()):
+                finding.update({key: float(finding[key]) for key in FIGURES if finding.get(key) in NOT_FINITE})
+    return codec.typed(CaseRecord, content)

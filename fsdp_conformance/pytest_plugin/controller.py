@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fsdp_conformance import codec
 from fsdp_conformance.pytest_plugin import items, options
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class Controller:
         cases = [entry.case() for entry in options.selected_entries(self.config)]
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         say = reporter.write_line if reporter is not None else print
-        places.prepare(cases, order.settings, registry.description_from_json(order.description).declared, say=say)
+        declared = codec.typed(registry.AdapterDescription, order.description).declared
+        places.prepare(cases, order.settings, declared, say=say)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write down what a report says about a case."""
@@ -180,7 +182,7 @@ class Controller:
         profile = options.profile_of(self.config)
         options.selected_entries(self.config)
         _check_devices(order.settings)
-        description = order.description or registry.describe(order.settings.implementation).to_json()
+        description = order.description or codec.plain(registry.describe(order.settings.implementation))
         options.use_order(self.config, replace(order, description=description))
         run_settings.use(order.settings, description)
         self.recorder = Recorder(order.settings, profile, description, report_directory(order.settings))

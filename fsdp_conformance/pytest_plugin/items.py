@@ -103,7 +103,7 @@ def _attach(report: pytest.TestReport, item: pytest.Item, case: Case, call: pyte
         report.conformance_case = about  # type: ignore[attr-defined]
     if report.when == "teardown" or (report.when == "setup" and report.passed):
         return
-    from fsdp_conformance.report.runfile import encode
+    from fsdp_conformance.codec import encode
 
     record = _record_of(report, about, item, call)
     if not case.is_saved:
@@ -158,9 +158,8 @@ def _set_outcome(report: pytest.TestReport, item: pytest.Item, record: CaseRecor
 def record_from(text: str) -> CaseRecord:
     """The record that a report carries."""
     from fsdp_conformance.outcome.records import case_record_from_json
-    from fsdp_conformance.report.runfile import restored
 
-    return case_record_from_json(restored(json.loads(text)))
+    return case_record_from_json(json.loads(text))
 
 
 def _case_of(item: pytest.Item) -> Case | None:

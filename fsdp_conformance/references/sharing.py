@@ -18,9 +18,8 @@ import os
 import secrets
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.references.scenario import NotShared, machine, scenario_sha256, surroundings
@@ -79,15 +78,6 @@ class Offer:
         """Whether this case of this run trains the entry's references again."""
         drawn = hashlib.sha256(f"{self.run}\n{case}\n{entry_name(key)}".encode()).digest()
         return int.from_bytes(drawn[:8], "big") % SPOT_CHECKS == 0
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping; `offer_from_json` is its inverse."""
-        return {**asdict(self), "known": sorted(self.known), "wanted": sorted(self.wanted)}
-
-
-def offer_from_json(data: Mapping[str, Any]) -> Offer:
-    """The inverse of `Offer.to_json`."""
-    return Offer(**{**data, "known": frozenset(data["known"]), "wanted": frozenset(data["wanted"])})
 
 
 def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer | None:

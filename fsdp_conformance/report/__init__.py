@@ -2,6 +2,7 @@
 What a run leaves: the run file, the certificate that follows from it, and the texts that people read.
 
     runfile        the format: a line of JSON for each event, chained by hashes
+    schema         its lines as types, and the JSON schema that follows from them
     recorder       writes the run file while the run goes on
     last_run       where runs leave their files, and what the last one found
     unjudged       records of cases whose test ended without a verdict

@@ -13,18 +13,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from fsdp_conformance import stress
+from msgspec import Meta
+
+from fsdp_conformance import codec, stress
 from fsdp_conformance.capability import CAPABILITIES, Asked, offered
 from fsdp_conformance.contract import Contract, Level, load
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION, Entry, Profile, shipped
 from fsdp_conformance.contract.scopes import ADVICE, BASE, title
 from fsdp_conformance.contract.selection import OPTIONS
 from fsdp_conformance.judge import LOUD_REFUSAL, contradictions
-from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord, RequirementId
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.run_settings import SHARED_DEVICES, RunSettings, settings_from_json
@@ -33,6 +35,12 @@ from fsdp_conformance.verdict import ACCUSING, Verdict
 
 #: How many ids a reason names.
 _NAMED = 3
+
+#: Verdict to the number of cases that have it.
+Counts = Annotated[
+    dict[str, Annotated[int, Meta(extra_json_schema={"minimum": 1})]],
+    Meta(extra_json_schema={"propertyNames": {"$ref": "#/$defs/Verdict"}}),
+]
 
 
 class State(StrEnum):
@@ -91,13 +99,13 @@ class Certificate:
     """What was judged, by what: versions and hashes."""
     declarations: tuple[str, ...]
     """What the adapter declared that loosens a check or changes what runs, one phrase each."""
-    unobserved: tuple[str, ...]
+    unobserved: tuple[RequirementId, ...]
     """Ids of the mandatory requirements that no case was seen to meet, from the whole register."""
     reasons: tuple[str, ...]
     """Why it is not certified; empty if it is."""
     remarks: tuple[str, ...]
     """What else to know: SHOULD requirements that failed, reruns, scaled deadlines."""
-    counts: dict[str, int]
+    counts: Counts
     """Number of cases for each verdict that occurs."""
     executed: int
     """Distinct cases of the profile that have a verdict."""
@@ -138,8 +146,8 @@ class Certificate:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping."""
-        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        """The certificate as it comes back from a run file."""
+        content: dict[str, Any] = json.loads(codec.encode(codec.plain(self)))
         return content
 
 

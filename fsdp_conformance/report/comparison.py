@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import CaseRecord
@@ -38,10 +37,6 @@ class Comparison:
     only_new: tuple[str, ...]
     counts: dict[str, tuple[int, int]]
     """Verdict to the number of cases in the old and in the new run."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping."""
-        return asdict(self)
 
 
 def compare(old: RunFile, new: RunFile, *, force: bool = False) -> Comparison:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
+from fsdp_conformance import codec
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Contract, Requirement
 from fsdp_conformance.contract.profile import Entry, Profile
@@ -46,7 +46,7 @@ def explain_json(subject: str, contract: Contract, profile: Profile, run: RunFil
     if _is_requirement(subject, contract, profile, records):
         entries = [entry for entry in profile.entries if subject in entry.requirements]
         told = [record for record in records if subject in record.requirements or _accuses(record, subject)]
-        about: dict[str, Any] = {"requirement": asdict(contract[subject])}
+        about: dict[str, Any] = {"requirement": codec.plain(contract[subject])}
     else:
         entries = [profile.by_id[subject]] if subject in profile.by_id else []
         told = [record for record in records if record.case == subject]
@@ -54,7 +54,7 @@ def explain_json(subject: str, contract: Contract, profile: Profile, run: RunFil
     return {
         **about,
         "profile": profile.name,
-        "cases": [asdict(entry) for entry in entries],
+        "cases": codec.plain(entries),
         "records": [record.to_json() for record in told],
     }
 

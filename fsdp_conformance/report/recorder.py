@@ -9,13 +9,13 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import fsdp_conformance
+from fsdp_conformance import codec
 from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile
 from fsdp_conformance.outcome.records import CaseRecord
@@ -53,7 +53,7 @@ class Recorder:
                 "profile": {"name": profile.name, "sha256": profile.sha256, "cases": len(profile.entries)},
                 "implementation": dict(description),
                 "environment": environment(settings.device),
-                "settings": asdict(settings),
+                "settings": codec.plain(settings),
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
             }
         )

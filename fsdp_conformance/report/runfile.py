@@ -9,23 +9,22 @@ The run file: what a run did, one JSON object a line, appended as it happens.
 
 Each line is on disk before the next case starts, so a run that ends for any reason leaves a readable file. Each line
 carries the hash of itself and of all lines before it, which reveals edited, removed and added lines. The hash is not a
-signature: somebody who rewrites the whole file can compute new hashes, but then the last one is not the one that the
-run printed.
+signature: anyone who rewrites the whole file can compute new hashes, but then the last one is not the one that the run
+printed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsdp_conformance import codec
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
-from fsdp_conformance.outcome.records import REFERENCES, CaseRecord, case_record_from_json
+from fsdp_conformance.outcome.records import REFERENCES, CaseId, CaseRecord, case_record_from_json
 
 #: Raised when readers of the old format cannot read the new one. Records of format 1 have no evidence.
 FORMAT = 2
@@ -68,7 +67,7 @@ class RunFileWriter:
 
     def start(self, case: str, *, world_size: int, worker: str = "") -> None:
         """A case starts."""
-        self._append({"type": "start", "case": case, "world_size": world_size, "worker": worker})
+        self._append({"type": "start", **codec.plain(Start(case=case, world_size=world_size, worker=worker))})
 
     def case(self, record: CaseRecord) -> None:
         """The verdict on a case."""
@@ -76,7 +75,7 @@ class RunFileWriter:
 
     def note(self, text: str, *, refuses: bool = False) -> None:
         """Something to know. With `refuses` it rules out a certificate."""
-        self._append({"type": "note", "text": text, "refuses": refuses})
+        self._append({"type": "note", **codec.plain(Note(text=text, refuses=refuses))})
 
     def footer(self, content: Mapping[str, Any]) -> None:
         """The last line."""
@@ -97,7 +96,7 @@ class RunFileWriter:
     def _append(self, content: Mapping[str, Any]) -> None:
         if self._fd is None:
             return
-        text = encode(content)
+        text = codec.encode(content)
         chain = chained(self._chain, text)
         line = f'{text[:-1]},"chain":"{chain}"}}\n'.encode()
         try:
@@ -115,6 +114,23 @@ class RunFileWriter:
             ) from error
         self._chain = chain
         self._size += len(line)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """A case starts."""
+
+    case: CaseId
+    world_size: int
+    worker: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """Something that a reader of the certificate should know."""
+
+    text: str
+    refuses: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,11 +161,11 @@ class RunFile:
         return float((self.footer or {}).get("seconds") or sum(record.seconds for record in self.records))
 
     def reference_counts(self) -> dict[str, int]:
-        """How many references the cases computed, took from the store, and checked: as the first rank of each tells."""
+        """How many references the cases computed, took from the store, and checked, by the first rank of each."""
         total = {"computed": 0, "shared": 0, "checked": 0}
         for record in self.records:
-            told = record.measurements.get(REFERENCES, {})
-            counts = told.get("rank 0", told)
+            reported = record.measurements.get(REFERENCES, {})
+            counts = reported.get("rank 0", reported)
             for name in total:
                 total[name] += int(counts.get(name, 0))
         return total
@@ -184,24 +200,24 @@ def read(path: Path) -> RunFile:
 
 def _header(line: bytes, path: Path) -> dict[str, Any]:
     try:
-        header = json.loads(line)
-        if header["type"] != "header" or header["format"] not in READABLE:
-            known = " or ".join(map(str, READABLE))
+        header = _content(line, "type")
+        if header["type"] != "header" or header.get("format") not in READABLE:
             raise ValueError(
-                f"expected a header of format {known}, got type={header['type']!r} format={header['format']!r}"
+                f"expected a header of format {' or '.join(map(str, READABLE))}, "
+                f"got type={header['type']!r} format={header.get('format')!r}"
             )
-    except (ValueError, KeyError, TypeError) as error:
+        _unknown_keys(header)
+    except ValueError as error:
         raise RunFileError(f"{path} is not a run file of this version: its first line: {error}") from error
-    return dict(header)
+    return header
 
 
 def _take(run: RunFile, line: bytes, number: int) -> None:
     """Add one line to the run, or a problem."""
     try:
+        content = _content(line, "type", "chain")
+        kind, stated = content.pop("type"), content.pop("chain")
         text = line.decode()
-        content = json.loads(text)
-        kind = content.pop("type")
-        stated = content.pop("chain")
         # Nothing may follow the hash: it would be read without being hashed.
         body = text.removesuffix(f',"chain":"{stated}"}}')
         chain = chained(run.chain, body + "}") if body != text else ""
@@ -210,61 +226,47 @@ def _take(run: RunFile, line: bytes, number: int) -> None:
         run.chain = stated
         if run.footer is not None:
             run.problems.append(f"line {number} ({kind}) comes after the footer")
+        if kind in ("header", "footer") and (unknown := _unknown_keys({**content, "type": kind})):
+            run.problems.append(f"line {number} ({kind}) has unknown keys: {', '.join(unknown)}")
         if kind == "header":
             if number > 1:
                 run.problems.append(f"line {number} is a second header")
-            content.pop("format")
+            content.pop("format", None)
             run.header = run.header if number > 1 else content
         elif kind == "start":
-            run.started.append(content["case"])
+            run.started.append(codec.typed(Start, content).case)
         elif kind == "case":
-            run.records.append(case_record_from_json(restored(content)))
+            run.records.append(case_record_from_json(content))
         elif kind == "note":
-            run.notes.append(content)
+            run.notes.append(codec.plain(codec.typed(Note, content)))
         elif kind == "footer":
             run.footer = content
         else:
             run.problems.append(f"line {number} is of type {kind!r}, which is unknown")
-    except (ValueError, KeyError, TypeError) as error:
-        run.problems.append(f"line {number} cannot be read: {type(error).__name__}: {error}")
+    except ValueError as error:
+        run.problems.append(f"line {number} cannot be read: {error}")
 
 
-def encode(content: Mapping[str, Any], *, indent: int | None = None) -> str:
-    """
-    One line, without its end; with `indent`, several.
+def _unknown_keys(content: Mapping[str, Any]) -> list[str]:
+    """The keys that a header or footer should not have. Raises ValueError if a value has the wrong type."""
+    # The certificate is a part of the footer, and needs this module.
+    from fsdp_conformance.report.schema import LINES
 
-    Values that JSON cannot express become strings, so that no line is lost.
-    """
-    separators = (",", ":") if indent is None else None
-    return json.dumps(
-        _finite(content), ensure_ascii=False, separators=separators, indent=indent, default=str, allow_nan=False
-    )
+    unknown = codec.unknown_keys(LINES[content["type"]], content)
+    return [key for key in unknown if key not in ("type", "format", "chain")]
+
+
+def _content(line: bytes, *keys: str) -> dict[str, Any]:
+    """What a line says. Raises ValueError unless it is an object that has these keys, with strings."""
+    content = codec.parsed(line.decode())
+    if not isinstance(content, dict):
+        raise ValueError(f"it must be a JSON object, got {type(content).__name__}")
+    for key in keys:
+        if not isinstance(content.get(key), str):
+            raise ValueError(f"`$.{key}` must be a string, got {content.get(key)!r}")
+    return content
 
 
 def chained(chain: str, text: str) -> str:
     """The hash of a line and of all before it."""
     return hashlib.sha256(f"{chain}\n{text}".encode()).hexdigest()
-
-
-#: Figures of a finding that may be infinite or NaN.
-_FIGURES = ("ratio", "ulps")
-
-
-def _finite(value: Any) -> Any:
-    """The value with infinities and NaN as strings, because JSON has neither."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def restored(content: dict[str, Any]) -> dict[str, Any]:
-    """A case's content, with the figures of its findings turned back into numbers."""
-    findings = [
-        {key: float(item) if key in _FIGURES and isinstance(item, str) else item for key, item in finding.items()}
-        for finding in content.get("findings", ())
-    ]
-    return {**content, "findings": findings}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.outcome.records import CaseRecord
@@ -91,10 +90,6 @@ class Trend:
     def new(self) -> tuple[Failing, ...]:
         """What fails since the newest run."""
         return tuple(failing for failing in self.failing if failing.is_new)
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping."""
-        return asdict(self)
 
 
 def stored(directory: Path) -> list[RunFile]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from fsdp_conformance import codec
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.outcome.records import RankReport
 from fsdp_conformance.plan import Plan
@@ -131,8 +132,8 @@ def _instance(bound: BoundCase, captured: Captured, chosen: RunSettings) -> Any:
     # As in a rank: with -1, torch's harness would start some.
     test.rank = 0
     test.report = RankReport(rank=0)
-    description = registry.describe_once(chosen.implementation)
-    test.launch_payload = RunOrder(settings=chosen, description=description.to_json(), device=chosen.device).to_json()
+    description = codec.plain(registry.describe_once(chosen.implementation))
+    test.launch_payload = RunOrder(settings=chosen, description=description, device=chosen.device).to_json()
     test.device_type = chosen.device
     return test
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.capability import CAPABILITIES
@@ -72,10 +71,6 @@ class Result:
     """True if the strict comparison of losses sees it."""
     failed: bool = False
     """True if the suite itself failed, so that nothing is known."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from fsdp_conformance import codec
 from fsdp_conformance.cli import messages, report_dir
 from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.report import comparison, runfile
@@ -20,7 +21,7 @@ def main(arguments: argparse.Namespace) -> int:
     old, new = (_finished(path) for path in (arguments.old, arguments.new))
     found = comparison.compare(old, new, force=arguments.force)
     if arguments.json:
-        messages.say_json(found.to_json())
+        messages.say_json(codec.plain(found))
     else:
         print(comparison.text(found))
     return Status.NOT_CERTIFIED if found.differing else Status.CERTIFIED

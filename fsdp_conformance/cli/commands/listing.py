@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fsdp_conformance import contract
+from fsdp_conformance import codec, contract
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cli import chosen_cases, messages
 from fsdp_conformance.cli.arguments import settings_of
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         messages.say_json(
             {
-                "implementation": told.to_json(),
+                "implementation": codec.plain(told),
                 "device": settings.device,
                 "profile": profile.name,
                 "cases": [_case_json(case, gated) for case, gated in shown],

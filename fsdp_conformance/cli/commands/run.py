@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from fsdp_conformance import __version__, docs
+from fsdp_conformance import __version__, codec, docs
 from fsdp_conformance.cli import building, chosen_cases, estimate, messages, report_dir, torchrun
 from fsdp_conformance.cli.arguments import selection_words, settings_of
 from fsdp_conformance.cli.expected import Expected, expected_by
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
             raise Stopped(signals[0])
         progress = Progress(cases, [case for case, _ in will_run])
         words = command(report=report, workers=arguments.workers, suites=arguments.suites)
-        order = RunOrder(settings=replace(settings, report_dir=str(report)), description=found.description.to_json())
+        order = RunOrder(settings=replace(settings, report_dir=str(report)), description=codec.plain(found.description))
         pytest.begin(words, log=report / "pytest.log", order=order)
         with display_for(progress) as display:
             _follow(pytest, report / runfile.NAME, progress, display, signals)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_conformance import docs
+from fsdp_conformance import codec, docs
 from fsdp_conformance.cli import messages, single
 from fsdp_conformance.cli.arguments import DEFAULTS, settings_of_device
 from fsdp_conformance.errors import UsageError
@@ -42,9 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     results = smoke(spec, device=device)
     status = _status(results)
     if arguments.json:
-        messages.say_json(
-            {"implementation": spec, "status": int(status), "checks": [result.to_json() for result in results]}
-        )
+        messages.say_json({"implementation": spec, "status": int(status), "checks": codec.plain(results)})
     else:
         _tell(spec, results, status, seconds=time.monotonic() - began)
     return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from fsdp_conformance import codec
 from fsdp_conformance.cli import messages
 from fsdp_conformance.report import trend
 from fsdp_conformance.status import Status
@@ -19,7 +20,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     found = trend.trends(trend.stored(Path(arguments.directory)))
     if arguments.json:
-        messages.say_json({"trends": [each.to_json() for each in found]})
+        messages.say_json({"trends": codec.plain(found)})
     elif arguments.annotations:
         for each in found:
             print(*trend.as_annotations(each), sep="\n", end="\n" if each.new else "")

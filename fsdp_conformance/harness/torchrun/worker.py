@@ -19,17 +19,17 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from fsdp_conformance import codec
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.rendezvous import meet_at
 from fsdp_conformance.harness.torchrun.interface import interface_variables, network_of_this_process
-from fsdp_conformance.outcome.records import RankExit, RankReport, rank_report_from_json
+from fsdp_conformance.outcome.records import RankExit, RankReport
 from fsdp_conformance.run_settings import TorchrunWorker
 
 #: How often the store is polled.
@@ -126,8 +126,7 @@ class CaseMeeting:
 
     def publish(self, report: RankReport | None, end: RankExit) -> None:
         """Send the first worker the report and the exit of this worker's rank."""
-        message = {"report": report.to_json() if report is not None else None, "end": asdict(end)}
-        self._store.set(f"end/{self.rank}", json.dumps(message, default=repr))
+        self._store.set(f"end/{self.rank}", json.dumps(codec.plain({"report": report, "end": end})))
 
     def collect(self, until: float) -> tuple[list[RankReport | None], list[RankExit]]:
         """The report and the exit of every rank, in rank order."""
@@ -139,9 +138,9 @@ class CaseMeeting:
                 reports.append(None)
                 exits.append(_never_heard_of(rank))
                 continue
-            message = json.loads(self._store.get(f"end/{rank}"))
-            reports.append(rank_report_from_json(message["report"]) if message["report"] is not None else None)
-            exits.append(RankExit(**message["end"]))
+            answer = json.loads(self._store.get(f"end/{rank}"))
+            reports.append(codec.typed(RankReport, answer["report"]) if answer["report"] is not None else None)
+            exits.append(codec.typed(RankExit, answer["end"]))
         return reports, exits
 
     def _absent(self, point: str, until: float) -> list[int]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 
+from fsdp_conformance import codec
 from fsdp_conformance.adapters import cuda_names, registry
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.errors import RankRaised, Unsupported
@@ -87,7 +88,7 @@ def test_a_controller_and_a_certificate_know_it() -> None:
 
     assert "any_accelerator" in described.declared("sim") - described.declared("cuda")
     assert cuda_names.SHIM in described.shims
-    assert registry.description_from_json(described.to_json()) == described
+    assert codec.typed(registry.AdapterDescription, codec.plain(described)) == described
     assert cuda_names.SHIM not in registry.describe_here(f"{__name__}:Unnamed").shims
 
 

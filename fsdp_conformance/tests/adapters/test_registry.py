@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance import run_settings
+from fsdp_conformance import codec, run_settings
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.absent import ENGINES
 from fsdp_conformance.errors import AdapterError, AdapterNotFound
@@ -165,7 +165,7 @@ def test_descriptions_are_json() -> None:
     """A description survives JSON, and has what a controller asks for."""
     described = registry.describe_here(f"{example_adapter.__file__}:MyFSDP")
 
-    assert registry.description_from_json(json.loads(json.dumps(described.to_json()))) == described
+    assert codec.typed(registry.AdapterDescription, json.loads(json.dumps(codec.plain(described)))) == described
     assert described.name == "my-fsdp"
     assert described.source == example_adapter.__file__
     assert {"zero3", "no_sync", "cpu_compute"} <= set(described.capabilities)
@@ -218,7 +218,7 @@ def test_a_description_that_was_handed_over_is_not_asked_again() -> None:
     """Under pytest-xdist the controller asks once for all workers."""
     before, known = run_settings.current(), registry.AdapterDescription(spec="theirs:Class", name="theirs", version="1")
     try:
-        run_settings.use(RunSettings(implementation="theirs:Class"), known.to_json())
+        run_settings.use(RunSettings(implementation="theirs:Class"), codec.plain(known))
 
         assert registry.describe_once("theirs:Class") == known
     finally:

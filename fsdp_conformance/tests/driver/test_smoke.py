@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from fsdp_conformance import codec
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.driver import smoke as smoke_module
 from fsdp_conformance.driver.smoke import CHECKS, SmokeResult, merge, smoke
@@ -144,7 +145,7 @@ def test_results_are_json_and_ranks_are_merged() -> None:
     merged = merge([report(0, "everywhere", "here"), report(1, "everywhere")], exits)
 
     assert merged[2].problems == ("everywhere", "here [rank 0]")
-    assert json.loads(json.dumps(merged[2].to_json()))["problems"] == ["everywhere", "here [rank 0]"]
+    assert json.loads(json.dumps(codec.plain(merged[2])))["problems"] == ["everywhere", "here [rank 0]"]
 
 
 def test_a_rank_that_never_answers_is_told_with_the_check_and_the_place() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_conformance import codec
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.errors import AdapterError
@@ -33,7 +34,7 @@ _ENGINES = f"{Path(__file__).with_name('engines.py')}"
 def _order(implementation: str, **settings: object) -> RunOrder:
     chosen = RunSettings(implementation=implementation, ranks="simulated", **settings)  # type: ignore[arg-type]
     description = registry.describe(implementation)
-    return RunOrder(settings=chosen, description=description.to_json(), device="cpu")
+    return RunOrder(settings=chosen, description=codec.plain(description), device="cpu")
 
 
 @contextmanager
@@ -244,7 +245,7 @@ def test_the_simulated_accelerator_shows_races() -> None:
     for implementation in ("reference", MUTANTS["frees-in-flight"].spec):
         description = registry.describe(implementation)
         settings = RunSettings(implementation=implementation, ranks="simulated", device="sim")
-        order = RunOrder(settings=settings, description=description.to_json(), device="sim")
+        order = RunOrder(settings=settings, description=codec.plain(description), device="sim")
         with WarmWorker(order) as worker:
             outcomes.append(worker.run(_example()))
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_conformance import codec
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.fixtures import models, probes, workload_by_name, workload_names
 from fsdp_conformance.references.scenario import NotShared, machine, scenario_sha256, surroundings
-from fsdp_conformance.references.sharing import Offer, is_untouched, offer_from_json, offered
+from fsdp_conformance.references.sharing import Offer, is_untouched, offered
 from fsdp_conformance.references.store import entry_name
 from fsdp_conformance.run_settings import REFERENCES_LIMIT, REFERENCES_STORE
 from fsdp_conformance.workload.definition import Regime, Workload
@@ -154,7 +155,7 @@ def test_an_offer_travels() -> None:
     """To the ranks, as JSON."""
     offer = _offer(known=frozenset({"b", "a"}), wanted=frozenset({"c"}))
 
-    assert offer_from_json(offer.to_json()) == offer
+    assert codec.typed(Offer, codec.plain(offer)) == offer
 
 
 def test_the_sample_is_one_in_sixteen_and_changes_with_the_run() -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from fsdp_conformance import codec
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.comparison import compare, text
@@ -90,7 +91,7 @@ def test_runs_of_different_things_are_compared_only_by_force(changes: dict[str, 
 
 def test_the_json_has_everything() -> None:
     """And survives a way through JSON."""
-    data = json.loads(json.dumps(compare(OLD, NEW).to_json()))
+    data = json.loads(json.dumps(codec.plain(compare(OLD, NEW))))
 
     assert data["differing"][0] == {
         "case": "R003/once-ws2", "old": "PASS", "new": "HANG", "old_reason": "", "new_reason": "rank 1 did not answer",

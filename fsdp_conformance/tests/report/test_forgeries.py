@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
+from fsdp_conformance.codec import encode
 from fsdp_conformance.contract.profile import Profile, load_profile, profile_of, shipped
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import certificate
 from fsdp_conformance.report.certificate import certify
 from fsdp_conformance.report.recorder import Recorder, version_of
-from fsdp_conformance.report.runfile import chained, encode, read
+from fsdp_conformance.report.runfile import chained, read
 from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_record

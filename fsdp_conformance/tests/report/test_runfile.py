@@ -17,18 +17,23 @@ from typing import Any
 import jsonschema
 import pytest
 
+from fsdp_conformance.adapters.registry import AdapterDescription
+from fsdp_conformance.codec import encode, plain
 from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit
 from fsdp_conformance.report import last_run
 from fsdp_conformance.report.last_run import link_last, report_directory
 from fsdp_conformance.report.recorder import Recorder, version_of
-from fsdp_conformance.report.runfile import NAME, PREVIOUS, RunFileWriter, encode, read
+from fsdp_conformance.report.runfile import NAME, PREVIOUS, RunFileWriter, chained, read
+from fsdp_conformance.report.schema import text as schema_text
 from fsdp_conformance.run_settings import RunSettings
-from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, stuck
+from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, a_report, stuck
 from fsdp_conformance.verdict import Verdict
 
-DESCRIPTION = {"spec": "my.py:Mine", "name": "mine", "version": "1", "capabilities": ["zero3"], "shims": []}
+DESCRIPTION: dict[str, Any] = json.loads(
+    encode(plain(AdapterDescription(spec="my.py:Mine", name="mine", version="1", capabilities=("zero3",))))
+)
 
 
 @pytest.fixture
@@ -299,7 +304,7 @@ def test_a_torn_line_is_said_and_the_rest_is_read(tmp_path: Path, profile: Profi
         ('{"type": "case", "chain": "x"}', "line 2 cannot be read"),
         ('{"type":"poem","chain":"x"}', "line 2 is of type 'poem', which is unknown"),
         ('{"type":"header","format":1,"chain":"x"}', "line 2 is a second header"),
-        ("not json", "line 2 cannot be read: JSONDecodeError"),
+        ("not json", "line 2 cannot be read: Expecting value"),
         ("[1]", "line 2 cannot be read"),
     ],
 )
@@ -322,6 +327,95 @@ def test_what_is_no_run_file_is_refused(tmp_path: Path, content: str) -> None:
 
     with pytest.raises(RunFileError, match="is not a run file of this version"):
         read(tmp_path)
+
+
+def rewritten(path: Path, number: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change one line, from 0, and compute all hashes again, as a forger would."""
+    chain, text = "fsdp-conformance run file", ""
+    for place, line in enumerate(lines(path)):
+        line.pop("chain")
+        if place == number:
+            change(line)
+        body = encode(line)
+        chain = chained(chain, body)
+        text += f'{body[:-1]},"chain":"{chain}"}}\n'
+    path.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "problem"),
+    [
+        (1, lambda line: line.update(host="here"), "line 2 cannot be read: unknown key `$.host`"),
+        (1, lambda line: line.pop("case"), "line 2 cannot be read: Object missing required field `case`"),
+        (2, lambda line: line.update(luck=1), "line 3 cannot be read: unknown key `$.luck`"),
+        (2, lambda line: line.update(seconds="long"), "line 3 cannot be read: Expected `float`, got `str` - at `$.sec"),
+        (2, lambda line: line.update(findings=3), "line 3 cannot be read: Expected `array`, got `int` - at `$.findin"),
+        (2, lambda line: line["evidence"][1].update(luck=1), "line 3 cannot be read: unknown key `$.evidence[1].luck`"),
+        (2, lambda line: line["exits"][0].pop("pid"), "line 3 cannot be read: Object missing required field `pid`"),
+        (2, lambda line: line.update(verdict="MAYBE"), "line 3 cannot be read: Invalid enum value 'MAYBE'"),
+        (5, lambda line: line.update(luck=1), "line 6 (footer) has unknown keys: luck"),
+        (5, lambda line: line.update(certificate=[]), "line 6 cannot be read: Expected `object`, got `array`"),
+        (5, lambda line: line["certificate"].update(scopes=3), "line 6 cannot be read: Expected `array`, got `int`"),
+        (0, lambda line: line.update(luck=1), "line 1 (header) has unknown keys: luck"),
+    ],
+)
+def test_a_line_of_another_form_is_a_problem(
+    tmp_path: Path, profile: Profile, number: int, change: Callable[[dict[str, Any]], object], problem: str
+) -> None:
+    """Unknown and missing keys and wrong types are named with line and key, even if all hashes are right."""
+    path = whole(tmp_path, profile)
+    rewritten(path, number, change)
+    problems = read(path).problems
+
+    assert [text[: len(problem)] for text in problems] == [problem]
+
+
+def test_a_header_of_another_form_is_refused(tmp_path: Path, profile: Profile) -> None:
+    """Everything else is read by what the header says."""
+    path = whole(tmp_path, profile)
+    rewritten(path, 0, lambda line: line.update(settings={"deadline_scale": "long"}))
+
+    with pytest.raises(RunFileError, match=r"run\.jsonl .*: its first line: Expected `float`, .*deadline_scale"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ('{"type":"note","text":"a","text":"b"', "duplicate key 'text'"),
+        ('{"type":"note","text":NaN', "JSON is malformed"),
+        ('{"type":"note","text":"\\udc80"', "JSON is malformed"),
+        ('{"type":"note","text":' + "[" * 100 + "]" * 100, "it is nested more than 64 levels deep"),
+        ('{"type":"note","text":' + "[" * 200_000 + "]" * 200_000, "it is nested too deeply"),
+        ('{"type":3', "`$.type` must be a string, got 3"),
+        ('{"text":"a"', "`$.type` must be a string, got None"),
+    ],
+)
+def test_ambiguous_json_is_a_problem(tmp_path: Path, profile: Profile, body: str, problem: str) -> None:
+    """Other readers could take it for something else, or fail."""
+    run = a_run(tmp_path, profile)
+    run.abort()
+    with run.path.open("a", encoding="utf-8") as file:
+        file.write(f'{body},"chain":"{chained(read(run.path).chain, body + "}")}"}}\n')
+    (found,) = read(run.path).problems
+
+    assert found.startswith(f"line 2 cannot be read: {problem}")
+
+
+def test_a_lone_surrogate_is_written_as_its_escape(tmp_path: Path, profile: Profile) -> None:
+    """Whatever is in an exception's message, the line is written and can be read."""
+    a_run(tmp_path, profile, a_record(reason="not \udc80")).finish()
+    run = read(tmp_path)
+
+    assert (run.problems, run.records[0].reason) == ([], r"not \udc80")
+
+
+def test_figures_of_the_evidence_survive_as_well(tmp_path: Path, profile: Profile) -> None:
+    """An infinite ratio comes back as a number wherever a finding stands."""
+    record = a_record(evidence=[a_report(0, a_finding(ratio=math.inf)), a_report(1)])
+    a_run(tmp_path, profile, record).finish()
+
+    assert read(tmp_path).records == [record]
 
 
 def test_a_run_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -379,17 +473,22 @@ def test_the_schema_refuses_what_no_run_writes(tmp_path: Path, profile: Profile,
     assert not jsonschema.Draft202012Validator(schema()).is_valid(line)
 
 
-@pytest.mark.parametrize(("name", "words"), [("case", CaseRecord), ("finding", Finding), ("exit", RankExit)])
+@pytest.mark.parametrize(("name", "words"), [("case", CaseRecord), ("Finding", Finding), ("RankExit", RankExit)])
 def test_the_schema_knows_every_field(name: str, words: Any) -> None:
-    """A field that is new in the words is new in the schema."""
+    """A new field of the type is in the schema, too."""
     properties = set(schema()["$defs"][name]["properties"])
 
     assert properties - {"type", "chain"} == {field.name for field in dataclasses.fields(words)}
 
 
 def test_the_schema_knows_every_verdict() -> None:
-    """In their order."""
-    assert schema()["$defs"]["case"]["properties"]["verdict"]["enum"] == [verdict.value for verdict in Verdict]
+    """The enumeration in the schema has exactly the members of the enum."""
+    assert schema()["$defs"]["Verdict"]["enum"] == sorted(verdict.value for verdict in Verdict)
+
+
+def test_the_schema_file_is_up_to_date() -> None:
+    """The shipped file is what the types yield: python -m fsdp_conformance.report.schema > .../report/schema.json."""
+    assert schema_text() == resources.files("fsdp_conformance.report").joinpath("schema.json").read_text("utf-8")
 
 
 def test_the_version_of_torch_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

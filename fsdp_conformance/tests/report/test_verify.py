@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from fsdp_conformance.codec import encode
 from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.outcome.records import REFERENCES
 from fsdp_conformance.report import certificate
 from fsdp_conformance.report.recorder import Recorder, version_of
-from fsdp_conformance.report.runfile import NAME, chained, encode
+from fsdp_conformance.report.runfile import NAME, chained
 from fsdp_conformance.report.verify import verify
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_finding, a_record

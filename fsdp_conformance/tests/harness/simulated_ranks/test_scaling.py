@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_conformance import codec
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.simulated_ranks import meeting
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
@@ -270,7 +271,7 @@ def test_the_controller_counts_whose_code_ranks_run() -> None:
     for _ in range(200):
         rank = choose.randrange(size)
         if choose.random() < 0.1:
-            seat.accept(_message(report=RankReport(rank=rank).to_json()))
+            seat.accept(_message(report=codec.plain(RankReport(rank=rank))))
             spoken.add(rank)
         else:
             parts[rank] = choose.choice(list(Part))
