@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from fsdp_conformance.cli import messages, single
-from fsdp_conformance.cli.arguments import settings_of_device
+from fsdp_conformance.cli.arguments import settings_of
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import terminal
@@ -25,7 +25,7 @@ _QUIT = "bdb.BdbQuit"
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the case. Returns the exit status of its verdict."""
-    device = settings_of_device(arguments).device
+    device = settings_of(arguments).device
     if not arguments.rank.isdecimal():
         raise ConfigError([f"--rank must be a rank, from 0, got {arguments.rank!r}"], where="debug")
     rank = int(arguments.rank)

@@ -22,7 +22,7 @@ from typing import Any
 from fsdp_conformance import __version__, docs
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.cli import chosen_cases, leftovers, messages
-from fsdp_conformance.cli.arguments import settings_of_device
+from fsdp_conformance.cli.arguments import settings_of
 from fsdp_conformance.cli.examination import examined
 from fsdp_conformance.cli.survey import Machine
 from fsdp_conformance.contract.profile import INTERPRETATION, load_profile
@@ -82,7 +82,7 @@ class Findings:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print a line for each check. Returns 0, or 3 if no case can run here."""
-    settings = settings_of_device(arguments)
+    settings = settings_of(arguments)
     findings = Findings(printed=not arguments.json)
     began = time.monotonic()
     findings.say(

@@ -6,12 +6,12 @@ import argparse
 
 from fsdp_conformance import contract, docs
 from fsdp_conformance.cli import messages, report_dir
-from fsdp_conformance.cli.arguments import DEFAULTS
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.report import explanation, runfile
 from fsdp_conformance.report.folding import screen_width
 from fsdp_conformance.report.last_run import DEFAULT_ROOT, LAST, last_run
 from fsdp_conformance.report.verify import profile_of
+from fsdp_conformance.run_settings import DEFAULTS
 from fsdp_conformance.status import Status
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from fsdp_conformance import run_settings
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.answers import answers
+from fsdp_conformance.cli.arguments import settings_of
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.report.folding import screen_width
@@ -36,24 +36,19 @@ def main(arguments: argparse.Namespace) -> int:
 
 def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options as the child takes them. Raises ConfigError with every problem found."""
-    chosen = run_settings.from_words(
-        implementation=arguments.implementation,
-        device=arguments.device,
-        world_sizes=arguments.world_sizes,
-        deadline_scale=arguments.deadline_scale,
-    )
+    settings = settings_of(arguments)
     problems: list[str] = []
     seconds = _number("--seconds", arguments.seconds, float, problems)
     examples = _number("--max-examples", arguments.max_examples, int, problems)
     seed = _number("--seed", arguments.seed, int, problems, least=0)
-    if chosen.device not in ("cpu", SIMULATED):
-        problems.append(f"--device must be cpu or sim: examples run on simulated ranks, got {chosen.device!r}")
+    if settings.device not in ("cpu", SIMULATED):
+        problems.append(f"--device must be cpu or sim: examples run on simulated ranks, got {settings.device!r}")
     if problems:
         raise ConfigError(problems, where="explore")
     if seed is None:
         seed = 0 if arguments.derandomize else time.time_ns() % 1_000_000
     return {
-        "settings": asdict(chosen),
+        "settings": asdict(settings),
         "seconds": _DEFAULT_SECONDS if seconds is None and examples is None else seconds,
         "max_examples": examples,
         "seed": seed,

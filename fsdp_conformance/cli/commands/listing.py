@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
         return Status.CERTIFIED
     settings = settings_of(arguments)
     profile = load_profile(settings.profile)
-    if arguments.requirements:
+    if arguments.list_requirements:
         _tell_requirements(profile, as_json=arguments.json)
         return Status.CERTIFIED
     cases = chosen_cases.selected(profile, settings)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.cli import messages, report_dir, single
+from fsdp_conformance.contract import selection
 from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.errors import ConfigError, RunFileError, UsageError
 from fsdp_conformance.outcome.records import CaseRecord
@@ -79,11 +80,8 @@ def _settings(run: RunFile) -> RunSettings:
             f"{run.path} is a run of torchrun's workers, which replay cannot start. Run the case again with "
             "torchrun ... -m fsdp_conformance run --ranks torchrun --case CASE, and use `compare`."
         )
-    nothing: tuple[str, ...] = ()
-    return replace(
-        settings, world_sizes=(), cases=nothing, requirements=nothing, bindings=nothing, chapters=nothing,
-        scopes=nothing, last_failed=nothing, fail_fast=False, report_dir=None,
-    )  # fmt: skip
+    unselected: dict[str, Any] = dict.fromkeys(selection.OPTIONS.values(), ())
+    return replace(settings, **unselected, fail_fast=False, report_dir=None)
 
 
 def _changes(header: Mapping[str, Any], settings: RunSettings) -> Iterator[str]:
