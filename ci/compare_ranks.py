@@ -14,8 +14,8 @@ from pathlib import Path
 from two_hosts import TwoHosts
 
 from fsdp_conformance.cli import arguments, chosen_cases
+from fsdp_conformance.cli.child import end_family
 from fsdp_conformance.cli.messages import complain, plural
-from fsdp_conformance.cli.processes import end_family
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import ConfigError, ConformanceError, EnvironmentUnavailable, RunFileError
 from fsdp_conformance.outcome.records import CaseRecord

@@ -23,8 +23,8 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from fsdp_conformance.cli import arguments
+from fsdp_conformance.cli.child import end_family, family
 from fsdp_conformance.cli.messages import complain
-from fsdp_conformance.cli.processes import end_family, family
 from fsdp_conformance.cli.signals import Stopped, caught, raised
 from fsdp_conformance.errors import ConformanceError, EnvironmentUnavailable, UsageError
 

@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = re.findall(r"unrecognized arguments: (\S+)|invalid choice: '([^']*)'", message)
-        wrong = next((word for found in words for word in found if word), "").partition("=")[0]
+        wrong = next((word for pair in words for word in pair if word), "").partition("=")[0]
         hint = (messages.did_you_mean(wrong, self._words()) if wrong else "") or "."
         print(f"{self.prog}: {message}{hint} See {self.prog} --help.", file=sys.stderr)
         raise SystemExit(int(status.Status.USAGE))
@@ -291,7 +291,7 @@ def _add_run(parser: Parser) -> None:
 
 
 def _add_expected(parser: Parser) -> argparse._MutuallyExclusiveGroup:
-    """What a run is compared with besides the contract. Returns the group of options about expectations."""
+    """Options for comparing a run with more than the contract. Returns the group of those about expectations."""
     named = parser.add_mutually_exclusive_group()
     named.add_argument(
         "--expectations",

@@ -24,12 +24,12 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         profile = load_profile(arguments.profile or DEFAULTS.profile)
     if arguments.json:
-        found = explanation.explain_json(arguments.name, contract.load(), profile, run)
-        messages.say_json({**found, "run": None if path is None else str(path)})
+        content = explanation.explain_json(arguments.name, contract.load(), profile, run)
+        messages.say_json({**content, "run": None if path is None else str(path)})
         return Status.CERTIFIED
     print(explanation.explain(arguments.name, contract.load(), profile, run, width=screen_width()))
-    known = arguments.name in contract.load().requirements
-    print(f"\n{docs.see(docs.requirement(arguments.name) if known else docs.VERDICT)}")
+    is_requirement = arguments.name in contract.load().requirements
+    print(f"\n{docs.see(docs.requirement(arguments.name) if is_requirement else docs.VERDICT)}")
     if path is not None:
         print(f"\nresults from {path}")
     else:

@@ -7,7 +7,6 @@ Prints each failure once it is shrunk, confirmed on processes, and explained; at
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable
@@ -15,8 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 from fsdp_conformance.cli import messages
-from fsdp_conformance.cli.answers import answers
 from fsdp_conformance.cli.arguments import settings_of
+from fsdp_conformance.cli.child import answers
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.report.folding import screen_width
@@ -30,7 +29,7 @@ _PROGRESS_S = 2.0
 
 def main(arguments: argparse.Namespace) -> int:
     """Explore, and return 0 if nothing fails, 1 if something does, otherwise 2, 3 or 4."""
-    with answers("fsdp_conformance.cli.explorer", [json.dumps(order_of(arguments))]) as found:
+    with answers("explore", order=order_of(arguments)) as found:
         return follow(found, scripts=arguments.script, as_json=arguments.json)
 
 
@@ -74,9 +73,6 @@ def follow(found: Iterable[dict[str, Any]], *, scripts: bool = False, as_json: b
                 failures.append(answer)
                 if not as_json:
                     _print_failure(answer, scripts=scripts)
-            case "error":
-                messages.complain(answer["message"])
-                return Status(answer["status"])
             case "died":
                 print(answer["output"].rstrip(), file=sys.stderr if as_json else sys.stdout)
                 messages.complain(f"the child process {answer['how']}")
