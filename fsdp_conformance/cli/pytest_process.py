@@ -32,8 +32,10 @@ from fsdp_conformance.run_settings import RunOrder
 #: The time pytest has to end its cases and to write the last line of the run file after an interrupt.
 INTERRUPT_S = 20.0
 
-#: How long the log's reader waits for the end of the pipe when every writer has been killed.
+#: How long the log's reader waits for the end of the pipe when every writer has been killed, and when only pytest has
+#: ended: processes that it forked still have the pipe.
 _DRAIN_S = 5.0
+_LAST_WORDS_S = 0.5
 
 _PLUGIN = "fsdp_conformance.pytest_plugin"
 
@@ -70,9 +72,7 @@ class PytestProcess:
     def __enter__(self) -> PytestProcess:
         variables = {**environment(os.environ), ERROR_FILE: str(self._error_file)}
         try:
-            self._child = StartedChild(
-                WARM, stderr=subprocess.PIPE, tail=lambda: self.tail().encode(), environment=variables
-            )
+            self._child = StartedChild(WARM, stderr=subprocess.PIPE, tail=self._last_words, environment=variables)
         except BaseException:
             self._directory.cleanup()
             raise
@@ -158,6 +158,10 @@ class PytestProcess:
         """The last lines that pytest wrote."""
         text = b"".join(self._tail).decode(errors="replace")
         return "\n".join(text.rstrip().splitlines()[-lines:])
+
+    def _last_words(self) -> bytes:
+        self._reader.join(_LAST_WORDS_S)
+        return self.tail().encode()
 
     def _end(self) -> None:
         """End the process and everything it has started; after that its pid is given back."""
