@@ -199,7 +199,7 @@ class StartedChild(Child):
 
         If the child has ended, `read` reports it.
         """
-        assert self._requests is not None
+        assert self._requests is not None, "the child is started with a pipe"
         assert not self._is_busy, "the answers of the job before have not been read to their end"
         self._is_busy = True
         with contextlib.suppress(OSError):
