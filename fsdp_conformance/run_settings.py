@@ -1,16 +1,18 @@
 """
 The settings of a run, from the command line to every rank.
 
-Whoever starts a run makes a `RunOrder` from what the user typed. That order, as JSON, is what the command line hands to
-pytest, pytest to the workers of pytest-xdist, and a case to its ranks. In each process the plugin calls `use` once, and
-every case reads `current()`. A case that plain unittest runs, without the plugin, has the defaults of `RunSettings`.
+OPTIONS is the one table of options. The command line and pytest make theirs from it, and `from_words` turns what was
+typed into `RunSettings`. A `RunOrder` carries these as JSON from the command line to pytest, from pytest to the workers
+of pytest-xdist, and from a case to its ranks. In each process the plugin calls `use` once, and every case reads
+`current()`. A case that plain unittest runs, without the plugin, has the defaults.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from enum import Enum
 from typing import Any
 
 from fsdp_conformance.errors import ConfigError
@@ -46,9 +48,9 @@ class TorchrunWorker:
     """Host of the store through which the workers find each other."""
     port: int
     holds_store: bool
-    """Whether this worker must create the store, because torchrun's agent has not."""
+    """True if this worker must create the store, because torchrun's agent has not."""
     host_rank: int = 0
-    """Which agent started it (GROUP_RANK); 0 if the launcher does not say."""
+    """The agent that started it (GROUP_RANK); 0 if the launcher does not set it."""
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> TorchrunWorker:
@@ -74,7 +76,7 @@ class TorchrunWorker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """What a run is asked to do. `RunOrder` carries it to every rank."""
+    """The settings of a run. `RunOrder` carries them to every rank."""
 
     implementation: str = "torch-fsdp2"
     """An entry point's name, `package.module:Class`, or `path/to/file.py:Class`."""
@@ -132,9 +134,272 @@ AUTO = "auto"
 _SIMULATED_RANKS_DEVICES = ("cpu", SIMULATED)
 
 
+class Kind(Enum):
+    """The part of a run that an option is about. `list` has all options but those of `RUN`."""
+
+    GATE = "which of the selected cases can run"
+    SELECTION = "which cases of the profile are selected"
+    RUN = "how the cases are run"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """
+    An option of a run. The command line and pytest add it to theirs, and `from_words` checks and reads its words.
+
+    A new one needs an entry in OPTIONS, a field of RunSettings, and the code that reads this field.
+    """
+
+    name: str
+    """The keyword of `from_words`."""
+    flag: str
+    """As it is typed on the command line."""
+    _: KW_ONLY
+    help: str
+    metavar: str = ""
+    """The name of the value; empty for a switch."""
+    default: str = ""
+    """The default, as the help shows it."""
+    choices: tuple[str, ...] = ()
+    is_list: bool = False
+    """True if it takes several values, separated by commas or by repeating the option."""
+    parse: Callable[[str], object] = str
+    """Turns a word into a value. Raises ValueError with what the value must be."""
+    value: object = True
+    """The value that a switch stands for."""
+    field: str = ""
+    """The field of RunSettings that gets the value, if it is not called like the option."""
+    kind: Kind = Kind.RUN
+    same_in_pytest: bool = False
+    """True if pytest has it under the same flag; otherwise the flag begins with --conformance there."""
+
+    @property
+    def pytest_flag(self) -> str:
+        """As it is typed after `pytest`, where other plugins have options, too."""
+        return self.flag if self.same_in_pytest else f"--conformance-{self.flag.removeprefix('--')}"
+
+    @property
+    def target(self) -> str:
+        """The field of RunSettings that gets the value."""
+        return self.field or self.name
+
+    def read(self, words: Any) -> object:
+        """The value that was typed. Raises ConfigError with every problem."""
+        if not self.metavar:
+            return self.value
+        values: list[object] = []
+        problems = []
+        for word in _split(words) if self.is_list else [words]:
+            try:
+                if self.choices and word not in self.choices:
+                    raise ValueError(f"must be one of {', '.join(self.choices)}")
+                values.append(self.parse(word))
+            except ValueError as error:
+                noun = self.name.removesuffix("s") if self.is_list else self.name
+                problems.append(f"{noun} {error}, got {word!r}")
+        if problems:
+            raise ConfigError(problems, where="options")
+        return tuple(dict.fromkeys(values)) if self.is_list else values[0]
+
+    def words(self, settings: RunSettings) -> list[str]:
+        """The words that choose these settings; none for the default."""
+        value = getattr(settings, self.target)
+        if value == getattr(DEFAULTS, self.target):
+            return []
+        if not self.metavar:
+            return [self.flag]
+        return [self.flag, ",".join(map(str, value)) if self.is_list else str(value)]
+
+
+def _split(words: Iterable[str]) -> list[str]:
+    return [part.strip() for word in words for part in word.split(",") if part.strip()]
+
+
+def _text(word: str) -> str:
+    if not word.strip():
+        raise ValueError("must not be blank")
+    return word
+
+
+def _device_type(word: str) -> str:
+    if not _text(word).isidentifier():
+        raise ValueError("must be a type such as cpu, sim or cuda, without an index")
+    return word
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) == 0:
+        raise ValueError("must be a positive integer")
+    return int(word)
+
+
+def _count_or_auto(word: str) -> int:
+    if word == AUTO:
+        return 0
+    try:
+        return _count(word)
+    except ValueError as error:
+        raise ValueError(f"{error} or {AUTO!r}") from None
+
+
+def _seed(word: str) -> int:
+    if not word.isdecimal():
+        raise ValueError("must be a non-negative integer")
+    return int(word)
+
+
+def _factor(word: str) -> float:
+    try:
+        factor = float(word)
+    except ValueError:
+        factor = 0.0
+    if not 0.0 < factor < float("inf"):
+        raise ValueError("must be a positive number")
+    return factor
+
+
+#: Every option of a run by its name, in the order in which help lists them and problems are reported.
+OPTIONS: dict[str, Option] = {option.name: option for option in (
+    Option("implementation", "--implementation", metavar="SPEC", parse=_text, kind=Kind.GATE, same_in_pytest=True,
+           default=DEFAULTS.implementation, help="entry point name, package.module:Class, or path/to/file.py:Class"),
+    Option("profile", "--profile", metavar="NAME", parse=_text, kind=Kind.GATE, default=DEFAULTS.profile,
+           help="profile name or .json file"),
+    Option("device", "--device", metavar="TYPE", parse=_device_type, kind=Kind.GATE, default=DEFAULTS.device,
+           help="cpu, sim (simulated), cuda, or any accelerator that torch knows"),
+    Option("no_simulator", "--no-simulator", field="simulator", value=False, kind=Kind.GATE, same_in_pytest=True,
+           help="on the CPU, leave out the cases that need an accelerator instead of simulating one"),
+    Option("share_devices", "--share-devices", kind=Kind.GATE, same_in_pytest=True,
+           help="let the ranks of a case share the available GPUs, over gloo; cannot certify"),
+    Option("cases", "--case", metavar="ID", is_list=True, kind=Kind.SELECTION,
+           help="cases with this id or of this requirement; globs such as 'R005/*-ws2' work"),
+    Option("requirements", "--requirement", metavar="ID", is_list=True, kind=Kind.SELECTION,
+           help="cases named after this requirement, e.g. R003/..."),
+    Option("bindings", "--binding", metavar="ID", is_list=True, kind=Kind.SELECTION,
+           help="all cases that cover this requirement, whatever their name"),
+    Option("chapters", "--chapter", metavar="LETTER", is_list=True, kind=Kind.SELECTION,
+           help="cases of this chapter of the contract, e.g. A"),
+    Option("scopes", "--scope", metavar="NAME", is_list=True, kind=Kind.SELECTION,
+           help="cases of the base, or of an extension such as offload"),
+    Option("last_failed", "--last-failed", value=(), kind=Kind.SELECTION,  # report.last_run looks up the ids
+           help="cases that failed in the last run, or did not finish"),
+    # Last of its kind: a case that only its world size leaves out is not dropped from the run, but DISABLED.
+    Option("world_sizes", "--world-size", metavar="N", is_list=True, parse=_count, kind=Kind.SELECTION,
+           help="cases with this many ranks"),
+    Option("fail_fast", "--fail-fast", help="stop after the first case that fails"),
+    Option("report_dir", "--report", metavar="DIR", parse=_text, default=".fsdp-conformance/NAME-TIME",
+           help="directory for the run file"),
+    Option("ranks", "--ranks", metavar="KIND", choices=RANKS, default=DEFAULTS.ranks, same_in_pytest=True,
+           help="where ranks run: in fresh processes (processes), in threads (simulated: fast for large worlds, cannot "
+           "certify), or in the workers of torchrun (torchrun)"),
+    Option("backend", "--backend", metavar="NAME", default="cpu:gloo,cuda:nccl",
+           help="make process groups with nccl alone, as `init_process_group('nccl')` does"),
+    Option("slots_per_device", "--slots-per-device", metavar="N", parse=_count_or_auto,
+           default=str(DEFAULTS.slots_per_device),
+           help="how many cases may use a GPU at the same time, or `auto` for as many as fit in its memory"),
+    Option("reuse_ranks", "--reuse-ranks", same_in_pytest=True,
+           help="keep ranks from case to case: fast, cannot certify"),
+    Option("stress", "--stress", field="stress_seed", value=DEFAULT_SEED,
+           help="provoke races in every case: late collectives, poisoned memory, a slow rank; cannot certify"),
+    Option("stress_seed", "--stress-seed", metavar="N", parse=_seed, default=str(DEFAULT_SEED),
+           help="with --stress, the seed that decides what strikes where"),
+    Option("stress_failure", "--stress-failure", metavar="HOW", choices=(*Failure, ANY),
+           help=f"with --stress, make one rank of each case fail ({', '.join([*Failure, ANY])}), and judge the rest"),
+    Option("deadline_scale", "--deadline-scale", metavar="F", parse=_factor,
+           help="multiply every deadline by F, for slow machines"),
+)}  # fmt: skip
+
+
+def from_words(**words: str | bool | Iterable[str] | None) -> RunSettings:
+    """
+    Settings from what the user typed: by name of the option, a word, or words with commas, or True for a switch.
+
+    None and False stand for the default. Raises ConfigError with every problem found.
+    """
+    typed = {name: word for name, word in words.items() if word not in (None, False)}
+    if unknown := typed.keys() - OPTIONS.keys():
+        raise TypeError(f"from_words() has no options {', '.join(sorted(unknown))}")
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for option in OPTIONS.values():
+        if option.name in typed:
+            try:
+                values[option.target] = option.read(typed[option.name])
+            except ConfigError as error:
+                problems += error.problems
+    settings = RunSettings(**values)
+    problems += [problem for rule in _RULES for problem in rule(settings, typed)]
+    if problems:
+        raise ConfigError(problems, where="options")
+    return settings
+
+
+def _check_ranks(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:
+    if run.reuse_ranks and run.ranks != RANKS[0]:
+        yield f"ranks must be {RANKS[0]!r} with reuse_ranks, got {run.ranks!r}"
+    if run.ranks == "simulated" and run.device not in _SIMULATED_RANKS_DEVICES:
+        yield (
+            f"device must be {' or '.join(_SIMULATED_RANKS_DEVICES)} with simulated ranks, got {run.device!r}: copies "
+            "between threads are not ordered by its streams. Use --ranks processes; add --share-devices if there are "
+            "fewer devices than ranks"
+        )
+
+
+def _check_backend(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:
+    if "backend" not in typed:
+        return
+    if run.backend != DEVICE_BACKENDS.get(run.device):
+        names = ", ".join(f"{name} with --device {kind}" for kind, name in DEVICE_BACKENDS.items())
+        yield f"backend must be {names}, got {run.backend!r} with device {run.device!r}"
+    if run.share_devices:
+        yield f"backend must be omitted with share_devices, which needs gloo, got {run.backend!r}"
+    if run.ranks == "simulated":
+        yield f"backend must be omitted with simulated ranks, got {run.backend!r}"
+
+
+def _check_sharing(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:
+    if not run.share_devices:
+        return
+    if run.device not in SHAREABLE:
+        hint = ": on the CPU any number of ranks runs" if run.device == "cpu" else ""
+        yield f"device must be {' or '.join(SHAREABLE)} with share_devices, got {run.device!r}{hint}"
+    if run.ranks != RANKS[0]:
+        yield f"ranks must be {RANKS[0]!r} with share_devices, got {run.ranks!r}"
+
+
+def _check_slots(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:
+    if "slots_per_device" not in typed:
+        return
+    if run.device in ("cpu", SIMULATED):
+        yield (
+            f"slots_per_device is for devices that ranks own, got device {run.device!r}, where any number of cases runs"
+        )
+    if run.share_devices:
+        yield "slots_per_device must be omitted with share_devices, where no rank owns a device"
+    if run.ranks == "torchrun":
+        yield "slots_per_device must be omitted with torchrun, which runs one case at a time"
+
+
+def _check_stress(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:
+    if "stress" in typed and run.ranks == "simulated":
+        yield "ranks must be processes with stress: simulated ranks take turns, and nothing is late"
+    for name in ("stress_seed", "stress_failure"):
+        if name in typed and "stress" not in typed:
+            yield f"{name} is for a stress run: add --stress, got {name}={typed[name]}"
+
+
+#: Rules about options that depend on each other. Each yields its problems, given the settings and the words as typed.
+_RULES: tuple[Callable[[RunSettings, Mapping[str, object]], Iterator[str]], ...] = (
+    _check_ranks,
+    _check_backend,
+    _check_sharing,
+    _check_slots,
+    _check_stress,
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOrder:
-    """What a run is asked for, and of which implementation."""
+    """The settings of a run, with what is known about the implementation and the case."""
 
     settings: RunSettings = field(default_factory=RunSettings)
     description: Mapping[str, Any] | None = None
@@ -162,11 +427,11 @@ def order_from_json(text: str) -> RunOrder:
 
 def settings_from_json(data: Mapping[str, Any]) -> RunSettings:
     """The inverse of `dataclasses.asdict` on settings. Settings of other versions are left out."""
-    known = {field.name for field in fields(RunSettings)}
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in known
+    names = {field.name for field in fields(RunSettings)}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in names
     }
-    return RunSettings(**given)
+    return RunSettings(**values)
 
 
 _order = RunOrder()
@@ -186,149 +451,3 @@ def current() -> RunSettings:
 def description() -> Mapping[str, Any] | None:
     """The description of the adapter as JSON, or None if the adapter has not been asked yet."""
     return _order.description
-
-
-def from_words(
-    *,
-    implementation: str | None = None,
-    profile: str | None = None,
-    device: str | None = None,
-    world_sizes: Iterable[str] | None = None,
-    cases: Iterable[str] | None = None,
-    requirements: Iterable[str] | None = None,
-    bindings: Iterable[str] | None = None,
-    chapters: Iterable[str] | None = None,
-    scopes: Iterable[str] | None = None,
-    fail_fast: bool | None = None,
-    report_dir: str | None = None,
-    no_simulator: bool | None = None,
-    ranks: str | None = None,
-    reuse_ranks: bool | None = None,
-    backend: str | None = None,
-    share_devices: bool | None = None,
-    slots_per_device: str | None = None,
-    deadline_scale: str | None = None,
-    stress: bool | None = None,
-    stress_seed: str | None = None,
-    stress_failure: str | None = None,
-) -> RunSettings:
-    """
-    Settings from what the user typed: numbers as text, lists with commas. None stands for the default.
-
-    Raises ConfigError with every problem found.
-    """
-    given: dict[str, Any] = {
-        "implementation": implementation,
-        "profile": profile,
-        "device": device,
-        "report_dir": report_dir,
-        "simulator": False if no_simulator else None,
-        "fail_fast": fail_fast,
-        "ranks": ranks,
-        "reuse_ranks": reuse_ranks,
-        "backend": backend,
-        "share_devices": share_devices,
-    }
-    problems = [
-        f"{name} must not be blank, got {given[name]!r}"
-        for name in ("implementation", "profile", "device", "report_dir")
-        if given[name] is not None and not given[name].strip()
-    ]
-    if device is not None and device.strip() and not device.isidentifier():
-        problems.append(f"device must be a type such as cpu, sim or cuda, without an index, got {device!r}")
-    if ranks is not None and ranks not in RANKS:
-        problems.append(f"ranks must be one of {', '.join(RANKS)}, got {ranks!r}")
-    if reuse_ranks and ranks not in (None, RANKS[0]):
-        problems.append(f"ranks must be {RANKS[0]!r} with reuse_ranks, got {ranks!r}")
-    if ranks == "simulated" and (device or DEFAULTS.device) not in _SIMULATED_RANKS_DEVICES:
-        problems.append(
-            f"device must be {' or '.join(_SIMULATED_RANKS_DEVICES)} with simulated ranks, got {device!r}: copies "
-            "between threads are not ordered by its streams. Use --ranks processes; add --share-devices if there are "
-            "fewer devices than ranks"
-        )
-    if backend is not None and backend != DEVICE_BACKENDS.get(device or DEFAULTS.device):
-        named = ", ".join(f"{name} with --device {kind}" for kind, name in DEVICE_BACKENDS.items())
-        problems.append(f"backend must be {named}, got {backend!r} with device {device or DEFAULTS.device!r}")
-    if backend is not None and share_devices:
-        problems.append(f"backend must be omitted with share_devices, which needs gloo, got {backend!r}")
-    if backend is not None and ranks == "simulated":
-        problems.append(f"backend must be omitted with simulated ranks, got {backend!r}")
-    if share_devices and (device or DEFAULTS.device) not in SHAREABLE:
-        problems.append(
-            f"device must be {' or '.join(SHAREABLE)} with share_devices, got {device or DEFAULTS.device!r}"
-            + (": on the CPU any number of ranks runs" if (device or DEFAULTS.device) == "cpu" else "")
-        )
-    if share_devices and ranks not in (None, RANKS[0]):
-        problems.append(f"ranks must be {RANKS[0]!r} with share_devices, got {ranks!r}")
-    given["slots_per_device"], wrong = _slots(slots_per_device, device or DEFAULTS.device, ranks, share_devices)
-    problems += wrong
-    if stress and ranks == "simulated":
-        problems.append("ranks must be processes with stress: simulated ranks take turns, and nothing is late")
-    if stress_seed is not None and not stress:
-        problems.append(f"stress_seed is for a stress run: add --stress, got stress_seed={stress_seed}")
-    if stress_failure is not None and not stress:
-        problems.append(f"stress_failure is for a stress run: add --stress, got stress_failure={stress_failure}")
-    if stress_failure not in (None, ANY, *Failure):
-        problems.append(f"stress_failure must be one of {', '.join([*Failure, ANY])}, got {stress_failure!r}")
-    given["stress_failure"] = stress_failure
-    if stress:
-        given["stress_seed"] = _seed(stress_seed, problems)
-    if world_sizes is not None:
-        given["world_sizes"] = tuple(dict.fromkeys(_world_size(word, problems) for word in _split(world_sizes)))
-    lists = {"cases": cases, "requirements": requirements, "bindings": bindings, "chapters": chapters, "scopes": scopes}
-    given |= {name: tuple(dict.fromkeys(_split(words))) for name, words in lists.items() if words is not None}
-    if deadline_scale is not None:
-        given["deadline_scale"] = _scale(deadline_scale, problems)
-    if problems:
-        raise ConfigError(problems, where="options")
-    return RunSettings(**{name: value for name, value in given.items() if value is not None})
-
-
-def _split(words: Iterable[str]) -> list[str]:
-    return [part.strip() for word in words for part in word.split(",") if part.strip()]
-
-
-def _world_size(word: str, problems: list[str]) -> int:
-    if word.isdecimal() and int(word) > 0:
-        return int(word)
-    problems.append(f"world_size must be a positive integer, got {word!r}")
-    return 0
-
-
-def _slots(
-    word: str | None, device: str, ranks: str | None, share_devices: bool | None
-) -> tuple[int | None, list[str]]:
-    """The number (0 for what fits), and why it is wrong or means nothing in such a run."""
-    if word is None:
-        return None, []
-    problems = []
-    if word != AUTO and not (word.isdecimal() and int(word) > 0):
-        problems.append(f"slots_per_device must be a positive integer or {AUTO!r}, got {word!r}")
-    if device in ("cpu", SIMULATED):
-        problems.append(
-            f"slots_per_device is for devices that ranks own, got device {device!r}, where any number of cases runs"
-        )
-    if share_devices:
-        problems.append("slots_per_device must be omitted with share_devices, where no rank owns a device")
-    if ranks == "torchrun":
-        problems.append("slots_per_device must be omitted with torchrun, which runs one case at a time")
-    return int(word) if word.isdecimal() else 0, problems
-
-
-def _seed(word: str | None, problems: list[str]) -> int:
-    if word is None:
-        return DEFAULT_SEED
-    if not word.isdecimal():
-        problems.append(f"stress_seed must be a non-negative integer, got {word!r}")
-        return DEFAULT_SEED
-    return int(word)
-
-
-def _scale(word: str, problems: list[str]) -> float:
-    try:
-        scale = float(word)
-    except ValueError:
-        scale = 0.0
-    if not 0.0 < scale < float("inf"):
-        problems.append(f"deadline_scale must be a positive number, got {word!r}")
-    return scale

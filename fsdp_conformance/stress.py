@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_conformance.outcome.records import CaseRecord
+if TYPE_CHECKING:
+    from fsdp_conformance.outcome.records import CaseRecord
 
 #: The key of a report's measurements that has the counts of its rank.
 MEASUREMENT = "stress"

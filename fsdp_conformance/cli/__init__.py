@@ -1,7 +1,8 @@
 """
-The command line: the commands, and what they share.
+The command line: the commands, and the code that they share.
 
     commands        a module for each command
+    jobs            a module for each job of a child process
 
 From the command line to an exit status:
     command         runs a command; turns errors into messages and statuses
@@ -9,34 +10,26 @@ From the command line to an exit status:
     plan_order      the options of `plan`
     messages        errors on stderr, suggestions for mistyped words
 
-What `init` writes:
-    scaffold        the files, where they belong, and what is in the way
+The files of `init`:
+    scaffold        their paths and contents, and obstacles to writing them
 
-What `run` does:
-    chosen_cases    the selected cases, and what is known of them before they run
+The steps of `run`:
+    chosen_cases    the selected cases, and the verdicts that are known before they run
     estimate        how long a run will take
-    expected        what a run is compared with besides the contract: known failures, an earlier run
+    expected        known failures and an earlier run, which a run is compared with
     report_dir      the directory of a run
     building        compiling the simulated accelerator beforehand
     pytest_process  pytest as a child process
-    warm            ... and that child, which imports torch once for all
     progress        how far the run is, on a terminal or in a log
     torchrun        `run` as a worker of torchrun
 
 Child processes. They import torch; the command itself, except for `smoke` and those about one case, does not:
-    processes       running and ending a child with everything it has started
+    child           starting, asking and ending a child, and its own side of the pipe
     signals         signals that ask a command to end
-    survey          what the implementation and the machine are, asked of a child
-    surveyor        ... and that child
-    examination     what `doctor` finds out in a child
-    examine         ... and that child
-    planner         the child of `plan`
-    answers         lines of JSON from a child, as they come
-    tryout          the child of `selftest`
-    explorer        the child of `explore`
+    survey          the machine and the implementation, as a child sees them
     leftovers       processes and files that earlier runs left behind
 
-What the commands about one case share:
+Shared by the commands about one case:
     single          finding it, running it in this process, its exit status
 
 For `sanitize`:

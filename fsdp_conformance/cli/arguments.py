@@ -13,19 +13,15 @@ import fsdp_conformance
 from fsdp_conformance import run_settings, status
 from fsdp_conformance.cli import messages
 from fsdp_conformance.contract.profile import INTERPRETATION
-from fsdp_conformance.contract.selection import OPTIONS, selection_options
 from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
 from fsdp_conformance.report.formats import FORMATS
 from fsdp_conformance.report.last_run import with_last_failed
-from fsdp_conformance.run_settings import RANKS, RunSettings
-from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
-
-DEFAULTS = RunSettings()
+from fsdp_conformance.run_settings import OPTIONS, Kind, RunSettings
 
 SHELLS = ("bash", "zsh", "tcsh")
 
-_IMPLEMENTATION = "entry point name, package.module:Class, or path/to/file.py:Class"
-
+#: The options that decide which cases run, and where: those of `run` and `list`.
+_OF_CASES = [option.name for option in OPTIONS.values() if option.kind is not Kind.RUN]
 
 _INIT_NOTES = """\
 Writes the adapter with a `wrap` to fill in, tests/test_conformance.py, conformance.toml and
@@ -79,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = re.findall(r"unrecognized arguments: (\S+)|invalid choice: '([^']*)'", message)
-        wrong = next((word for found in words for word in found if word), "").partition("=")[0]
+        wrong = next((word for pair in words for word in pair if word), "").partition("=")[0]
         hint = (messages.did_you_mean(wrong, self._words()) if wrong else "") or "."
         print(f"{self.prog}: {message}{hint} See {self.prog} --help.", file=sys.stderr)
         raise SystemExit(int(status.Status.USAGE))
@@ -113,51 +109,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def settings_of(parsed: argparse.Namespace) -> RunSettings:
     """
-    The settings of a run, for a command that has these options.
+    The settings that a command's options make; those that the command does not have keep their defaults.
 
     Raises ConfigError with every problem found, and UsageError if --last-failed has nothing to run.
     """
-    made = run_settings.from_words(
-        implementation=parsed.implementation,
-        profile=parsed.profile,
-        device=parsed.device,
-        world_sizes=parsed.world_sizes,
-        cases=parsed.cases,
-        requirements=parsed.selected_requirements,
-        bindings=parsed.bindings,
-        chapters=parsed.chapters,
-        scopes=parsed.scopes,
-        fail_fast=getattr(parsed, "fail_fast", None),
-        no_simulator=getattr(parsed, "no_simulator", None),
-        report_dir=getattr(parsed, "report", None),
-        ranks=getattr(parsed, "ranks", None),
-        reuse_ranks=getattr(parsed, "reuse_ranks", None),
-        backend=getattr(parsed, "backend", None),
-        share_devices=parsed.share_devices,
-        slots_per_device=getattr(parsed, "slots_per_device", None),
-        deadline_scale=getattr(parsed, "deadline_scale", None),
-        stress=getattr(parsed, "stress", None),
-        stress_seed=getattr(parsed, "stress_seed", None),
-        stress_failure=getattr(parsed, "stress_failure", None),
-    )
-    return with_last_failed(made) if parsed.last_failed else made
+    settings = run_settings.from_words(**{name: getattr(parsed, name, None) for name in OPTIONS})
+    return with_last_failed(settings) if getattr(parsed, "last_failed", False) else settings
 
 
-def selection_words(chosen: RunSettings) -> list[str]:
+def selection_words(settings: RunSettings) -> list[str]:
     """The options that make another command look at the same cases on the same device, as a shell takes them."""
-    words = [] if chosen.profile == DEFAULTS.profile else ["--profile", chosen.profile]
-    words += [] if chosen.device == DEFAULTS.device else ["--device", chosen.device]
-    words += [] if chosen.simulator else ["--no-simulator"]
-    words += ["--share-devices"] if chosen.share_devices else []
-    for option in selection_options(chosen):
-        values = getattr(chosen, OPTIONS[option])
-        words += [option] if option == "--last-failed" else [option, ",".join(map(str, values))]
-    return [shlex.quote(word) for word in words]
-
-
-def settings_of_device(parsed: argparse.Namespace) -> RunSettings:
-    """The settings of a command that has only --device, and maybe --share-devices. Raises ConfigError."""
-    return run_settings.from_words(device=parsed.device, share_devices=getattr(parsed, "share_devices", None))
+    options = [OPTIONS[name] for name in _OF_CASES if name != "implementation"]
+    return [shlex.quote(word) for option in options for word in option.words(settings)]
 
 
 def _parser() -> tuple[Parser, dict[str, Parser]]:
@@ -188,9 +151,10 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     init.add_argument("--force", action="store_true", help="overwrite files that exist")
 
     smoke = command("smoke", "check the adapter by itself, and report all of its problems at once")
-    smoke.add_argument("spec", nargs="?", metavar="IMPLEMENTATION", help=f"same as --implementation: {_IMPLEMENTATION}")
-    _add_implementation(smoke, default=None)
-    _add_device(smoke)
+    spec = OPTIONS["implementation"].help
+    smoke.add_argument("spec", nargs="?", metavar="IMPLEMENTATION", help=f"same as --implementation: {spec}")
+    _add_options(smoke, "implementation", default=None, help=spec)
+    _add_options(smoke, "device")
     _add_json(smoke, "the checks and their problems")
 
     _add_sanitize(
@@ -201,10 +165,8 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     )  # fmt: skip
 
     doctor = command("doctor", "check what this machine can and cannot run")
-    _add_device(doctor)
-    doctor.add_argument(
-        "--share-devices", action="store_true", help="check what `run --share-devices` can run here, and by what means"
-    )
+    _add_options(doctor, "device")
+    _add_options(doctor, "share_devices", help="check what `run --share-devices` can run here, and how")
     _add_json(doctor, "the findings")
 
     _add_plan(command("plan", "price every way to shard a model, and choose the fastest that fits", notes=_PLAN_NOTES))
@@ -219,12 +181,16 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         "list", "list the cases and whether they would run, without starting ranks",
         module="listing", notes=_SELECTION_NOTES,
     )  # fmt: skip
-    _add_implementation(listing)
-    _add_selection(listing)
+    _add_options(listing, *_OF_CASES)
     listing.add_argument("--why", action="store_true", help="show what each case expects, or why it would not run")
     listing.add_argument("--not-run", action="store_true", help="show only cases that would not run, with the reason")
     others = listing.add_mutually_exclusive_group()
-    others.add_argument("--requirements", action="store_true", help="list the requirements and their number of cases")
+    others.add_argument(
+        "--requirements",
+        dest="list_requirements",
+        action="store_true",
+        help="list the requirements and their number of cases",
+    )
     others.add_argument("--capabilities", action="store_true", help="list the capability flags")
     _add_json(listing, "the list")
 
@@ -239,19 +205,18 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
     """The commands that look at one case."""
     debug = command("debug", "run one case with one rank in the foreground, for breakpoint() and pdb")
     debug.add_argument("case", metavar="CASE", help="the id of a case, such as R001/exact-probe-ws2")
-    _add_implementation(debug)
-    _add_device(debug)
+    _add_options(debug, "implementation", "device")
     debug.add_argument("--rank", metavar="N", default="0", help="the rank that has the terminal (default: 0)")
     debug.add_argument("--pdb", action="store_true", help="open pdb where this rank raises and should not")
 
-    replay = command("replay", "run a case again as in a run, and say whether the same comes of it")
+    replay = command("replay", "repeat a case of a run, and compare the verdicts")
     replay.usage = "%(prog)s [options] [RUN] CASE"
     replay.add_argument(
         "words", nargs="+", metavar="[RUN] CASE", help="a run file or its directory (default: the last run), and a case"
     )
     repro = command("repro", "write a case as a script for torchrun that does not need this package, for a bug report")
     repro.add_argument("case", metavar="CASE", help="the id of a case that trains an exact workload and compares it")
-    _add_implementation(repro)
+    _add_options(repro, "implementation")
     repro.add_argument("-o", "--output", metavar="FILE", help="write to this file (default: to stdout)")
 
     replay.add_argument("--times", metavar="N", default="1", help="how many times (default: 1)")
@@ -262,7 +227,7 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     explain = command("explain", "explain a requirement or a case, and what the last run found")
     explain.add_argument("name", metavar="ID", help="a requirement (R003) or a case (R001/exact-probe-ws2)")
     explain.add_argument("--report", metavar="PATH", help="a run file or its directory (default: the last run)")
-    _add_profile(explain, default=None)
+    _add_profile_of_run(explain)
     _add_json(explain, "requirement, cases and records")
 
     verify = command("verify", "derive the verdict of a run again, from its run file alone")
@@ -271,7 +236,7 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     printed.add_argument("--markdown", action="store_true", help="print a summary in Markdown instead")
     _add_json(printed, "the certificate")
     verify.add_argument("--html", metavar="FILE", help="also write the run as one HTML page")
-    _add_profile(verify, default=None)
+    _add_profile_of_run(verify)
     _add_expected(verify)
 
     board = command("scoreboard", "show the runs of several engines side by side, requirement by requirement")
@@ -310,62 +275,23 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     export.add_argument("--format", choices=FORMATS, required=True, help="what to write: " + ", ".join(FORMATS))
     export.add_argument("--case", action="append", metavar="GLOB", help="only these cases; may be repeated")
     export.add_argument("-o", "--output", metavar="FILE", help="write to this file instead")
-    _add_profile(export, default=None)
+    _add_profile_of_run(export)
 
 
 def _add_run(parser: Parser) -> None:
-    _add_implementation(parser)
-    _add_selection(parser)
-    parser.add_argument("--fail-fast", action="store_true", help="stop after the first case that fails")
+    _add_options(parser, *OPTIONS)
     parser.add_argument(
-        "--no-smoke", dest="smoke", action="store_false",
-        help="run the cases even if the adapter answers as no engine can make it answer",
-    )  # fmt: skip
-    parser.add_argument(
-        "--report", metavar="DIR", help="directory for the run file (default: .fsdp-conformance/NAME-TIME)"
+        "--no-smoke", dest="smoke", action="store_false", help="run the cases even if the adapter check fails"
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report, one HTML page, to this file")
     named = _add_expected(parser)
     named.add_argument("--no-expectations", action="store_true", help=f"ignore the {EXPECTATIONS} of this directory")
     _add_workers(parser, "pytest workers; `auto` fits the available devices")
-    parser.add_argument(
-        "--ranks",
-        choices=RANKS,
-        default=DEFAULTS.ranks,
-        help="what a rank is: a fresh process, a thread (simulated: fast for large worlds, cannot certify), or a "
-        "worker of torchrun (default: processes)",
-    )
-    parser.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="make process groups with nccl alone, as `init_process_group('nccl')` does (default: cpu:gloo,cuda:nccl)",
-    )
-    parser.add_argument(
-        "--slots-per-device",
-        metavar="N",
-        help="how many cases may use a GPU at the same time, or `auto` for what its memory holds (default: 1)",
-    )
-    parser.add_argument("--reuse-ranks", action="store_true", help="keep ranks from case to case: fast, cannot certify")
-    parser.add_argument(
-        "--stress",
-        action="store_true",
-        help="provoke races in every case: late collectives, poisoned memory, a slow rank; cannot certify",
-    )
-    parser.add_argument(
-        "--stress-seed", metavar="N", help=f"with --stress, draw what strikes where from N (default: {DEFAULT_SEED})"
-    )
-    parser.add_argument(
-        "--stress-failure",
-        metavar="HOW",
-        choices=(*Failure, ANY),
-        help=f"with --stress, make one rank of each case fail ({', '.join([*Failure, ANY])}), and judge what follows",
-    )
-    parser.add_argument("--deadline-scale", metavar="F", help="multiply every deadline by F, for slow machines")
     _add_suites(parser, default=None)
 
 
 def _add_expected(parser: Parser) -> argparse._MutuallyExclusiveGroup:
-    """What a run is compared with besides the contract. Returns the group of options about expectations."""
+    """Options for comparing a run with more than the contract. Returns the group of those about expectations."""
     named = parser.add_mutually_exclusive_group()
     named.add_argument(
         "--expectations",
@@ -381,9 +307,26 @@ def _add_expected(parser: Parser) -> argparse._MutuallyExclusiveGroup:
     return named
 
 
-def _add_implementation(parser: Parser, default: str | None = DEFAULTS.implementation) -> None:
-    shown = f" (default: {default})" if default else ""
-    parser.add_argument("--implementation", metavar="SPEC", default=default, help=_IMPLEMENTATION + shown)
+def _add_options(parser: Parser, *names: str, **changes: Any) -> None:
+    """Add options of the table; `changes` replace the arguments of `add_argument` that the table gives."""
+    selection: argparse._ActionsContainer | None = None
+    for option in (OPTIONS[name] for name in names):
+        if option.kind is Kind.SELECTION:
+            selection = selection or parser.add_argument_group("selection")
+        keywords: dict[str, Any] = {"dest": option.name, "help": option.help}
+        if option.default:
+            keywords["help"] += f" (default: {option.default})"
+        if not option.metavar:
+            keywords["action"] = "store_true"
+        elif option.is_list:
+            keywords |= {"action": "append", "metavar": option.metavar}
+        else:
+            # A default that is a word is what commands without settings read.
+            default = getattr(run_settings.DEFAULTS, option.target)
+            keywords |= {"metavar": option.metavar, "choices": option.choices or None}
+            keywords["default"] = default if default and isinstance(default, str) else None
+        place = selection if selection is not None and option.kind is Kind.SELECTION else parser
+        place.add_argument(option.flag, **(keywords | changes))
 
 
 def _add_sanitize(parser: Parser) -> None:
@@ -445,21 +388,18 @@ def _add_sanitize(parser: Parser) -> None:
 
 
 def _add_explore(parser: Parser) -> None:
-    _add_implementation(parser)
+    _add_options(parser, "implementation")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--seconds", metavar="S", help="draw for S seconds (default: 600)")
     budget.add_argument("--max-examples", metavar="N", help="draw N examples instead")
     seeds = parser.add_mutually_exclusive_group()
     seeds.add_argument("--seed", metavar="N", help="draw the examples of seed N (default: a new one each time)")
     seeds.add_argument("--derandomize", action="store_true", help="draw the same examples every time, for CI")
-    parser.add_argument(
-        "--world-size", metavar="N", dest="world_sizes", action="append", help="only these numbers of ranks"
-    )
+    _add_options(parser, "world_sizes", help="only these numbers of ranks")
     parser.add_argument("--save", metavar="DIR", help="write each failure as a test file for pytest into DIR")
     parser.add_argument("--script", action="store_true", help="print a script for each failure")
     _add_json(parser, "the failures, with their scripts, and the counts")
-    parser.add_argument("--deadline-scale", metavar="F", help="multiply every deadline by F, for slow machines")
-    _add_device(parser)
+    _add_options(parser, "deadline_scale", "device")
 
 
 def _add_selftest(parser: Parser) -> None:
@@ -507,47 +447,9 @@ def _add_json(parser: argparse._ActionsContainer, what: str) -> None:
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 
 
-def _add_device(parser: Parser) -> None:
-    parser.add_argument(
-        "--device",
-        metavar="TYPE",
-        default=DEFAULTS.device,
-        help=f"cpu, sim (simulated), cuda, or any accelerator that torch knows (default: {DEFAULTS.device})",
-    )
-
-
-def _add_profile(parser: Parser, default: str | None = DEFAULTS.profile) -> None:
-    shown = f"default: {default}" if default else "default: that of the run file"
-    parser.add_argument("--profile", metavar="NAME", default=default, help=f"profile name or .json file ({shown})")
-
-
-def _add_selection(parser: Parser) -> None:
-    _add_profile(parser)
-    _add_device(parser)
-    parser.add_argument(
-        "--no-simulator",
-        action="store_true",
-        help="on the CPU, leave out the cases that need an accelerator instead of simulating one",
-    )
-    parser.add_argument(
-        "--share-devices",
-        action="store_true",
-        help="let the ranks of a case share the GPUs that there are, over gloo; cannot certify",
-    )
-    group = parser.add_argument_group("selection")
-
-    def criterion(option: str, metavar: str, dest: str, text: str) -> None:
-        group.add_argument(option, metavar=metavar, dest=dest, action="append", help=text)
-
-    criterion("--case", "ID", "cases", "cases with this id or of this requirement; globs such as 'R005/*-ws2' work")
-    criterion("--requirement", "ID", "selected_requirements", "cases named after this requirement, e.g. R003/...")
-    criterion("--binding", "ID", "bindings", "all cases that cover this requirement, whatever their name")
-    criterion("--chapter", "LETTER", "chapters", "cases of this chapter of the contract, e.g. A")
-    criterion("--scope", "NAME", "scopes", "cases of the base, or of an extension such as offload")
-    criterion("--world-size", "N", "world_sizes", "cases with this many ranks")
-    group.add_argument(
-        "--last-failed", action="store_true", help="cases that failed in the last run, or did not finish"
-    )
+def _add_profile_of_run(parser: Parser) -> None:
+    option = OPTIONS["profile"]
+    _add_options(parser, option.name, default=None, help=f"{option.help} (default: that of the run file)")
 
 
 def _workers(text: str) -> str:

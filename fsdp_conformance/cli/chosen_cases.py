@@ -1,4 +1,4 @@
-"""The selected cases of a profile, and what is known of each before anything is started."""
+"""The selected cases of a profile, and which of them would run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def selected(profile: Profile, settings: RunSettings) -> list[Case]:
     return [entry.case() for entry in selection.selected(profile, settings)]
 
 
-def foreseen(cases: Sequence[Case], settings: RunSettings, found: Survey) -> list[Gated]:
+def foreseen(cases: Sequence[Case], settings: RunSettings, survey: Survey) -> list[Gated]:
     """For each case its device, and its record if it would not run."""
-    places = found.machine.places()
-    return [gate(case, declared=found.description.declared, settings=settings, places=places) for case in cases]
+    places = survey.machine.places()
+    return [gate(case, declared=survey.description.declared, settings=settings, places=places) for case in cases]
 
 
 def foreseen_here(cases: Sequence[Case], machine: Machine, *, shared: bool = False) -> list[Gated]:
@@ -55,22 +55,22 @@ def check_machine(machine: Machine, chosen: Sequence[Case], settings: RunSetting
     check_device(machine)
     if machine.num_ranks is None or settings.share_devices:
         return
-    found = f"found {messages.plural(machine.num_ranks, 'device')} of type {machine.device!r}"
+    present = f"found {messages.plural(machine.num_ranks, 'device')} of type {machine.device!r}"
     too_large = [size for size in settings.world_sizes if size > machine.num_ranks]
     if too_large:
         raise EnvironmentUnavailable(
-            f"--world-size {too_large[0]} needs {too_large[0]} devices, one for each rank, but {found}. "
+            f"--world-size {too_large[0]} needs {too_large[0]} devices, one for each rank, but {present}. "
             f"Choose a smaller world size, {_instead(machine)}."
         )
     smallest = min(case.world_size for case in chosen)
     if smallest > machine.num_ranks:
         raise EnvironmentUnavailable(
-            f"every selected case needs at least {smallest} devices, one for each rank, but {found}. "
+            f"every selected case needs at least {smallest} devices, one for each rank, but {present}. "
             f"Use {_instead(machine)}."
         )
 
 
 def _instead(machine: Machine) -> str:
-    """What to try on a machine with too few devices."""
+    """Suggestions for a machine with too few devices."""
     sharing = "--share-devices (no certificate), " if machine.device in SHAREABLE else ""
     return f"{sharing}or --device cpu" if sharing else "--device cpu"

@@ -1,8 +1,8 @@
 """
-What a run is compared with besides the contract: a list of expectations, and an earlier run.
+A run compared with a list of expectations, or with an earlier run.
 
 With either of them the exit status answers another question: not whether the implementation is certified, but whether
-the run is as expected. The verdict is printed all the same.
+the run went as expected. The verdict is still printed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp_conformance.status import Status
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a run is compared with. Read before the run starts, so that a mistake in a file is told at once."""
+    """The list and the earlier run. Read before the run starts, so that a mistake in a file is reported at once."""
 
     path: Path | None = None
     expectations: tuple[Expectation, ...] = ()
@@ -43,10 +43,9 @@ class Expected:
         say: Callable[[str], object] = print,
     ) -> int:
         """
-        Say how a finished run differs from what was expected, and return the exit status.
+        Print how a finished run differs from expectations, and return the exit status.
 
-        `selected`: ids of the cases that the run was asked for. A run that the suite or the machine spoiled keeps its
-        status.
+        `selected`: ids of the selected cases. A run that the suite or the machine spoiled keeps its status.
         """
         derived = verification.status
         if verification.discrepancies or derived not in (Status.CERTIFIED, Status.NOT_CERTIFIED):
@@ -54,10 +53,10 @@ class Expected:
         verdicts = []
         if self.path is not None:
             verdicts.append(self._against_list(verification, profile, say))
-        found = self.changes(verification, selected)
-        if self.baseline is not None and found is not None:
-            say("\n".join([f"since {self.baseline.path}:", *(f"  {line}" for line in found.lines())]))
-            verdicts.append(not found.worse)
+        changes = self.changes(verification, selected)
+        if self.baseline is not None and changes is not None:
+            say("\n".join([f"since {self.baseline.path}:", *(f"  {line}" for line in changes.lines())]))
+            verdicts.append(not changes.worse)
         if not verdicts:
             return derived
         return Status.CERTIFIED if all(verdicts) else Status.NOT_CERTIFIED
@@ -76,18 +75,18 @@ class Expected:
 
     def _against_list(self, verification: Verification, profile: Profile, say: Callable[[str], object]) -> bool:
         today = dt.datetime.now(dt.UTC).date()
-        found = listed.judge(verification.run, self.expectations, profile_cases=known_cases(profile), today=today)
-        if found.as_expected:
-            say(f"as expected: {found.expected} known, nothing new ({self.path})")
+        judged = listed.judge(verification.run, self.expectations, profile_cases=known_cases(profile), today=today)
+        if judged.as_expected:
+            say(f"as expected: {judged.expected} known, nothing new ({self.path})")
             return True
-        headline = f"not as expected ({self.path}): {found.expected} known, {len(found.surprises)} to look at"
-        say("\n".join([headline, *(f"  {surprise.sentence()}" for surprise in found.surprises)]))
+        headline = f"not as expected ({self.path}): {judged.expected} known, {len(judged.surprises)} to look at"
+        say("\n".join([headline, *(f"  {surprise.sentence()}" for surprise in judged.surprises)]))
         return False
 
 
 def expected_by(arguments: argparse.Namespace, *, look: bool = True) -> Expected:
     """
-    What the options name. With `look`, also the file `conformance.toml` of the working directory, if there is one.
+    The files that the options name. With `look`, also `conformance.toml` in the working directory, if it exists.
 
     Raises UsageError for a list that cannot be used, RunFileError for a baseline that is not a run.
     """

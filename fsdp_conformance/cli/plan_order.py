@@ -1,12 +1,11 @@
-"""What `plan` is asked for: the options, checked before anything is imported or started."""
+"""The order for `plan`: its options, checked before anything is imported or started."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp_conformance.cli import messages
@@ -37,14 +36,9 @@ class PlanOrder:
     num_rows: int
     as_json: bool = False
 
-    def to_json(self) -> str:
-        """A line; `order_from_json` is its inverse."""
-        return json.dumps(asdict(self))
 
-
-def order_from_json(text: str) -> PlanOrder:
-    """The order that `to_json` wrote."""
-    data: dict[str, Any] = json.loads(text)
+def order_from_json(data: Mapping[str, Any]) -> PlanOrder:
+    """The inverse of `dataclasses.asdict` on an order, after a way through JSON."""
     inner, outer = (LinkSpec(**link) for link in data["links"])
     return PlanOrder(**{**data, "links": (inner, outer), "units": tuple(data["units"])})
 
@@ -102,12 +96,12 @@ def _number(word: str) -> float | None:
 
 def _size(word: str, problems: list[str]) -> float:
     """Bytes of "80GiB" or "1.5 GB"."""
-    found = _SIZE.fullmatch(word.strip())
-    unit = _BYTES.get(found.group(2).upper()) if found else None
-    if found is None or unit is None or not float(found.group(1)):
+    match = _SIZE.fullmatch(word.strip())
+    unit = _BYTES.get(match.group(2).upper()) if match else None
+    if match is None or unit is None or not float(match.group(1)):
         problems.append(f"memory must be a positive size with a unit, such as 80GiB or 512MiB, got {word!r}")
         return 1.0
-    return float(found.group(1)) * unit
+    return float(match.group(1)) * unit
 
 
 def _links(word: str, problems: list[str]) -> tuple[LinkSpec, LinkSpec]:
@@ -115,23 +109,23 @@ def _links(word: str, problems: list[str]) -> tuple[LinkSpec, LinkSpec]:
     names = word.split("+")
     if len(names) > 2:
         problems.append(f"link must be one link, or two joined by '+' (within a host + between hosts), got {word!r}")
-    found = [_link(name, LINKS, problems) for name in names]
-    return found[0], found[-1]
+    links = [_link(name, LINKS, problems) for name in names]
+    return links[0], links[-1]
 
 
-def _link(word: str, known: Mapping[str, LinkSpec], problems: list[str]) -> LinkSpec:
+def _link(word: str, links: Mapping[str, LinkSpec], problems: list[str]) -> LinkSpec:
     """A named link, or launch_us:latency_us:gb_per_s."""
-    if word in known:
-        return known[word]
+    if word in links:
+        return links[word]
     numbers = [_number(part) for part in word.split(":")]
     try:
         launch, latency, bandwidth = (float("nan") if number is None else number for number in numbers)
         return LinkSpec(launch_us=launch, latency_us=latency, bandwidth_gb_per_s=bandwidth)
     except ValueError as error:  # a ConfigError, or another number of parts
         why = "; ".join(error.problems) if isinstance(error, ConfigError) and len(numbers) == 3 else ""
-        hint = messages.did_you_mean(word, known)
+        hint = messages.did_you_mean(word, links)
         problems.append(
-            f"link must be one of {', '.join(known)}, or LAUNCH_US:LATENCY_US:GB_PER_S, got {word!r}{hint}"
+            f"link must be one of {', '.join(links)}, or LAUNCH_US:LATENCY_US:GB_PER_S, got {word!r}{hint}"
             + (f" ({why})" if why and None not in numbers else "")
         )
-        return next(iter(known.values()))
+        return next(iter(links.values()))

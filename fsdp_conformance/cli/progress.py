@@ -40,13 +40,13 @@ class RunFileTail:
             except FileNotFoundError:
                 return []
         *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
-        found = []
+        decoded = []
         for line in whole:
             try:
-                found.append(json.loads(line))
+                decoded.append(json.loads(line))
             except ValueError:
                 continue
-        return found
+        return decoded
 
     def close(self) -> None:
         """Stop reading."""

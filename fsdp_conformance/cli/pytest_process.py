@@ -1,10 +1,10 @@
 """
 The pytest process that runs the cases: how it is started, watched, interrupted, and ended with everything it started.
 
-It is started before it is known what it will run, because it has torch to import (`warm`), and because the survey of
-the implementation is a fork of it. It leads its own session, so Ctrl-C reaches it only through us. Its output comes
-through a pipe and we write the log, so that a full disk cannot swallow pytest's last words. If we die, it does not
-outlive us for long, because the pipe breaks.
+It is a child that imports torch once for three: for pytest, for the survey of the implementation, which is a fork of
+it, and for the server from which the ranks are forked. So it is started first of all, while the command line reads the
+profile. Its output comes through a pipe and we write the log, so that a full disk cannot swallow pytest's last words.
+If we die, it does not outlive us for long, because the pipe breaks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,30 +23,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fsdp_conformance.cli.processes import end_family
-from fsdp_conformance.cli.signals import Stopped
-from fsdp_conformance.cli.survey import TIMEOUT_S, Inquiry, Survey
-from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
+from fsdp_conformance.cli.child import WARM, StartedChild
+from fsdp_conformance.cli.survey import TIMEOUT_S, Survey, survey_from
+from fsdp_conformance.errors import ConformanceError, UsageError
 from fsdp_conformance.pytest_plugin.options import ERROR_FILE, ORDER_OPTION, SUITES
 from fsdp_conformance.run_settings import RunOrder
 
-#: How long pytest has to end its cases and to write the last line of the run file after an interrupt.
+#: The time pytest has to end its cases and to write the last line of the run file after an interrupt.
 INTERRUPT_S = 20.0
 
-#: Seconds between two looks for the answer of a survey.
-_LOOK_S = 0.02
-
-#: How long the log's reader waits for the end of the pipe when every writer has been killed.
+#: How long the log's reader waits for the end of the pipe when every writer has been killed, and when only pytest has
+#: ended: processes that it forked still have the pipe.
 _DRAIN_S = 5.0
+_LAST_WORDS_S = 0.5
 
 _PLUGIN = "fsdp_conformance.pytest_plugin"
 
-#: Of the user's environment: what would change our pytest.
+#: Variables of the user's environment that would change our pytest.
 _FOREIGN = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DEBUG")
 
 
 class ReportedError(NamedTuple):
-    """An error of the run as a whole, as the plugin has left it."""
+    """An error of the run as a whole, as the plugin reported it."""
 
     status: int
     message: str
@@ -60,7 +57,7 @@ class PytestProcess:
         self._directory = tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True)
         self._error_file = Path(self._directory.name) / "error.json"
         self.log: Path | None = None
-        """Where pytest's output goes; None before `begin`."""
+        """The file with pytest's output; None before `begin`."""
         self._log_file: IO[bytes] | None = None
         self._early: list[bytes] = []
         """Output from before there was a log."""
@@ -68,24 +65,17 @@ class PytestProcess:
         self._tail: deque[bytes] = deque(maxlen=400)
         self._deadline: float | None = None
         self.error: ReportedError | None = None
-        """Why the run could not go on, if the plugin knew."""
-        self.returncode: int | None = None
+        """The reason why the run could not go on, if the plugin reported it."""
         self.log_problem = ""
-        """Why the log is not whole; empty if it is."""
+        """The reason why the log is incomplete; empty if it is not."""
 
     def __enter__(self) -> PytestProcess:
+        variables = {**environment(os.environ), ERROR_FILE: str(self._error_file)}
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "fsdp_conformance.cli.warm"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**environment(os.environ), ERROR_FILE: str(self._error_file)},
-                start_new_session=True,
-            )
-        except OSError as error:
+            self._child = StartedChild(WARM, stderr=subprocess.PIPE, tail=self._last_words, environment=variables)
+        except BaseException:
             self._directory.cleanup()
-            raise EnvironmentUnavailable(f"{sys.executable} cannot be started: {error.strerror}") from error
+            raise
         self._reader = threading.Thread(target=self._drain, name="pytest.log", daemon=True)
         self._reader.start()
         return self
@@ -93,16 +83,17 @@ class PytestProcess:
     def __exit__(self, *exc: object) -> None:
         self._end()
 
+    @property
+    def returncode(self) -> int | None:
+        """The exit status of pytest; None while it runs."""
+        return self._child.returncode
+
     def survey(
         self, device: str, implementation: str, signals: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S
     ) -> Survey:
-        """As `survey.survey`, which also says what it raises, and Stopped as soon as there is a signal in `signals`."""
-        with Inquiry(device, implementation, timeout_s=timeout_s) as inquiry:
-            status = self._ask({"survey": inquiry.words(), "output": str(inquiry.output)}, signals, timeout_s)
-            said = inquiry.output.read_bytes() if inquiry.output.exists() else b""
-            if self.returncode is not None:
-                said = b"".join(self._tail) + said
-            return inquiry.answer(status, said)
+        """Like `survey.survey`; also raises Stopped once `signals` is not empty."""
+        self._child.send("survey", fork=True, device=device, implementation=implementation)
+        return survey_from(self._child.read(timeout_s=timeout_s, signals=signals), implementation)
 
     def smoke(
         self, device: str, implementation: str, signals: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S
@@ -110,30 +101,16 @@ class PytestProcess:
         """
         The results of `driver.smoke` as JSON under "results", or under "problem" why there are none.
 
-        Raises Stopped as soon as there is a signal in `signals`.
+        Raises Stopped once `signals` is not empty.
         """
-        told: dict[str, Any] | None = self._ask({"smoke": implementation, "device": device}, signals, timeout_s)
-        return (
-            told if isinstance(told, dict) else {"problem": f"the process that runs them ended early:\n{self.tail()}"}
-        )
-
-    def _ask(self, question: Mapping[str, Any], signals: Sequence[int], timeout_s: float) -> Any:
-        """The answer to an order. Without one at the deadline the process is ended: None, or the status if it died."""
-        answer = Path(self._directory.name) / "answer"
-        deadline = time.monotonic() + timeout_s
-        self._order({**question, "answer": str(answer)})
-        while not answer.exists():
-            if signals:
-                raise Stopped(signals[0])
-            if not self.running():
-                return self.returncode
-            if time.monotonic() > deadline:
-                self._end()
-                return None
-            time.sleep(_LOOK_S)
-        found = json.loads(answer.read_text(encoding="utf-8"))
-        answer.unlink()
-        return found
+        self._child.send("smoke", device=device, implementation=implementation)
+        try:
+            results = list(self._child.read(timeout_s=timeout_s, signals=signals))
+        except ConformanceError as error:
+            return {"problem": str(error)}
+        if results and results[-1]["what"] == "died":
+            return {"problem": f"the process that runs them {results[-1]['how']}:\n{results[-1]['output']}"}
+        return {"results": results}
 
     def begin(self, words: Sequence[str], *, log: Path, order: RunOrder | None = None) -> None:
         """Run pytest with these arguments; its root is a temporary directory. `order` is for our plugin."""
@@ -151,27 +128,18 @@ class PytestProcess:
             for line in self._early:
                 self._write(line)
             self._early.clear()
-        self._order({"pytest": words})
-
-    def _order(self, order: Mapping[str, Any]) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None, "the process is started with a pipe"
-        with contextlib.suppress(OSError):  # if it has ended, its status tells
-            pipe.write(json.dumps(order).encode() + b"\n")
-            pipe.flush()
+        self._child.send("cases", words=words)
 
     @property
     def pid(self) -> int:
         """Of pytest, and of its session."""
-        return self._process.pid
+        return self._child.pid
 
     def running(self) -> bool:
-        """Whether pytest has not ended yet; after the deadline of an interrupt it is killed."""
+        """True until pytest has ended; after the deadline of an interrupt it is killed."""
         if self.returncode is not None:
             return False
-        # WNOWAIT leaves a zombie, so that the id stays pytest's until all that it has started has been ended.
-        alive = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        if alive and (self._deadline is None or time.monotonic() < self._deadline):
+        if not self._child.has_ended() and (self._deadline is None or time.monotonic() < self._deadline):
             return True
         self._end()
         return False
@@ -191,16 +159,16 @@ class PytestProcess:
         text = b"".join(self._tail).decode(errors="replace")
         return "\n".join(text.rstrip().splitlines()[-lines:])
 
+    def _last_words(self) -> bytes:
+        self._reader.join(_LAST_WORDS_S)
+        return self.tail().encode()
+
     def _end(self) -> None:
-        """End whoever is left; after that pytest's id is given back."""
+        """End the process and everything it has started; after that its pid is given back."""
         if self.returncode is not None:
             return
-        end_family(self.pid)
-        self.returncode = self._process.wait()
+        self._child.end()
         self._reader.join(_DRAIN_S)
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # what it was told last may still be in the buffer
-                self._process.stdin.close()
         if self._log_file is not None:
             self._log_file.close()
         with contextlib.suppress(OSError, ValueError):
@@ -208,7 +176,7 @@ class PytestProcess:
         self._directory.cleanup()
 
     def _drain(self) -> None:
-        pipe = self._process.stdout
+        pipe = self._child.stderr
         assert pipe is not None, "the process is started with a pipe"
         with pipe:
             for line in pipe:
@@ -264,5 +232,5 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """
     The variables of pytest: the user's, without what would change pytest itself. Plugins are only those that we name.
     """
-    kept = {name: value for name, value in variables.items() if name not in _FOREIGN}
-    return {**kept, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+    allowed = {name: value for name, value in variables.items() if name not in _FOREIGN}
+    return {**allowed, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}

@@ -64,11 +64,11 @@ def write_text(path: Path, text: str, *, option: str) -> None:
 
 def named_run(path: str) -> Path:
     """The run file at a path, or in the directory there. Raises RunFileError if there is none."""
-    found = Path(path)
-    found = found / runfile.NAME if found.is_dir() else found
-    if not found.is_file():
+    file = Path(path)
+    file = file / runfile.NAME if file.is_dir() else file
+    if not file.is_file():
         raise RunFileError(f"expected a run file, or a directory with a {runfile.NAME}, got {path!r}")
-    return found
+    return file
 
 
 def _unwritable(path: Path, error: OSError) -> EnvironmentUnavailable:

@@ -17,7 +17,7 @@ from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
 TESTS = "tests/test_conformance.py"
 WORKFLOW = ".github/workflows/conformance.yml"
 
-#: The files beside the adapter.
+#: The files next to the adapter.
 OTHERS = (TESTS, EXPECTATIONS, WORKFLOW)
 
 _FORMS = "package.module:Class or path/to/file.py:Class"
@@ -25,7 +25,7 @@ _FORMS = "package.module:Class or path/to/file.py:Class"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """An adapter that is to be written."""
+    """An adapter to write."""
 
     spec: str
     """As `--implementation` takes it in the repository's root."""
@@ -38,7 +38,7 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaffold:
-    """Everything that is to be written below a root."""
+    """All files to write below a root."""
 
     root: Path
     adapter: Adapter
@@ -116,7 +116,7 @@ def _rendered(template: str, adapter: Adapter) -> str:
     # Not at the top: it takes a while, and only this command needs it.
     import jinja2
 
-    # A workflow has braces of its own.
+    # A workflow uses braces itself.
     environment = jinja2.Environment(  # noqa: S701 - it writes no HTML, and only words that were checked
         variable_start_string="[[",
         variable_end_string="]]",
@@ -134,14 +134,14 @@ def _directory_of(package: str, root: Path, problems: list[str]) -> PurePosixPat
     for place in (PurePosixPath(), PurePosixPath("src")):
         if (root / place / package).is_dir() or (root / place / f"{package}.py").is_file():
             return place
-    found = _installed_in(package)
-    if found is None:
+    location = _installed_in(package)
+    if location is None:
         return PurePosixPath()
     try:
-        return PurePosixPath(found.relative_to(root.resolve()).as_posix())
+        return PurePosixPath(location.relative_to(root.resolve()).as_posix())
     except ValueError:
         problems.append(
-            f"the adapter's module must be new or in the repository, but {package!r} is installed in {found}: "
+            f"the adapter's module must be new or in the repository, but {package!r} is installed in {location}: "
             "choose another name, or path/to/file.py:Class"
         )
         return None
@@ -150,12 +150,12 @@ def _directory_of(package: str, root: Path, problems: list[str]) -> PurePosixPat
 def _installed_in(package: str) -> Path | None:
     """The directory that a top-level name is imported from, or None if there is no such name."""
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return None
-    if found is None:
+    if spec is None:
         return None
-    places = list(found.submodule_search_locations or ()) or [found.origin or ""]
+    places = list(spec.submodule_search_locations or ()) or [spec.origin or ""]
     return Path(places[0]).resolve().parent
 
 

@@ -1,10 +1,11 @@
-"""What `smoke` and the commands about one case do in their own process: it imports torch, and the ranks are forked."""
+"""`smoke` and the commands about one case work in their own process: it imports torch, and the ranks are forked."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from fsdp_conformance.cli import chosen_cases, messages
+from fsdp_conformance.cli.survey import survey
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.status import Status
@@ -23,20 +24,18 @@ def prepare(device: str, implementation: str) -> None:
     from fsdp_conformance.harness.processes.forkserver import import_and_fork
 
     import_and_fork()
-    from fsdp_conformance.cli.surveyor import survey_here
-
-    chosen_cases.check_device(survey_here(device, implementation).machine)
+    chosen_cases.check_device(survey(device, implementation, fork=True).machine)
 
 
 def bound(case_id: str) -> BoundCase:
     """The case and its body. Raises UsageError, with the nearest ids, if there is none."""
     from fsdp_conformance.selftest.cases import bound_cases
 
-    found = {each.case.id: each for each in bound_cases()}
-    if case_id not in found:
-        hint = messages.did_you_mean(case_id, found) or ". `fsdp-conformance list` shows all cases."
+    cases = {each.case.id: each for each in bound_cases()}
+    if case_id not in cases:
+        hint = messages.did_you_mean(case_id, cases) or ". `fsdp-conformance list` shows all cases."
         raise UsageError(f"CASE must be the id of a case, such as R001/exact-probe-ws2, got {case_id!r}{hint}")
-    return found[case_id]
+    return cases[case_id]
 
 
 def status_of(record: CaseRecord) -> Status:

@@ -57,10 +57,10 @@ def _follow(arguments: argparse.Namespace, settings: RunSettings) -> int:
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
         report = Path(directory)
         with caught() as signals, PytestProcess() as pytest:
-            found = pytest.survey(settings.device, settings.implementation, signals)
+            survey = pytest.survey(settings.device, settings.implementation, signals)
             words = command(report=report, suites=arguments.suites)
             order = RunOrder(
-                settings=replace(settings, report_dir=directory), description=codec.plain(found.description)
+                settings=replace(settings, report_dir=directory), description=codec.plain(survey.description)
             )
             pytest.begin(words, log=report / "pytest.log", order=order)
             while pytest.running():

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+from fsdp_conformance import run_settings
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.profile import Entry, Profile
 from fsdp_conformance.contract.requirement import CHAPTERS, load
@@ -20,16 +21,9 @@ from fsdp_conformance.contract.scopes import scope_of
 from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.run_settings import RunSettings
 
-#: Each option, and the field of RunSettings that holds its values. World sizes come last: a case that only they leave
-#: out is not dropped from the run, but DISABLED.
+#: The flag of each option that selects cases, and the field of RunSettings that holds its values.
 OPTIONS = {
-    "--case": "cases",
-    "--requirement": "requirements",
-    "--binding": "bindings",
-    "--chapter": "chapters",
-    "--scope": "scopes",
-    "--last-failed": "last_failed",
-    "--world-size": "world_sizes",
+    option.flag: option.target for option in run_settings.OPTIONS.values() if option.kind is run_settings.Kind.SELECTION
 }
 
 _GLOB = re.compile(r"[*?\[]")

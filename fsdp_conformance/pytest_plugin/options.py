@@ -1,8 +1,8 @@
 """
-What can be typed after `pytest`, and the order that it makes.
+The options that can be typed after `pytest`, made from the table in `run_settings`, and the order that they make.
 
-`fsdp-conformance run` hands its order over in a file, named by a single option. The options for people build the same
-order once, from words; workers of pytest-xdist get it from the controller.
+`fsdp-conformance run` passes its order in a file, which one hidden option names. The other options make the same order
+from words; workers of pytest-xdist get it from the controller.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fsdp_conformance.run_settings import OPTIONS, RunOrder, from_words, order_from_json
+
 if TYPE_CHECKING:
     from fsdp_conformance.contract.profile import Entry, Profile
     from fsdp_conformance.errors import ConformanceError
-    from fsdp_conformance.run_settings import RunOrder, RunSettings
+    from fsdp_conformance.run_settings import RunSettings
 
 #: The package with the cases.
 SUITES = "fsdp_conformance.suites"
@@ -35,73 +37,26 @@ ORDER_OPTION = "--conformance-order"
 #: What the controller hands to a worker of pytest-xdist.
 WORKER_INPUT = "fsdp_conformance"
 
-#: Parameter of `settings.from_words` to the name of our option.
-_OPTIONS = {
-    "implementation": "implementation",
-    "profile": "conformance_profile",
-    "device": "conformance_device",
-    "no_simulator": "no_simulator",
-    "world_sizes": "conformance_world_size",
-    "cases": "conformance_case",
-    "requirements": "conformance_requirement",
-    "bindings": "conformance_binding",
-    "chapters": "conformance_chapter",
-    "scopes": "conformance_scope",
-    "fail_fast": "conformance_fail_fast",
-    "report_dir": "conformance_report",
-    "ranks": "ranks",
-    "reuse_ranks": "reuse_ranks",
-    "backend": "conformance_backend",
-    "share_devices": "share_devices",
-    "slots_per_device": "conformance_slots_per_device",
-    "deadline_scale": "conformance_deadline_scale",
-    "stress": "conformance_stress",
-    "stress_seed": "conformance_stress_seed",
-    "stress_failure": "conformance_stress_failure",
-}
-
-_ORDER = pytest.StashKey["RunOrder"]()
+_ORDER = pytest.StashKey[RunOrder]()
 
 
 def add(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("fsdp-conformance", "conformance of sharded data-parallel training")
-
-    def option(name: str, text: str, **how: Any) -> None:
-        group.addoption(name, help=text, **how)
-
-    def selection(name: str, metavar: str, text: str) -> None:
-        option(f"--conformance-{name}", f"{text}; repeatable", metavar=metavar, action="append")
-
-    option("--implementation", "entry point name, package.module:Class, or path/to/file.py:Class", metavar="SPEC")
-    option("--conformance-profile", "the cases that the certificate covers", metavar="NAME")
-    option("--conformance-device", "cpu, sim, cuda, or any accelerator that torch knows", metavar="TYPE")
-    option("--no-simulator", "on the CPU, do not run cases on the simulated accelerator", action="store_true")
-    selection("case", "ID", "only cases with this id or of this requirement; globs work")
-    selection("requirement", "R003", "only cases named after this requirement")
-    selection("binding", "R003", "only cases that cover this requirement")
-    selection("chapter", "A", "only cases of this chapter")
-    selection("scope", "NAME", "only cases of the base, or of an extension")
-    selection("world-size", "N", "only cases with this many ranks")
-    option("--conformance-last-failed", "only the cases that failed in the last run", action="store_true")
-    option("--conformance-fail-fast", "stop after the first failure", action="store_true")
-    option("--conformance-report", "directory for the run file", metavar="DIR")
-    option("--conformance-deadline-scale", "multiply every deadline by X", metavar="X")
-    option("--ranks", "processes, or simulated: threads of one process, fast for large worlds", metavar="KIND")
-    option("--reuse-ranks", "keep ranks alive from case to case; such a run cannot certify", action="store_true")
-    option("--conformance-backend", "make process groups with nccl alone, without gloo for the CPU", metavar="NAME")
-    option("--share-devices", "let ranks share GPUs, over gloo; such a run cannot certify", action="store_true")
-    option("--conformance-slots-per-device", "how many cases may use a GPU at a time, or auto", metavar="N")
-    option("--conformance-stress", "provoke races in every case; such a run cannot certify", action="store_true")
-    option("--conformance-stress-seed", "draw the provocations from this seed", metavar="N")
-    option("--conformance-stress-failure", "make one rank of each case fail", metavar="HOW")
-    option("--conformance-suites", "use another package of cases", metavar="PACKAGE", default=SUITES)
-    option(ORDER_OPTION, argparse.SUPPRESS, metavar="FILE")
+    for option in OPTIONS.values():
+        text = option.help + ("; repeatable" if option.is_list else "")
+        if option.metavar:
+            action = "append" if option.is_list else "store"
+            group.addoption(option.pytest_flag, help=text, metavar=option.metavar, action=action)
+        else:
+            group.addoption(option.pytest_flag, help=text, action="store_true")
+    group.addoption("--conformance-suites", help="use another package of cases", metavar="PACKAGE", default=SUITES)
+    group.addoption(ORDER_OPTION, help=argparse.SUPPRESS, metavar="FILE")
 
 
 def given(config: pytest.Config) -> bool:
-    """Whether any of the options was given."""
-    return bool(_words(config) or config.getoption("conformance_order") or config.getoption("conformance_last_failed"))
+    """True if any of the options was given."""
+    return bool(_words(config) or config.getoption("conformance_order"))
 
 
 def order_of(config: pytest.Config) -> RunOrder:
@@ -164,12 +119,12 @@ def status_of(error: ConformanceError) -> int:
 
 
 def targets_suites(config: pytest.Config) -> bool:
-    """Whether pytest was told to run the suites, or a part of them."""
+    """True if pytest was asked to run the suites, or a part of them."""
     return any(_is_of_suites(config, argument) is not None for argument in config.args)
 
 
 def runs_everything(config: pytest.Config) -> bool:
-    """Whether nothing on the command line leaves cases of the suites out."""
+    """True if nothing on the command line leaves out cases of the suites."""
     from fsdp_conformance.contract.selection import selection_options
 
     narrowed = any(
@@ -180,26 +135,24 @@ def runs_everything(config: pytest.Config) -> bool:
 
 
 def _words(config: pytest.Config) -> dict[str, Any]:
-    """The options that were given, as `settings.from_words` takes them."""
-    return {
-        name: value for name, option in _OPTIONS.items() if (value := config.getoption(option)) not in (None, False)
-    }
+    """The options that were given, as `run_settings.from_words` takes them."""
+    words = {name: config.getoption(option.pytest_flag) for name, option in OPTIONS.items()}
+    return {name: word for name, word in words.items() if word not in (None, False)}
 
 
 def _make_order(config: pytest.Config) -> RunOrder:
-    from fsdp_conformance import run_settings
-
     handed_over: str | None = getattr(config, "workerinput", {}).get(WORKER_INPUT)
     if handed_over is None and (file := config.getoption("conformance_order")):
         handed_over = Path(file).read_text(encoding="utf-8")
     if handed_over is not None:
-        return run_settings.order_from_json(handed_over)
-    made = run_settings.from_words(**_words(config))
-    if config.getoption("conformance_last_failed"):
+        return order_from_json(handed_over)
+    words = _words(config)
+    settings = from_words(**words)
+    if "last_failed" in words:
         from fsdp_conformance.report.last_run import with_last_failed
 
-        made = with_last_failed(made)
-    return run_settings.RunOrder(settings=made)
+        settings = with_last_failed(settings)
+    return RunOrder(settings=settings)
 
 
 def _is_of_suites(config: pytest.Config, argument: str) -> bool | None:

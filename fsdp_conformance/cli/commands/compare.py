@@ -19,12 +19,12 @@ def main(arguments: argparse.Namespace) -> int:
     Raises RunFileError for a file that is not a finished run, and UsageError for runs of different things.
     """
     old, new = (_finished(path) for path in (arguments.old, arguments.new))
-    found = comparison.compare(old, new, force=arguments.force)
+    differences = comparison.compare(old, new, force=arguments.force)
     if arguments.json:
-        messages.say_json(codec.plain(found))
+        messages.say_json(codec.plain(differences))
     else:
-        print(comparison.text(found))
-    return Status.NOT_CERTIFIED if found.differing else Status.CERTIFIED
+        print(comparison.text(differences))
+    return Status.NOT_CERTIFIED if differences.differing else Status.CERTIFIED
 
 
 def _finished(path: str) -> RunFile:

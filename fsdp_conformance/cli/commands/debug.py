@@ -1,8 +1,8 @@
 """
 `fsdp-conformance debug`: run one case with one rank in the foreground, where `breakpoint()` finds the terminal.
 
-The other ranks run as usual, and wait: nobody has a deadline. What was judged is printed and kept nowhere, so that no
-run in which somebody may have changed a value can be taken for a run.
+The other ranks run as usual, and wait: no rank has a deadline. The verdict is printed but not recorded, because you may
+have changed values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from fsdp_conformance.cli import messages, single
-from fsdp_conformance.cli.arguments import settings_of_device
+from fsdp_conformance.cli.arguments import settings_of
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import terminal
@@ -19,13 +19,13 @@ from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import FINE, Verdict
 
-#: What a traceback ends with if the user left the debugger with `quit`.
+#: The end of a traceback if the user left the debugger with `quit`.
 _QUIT = "bdb.BdbQuit"
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the case. Returns the exit status of its verdict."""
-    device = settings_of_device(arguments).device
+    device = settings_of(arguments).device
     if not arguments.rank.isdecimal():
         raise ConfigError([f"--rank must be a rank, from 0, got {arguments.rank!r}"], where="debug")
     rank = int(arguments.rank)
@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
     test = bound.owner(bound.method)
     test.debugged = Debugged(rank=rank, post_mortem=arguments.pdb)
-    # Somebody who debugs may change values, and other runs would take them over.
+    # A debugger can change values, which other runs must not pick up.
     test.shares_references = False
 
     def pid() -> int | None:
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _tell(record: CaseRecord) -> Status:
-    """Print what was judged. Returns the exit status."""
+    """Print the verdict. Returns the exit status."""
     print()
     if record.traceback.rstrip().endswith(_QUIT):
         print(f"{record.case}: the debugger was left with quit, so nothing was judged")

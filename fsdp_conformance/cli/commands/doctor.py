@@ -1,8 +1,8 @@
 """
-`fsdp-conformance doctor`: what this machine can do, found out by trying it.
+`fsdp-conformance doctor`: try out what this machine can do.
 
-A failure here would make every case fail and is not the implementation's fault. Ranks are launched and communicate as
-in a case, in a child process (`examination`).
+A failure here would make every case fail and is not the implementation's fault. A child process launches ranks, which
+communicate as in a case (`cli.jobs.doctor`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from fsdp_conformance import __version__, docs
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.cli import chosen_cases, leftovers, messages
-from fsdp_conformance.cli.arguments import settings_of_device
-from fsdp_conformance.cli.examination import examined
+from fsdp_conformance.cli.arguments import settings_of
+from fsdp_conformance.cli.child import answers
 from fsdp_conformance.cli.survey import Machine
 from fsdp_conformance.contract.profile import INTERPRETATION, load_profile
 from fsdp_conformance.errors import UsageError
@@ -33,10 +33,13 @@ from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
 
+#: A machine that takes longer to launch four ranks is too slow for cases with a deadline of a minute.
+TIMEOUT_S = 120.0
+
 #: With less room for temporary files, stores, logs and stacks may not fit.
 _LITTLE_ROOM = 100 << 20
 
-#: What --share-devices means, on real devices and on the simulated one.
+#: The effect of --share-devices, on real devices and on the simulated one.
 _SHARING = (
     "several ranks of a case use each device; gloo copies through host memory, because NCCL wants a device for each "
     "rank; streams, kernels and the allocator are real; nothing is certified"
@@ -51,11 +54,11 @@ _TEXT_WIDTH = 53
 
 
 class Findings:
-    """Keeps the findings, prints them unless they are asked for as JSON, and knows whether one of them failed."""
+    """Collects the findings, prints them unless JSON was requested, and notes whether one of them failed."""
 
     def __init__(self, *, printed: bool) -> None:
         self.failed = False
-        self.found: list[dict[str, str]] = []
+        self.entries: list[dict[str, str]] = []
         self._printed = printed
 
     def line(self, what: str, text: str, state: str = "ok") -> None:
@@ -65,37 +68,37 @@ class Findings:
         `state` is ok; failed (no case can run); absent (not every run needs it); or found (should be cleaned up).
         """
         self.failed = self.failed or state == "failed"
-        self.found.append({"what": what, "text": text, "state": state})
+        self.entries.append({"what": what, "text": text, "state": state})
         first, *rest = textwrap.wrap(text, _TEXT_WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
         self.say("\n".join([f"  {what:<16} {first:<{_TEXT_WIDTH}}  {state}", *(f"{'':19}{line}" for line in rest)]))
 
     def quote(self, output: str) -> None:
-        """What a child process left behind, with the finding before."""
-        self.found[-1]["output"] = output
+        """Add the output of a child process to the last finding."""
+        self.entries[-1]["output"] = output
         self.say(output.rstrip())
 
     def say(self, text: str) -> None:
-        """Print what is no finding."""
+        """Print a line that is not a finding."""
         if self._printed:
             print(text, flush=True)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print a line for each check. Returns 0, or 3 if no case can run here."""
-    settings = settings_of_device(arguments)
+    settings = settings_of(arguments)
     findings = Findings(printed=not arguments.json)
     began = time.monotonic()
     findings.say(
         f"{messages.PROGRAM} {__version__} · interpretation {INTERPRETATION} · python {platform.python_version()} · "
         f"{platform.system()} {platform.machine()}"
     )
-    with examined(settings.device, shared=settings.share_devices) as answers:
+    with answers("doctor", timeout_s=TIMEOUT_S, device=settings.device, shared=settings.share_devices) as launches:
         # While the child imports torch, check what does not need it.
         _packages(findings)
         _compiler(findings)
         _temporary_files(findings)
         _earlier_runs(findings)
-        machine = _launches(findings, answers, settings)
+        machine = _launches(findings, launches, settings)
     if machine is not None:
         _cases(findings, machine, settings)
     names = registry.names()
@@ -105,8 +108,8 @@ def main(arguments: argparse.Namespace) -> int:
     seconds = duration(time.monotonic() - began)
     status = Status.ENVIRONMENT if findings.failed else Status.CERTIFIED
     if arguments.json:
-        told = {"version": __version__, "interpretation": INTERPRETATION, "python": platform.python_version()}
-        messages.say_json({**told, "device": settings.device, "status": int(status), "findings": findings.found})
+        about = {"version": __version__, "interpretation": INTERPRETATION, "python": platform.python_version()}
+        messages.say_json({**about, "device": settings.device, "status": int(status), "findings": findings.entries})
     elif findings.failed:
         print(f"this machine cannot run the cases: see the lines marked failed ({seconds})")
         print(docs.see(docs.ENVIRONMENT))
@@ -132,9 +135,9 @@ def _packages(findings: Findings) -> None:
 def _compiler(findings: Findings) -> None:
     """The simulated accelerator needs one, and so do engines that compile extensions."""
     names = [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name]
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found:
-        findings.line("C++ compiler", found)
+    compiler = next((path for name in names if (path := shutil.which(name))), None)
+    if compiler:
+        findings.line("C++ compiler", compiler)
     else:
         findings.line(
             "C++ compiler",
@@ -170,11 +173,11 @@ def _earlier_runs(findings: Findings) -> None:
         findings.line("earlier runs", text, "found")
 
 
-def _launches(findings: Findings, answers: Iterable[dict[str, Any]], settings: RunSettings) -> Machine | None:
+def _launches(findings: Findings, launches: Iterable[dict[str, Any]], settings: RunSettings) -> Machine | None:
     """Devices, backend, launch, rendezvous and collectives, as the child reports them."""
     machine, warm_s = None, 0.0
     checked: list[dict[str, Any]] = []
-    for answer in answers:
+    for answer in launches:
         match answer.pop("what"):
             case "machine":
                 machine = Machine.from_json(answer)

@@ -6,12 +6,12 @@ import argparse
 
 from fsdp_conformance import contract, docs
 from fsdp_conformance.cli import messages, report_dir
-from fsdp_conformance.cli.arguments import DEFAULTS
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.report import explanation, runfile
 from fsdp_conformance.report.folding import screen_width
 from fsdp_conformance.report.last_run import DEFAULT_ROOT, LAST, last_run
 from fsdp_conformance.report.verify import profile_of
+from fsdp_conformance.run_settings import DEFAULTS
 from fsdp_conformance.status import Status
 
 
@@ -24,12 +24,12 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         profile = load_profile(arguments.profile or DEFAULTS.profile)
     if arguments.json:
-        found = explanation.explain_json(arguments.name, contract.load(), profile, run)
-        messages.say_json({**found, "run": None if path is None else str(path)})
+        content = explanation.explain_json(arguments.name, contract.load(), profile, run)
+        messages.say_json({**content, "run": None if path is None else str(path)})
         return Status.CERTIFIED
     print(explanation.explain(arguments.name, contract.load(), profile, run, width=screen_width()))
-    known = arguments.name in contract.load().requirements
-    print(f"\n{docs.see(docs.requirement(arguments.name) if known else docs.VERDICT)}")
+    is_requirement = arguments.name in contract.load().requirements
+    print(f"\n{docs.see(docs.requirement(arguments.name) if is_requirement else docs.VERDICT)}")
     if path is not None:
         print(f"\nresults from {path}")
     else:

@@ -7,16 +7,15 @@ Prints each failure once it is shrunk, confirmed on processes, and explained; at
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from fsdp_conformance import run_settings
 from fsdp_conformance.cli import messages
-from fsdp_conformance.cli.answers import answers
+from fsdp_conformance.cli.arguments import settings_of
+from fsdp_conformance.cli.child import answers
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.report.folding import screen_width
@@ -30,30 +29,25 @@ _PROGRESS_S = 2.0
 
 def main(arguments: argparse.Namespace) -> int:
     """Explore, and return 0 if nothing fails, 1 if something does, otherwise 2, 3 or 4."""
-    with answers("fsdp_conformance.cli.explorer", [json.dumps(order_of(arguments))]) as found:
+    with answers("explore", order=order_of(arguments)) as found:
         return follow(found, scripts=arguments.script, as_json=arguments.json)
 
 
 def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options as the child takes them. Raises ConfigError with every problem found."""
-    chosen = run_settings.from_words(
-        implementation=arguments.implementation,
-        device=arguments.device,
-        world_sizes=arguments.world_sizes,
-        deadline_scale=arguments.deadline_scale,
-    )
+    settings = settings_of(arguments)
     problems: list[str] = []
     seconds = _number("--seconds", arguments.seconds, float, problems)
     examples = _number("--max-examples", arguments.max_examples, int, problems)
     seed = _number("--seed", arguments.seed, int, problems, least=0)
-    if chosen.device not in ("cpu", SIMULATED):
-        problems.append(f"--device must be cpu or sim: examples run on simulated ranks, got {chosen.device!r}")
+    if settings.device not in ("cpu", SIMULATED):
+        problems.append(f"--device must be cpu or sim: examples run on simulated ranks, got {settings.device!r}")
     if problems:
         raise ConfigError(problems, where="explore")
     if seed is None:
         seed = 0 if arguments.derandomize else time.time_ns() % 1_000_000
     return {
-        "settings": asdict(chosen),
+        "settings": asdict(settings),
         "seconds": _DEFAULT_SECONDS if seconds is None and examples is None else seconds,
         "max_examples": examples,
         "seed": seed,
@@ -79,9 +73,6 @@ def follow(found: Iterable[dict[str, Any]], *, scripts: bool = False, as_json: b
                 failures.append(answer)
                 if not as_json:
                     _print_failure(answer, scripts=scripts)
-            case "error":
-                messages.complain(answer["message"])
-                return Status(answer["status"])
             case "died":
                 print(answer["output"].rstrip(), file=sys.stderr if as_json else sys.stdout)
                 messages.complain(f"the child process {answer['how']}")

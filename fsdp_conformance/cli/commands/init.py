@@ -1,6 +1,6 @@
 """
 `fsdp-conformance init`: an adapter to fill in, a test file, a workflow and an empty list of known failures, written
-into somebody's repository.
+into a repository.
 
 Nothing that exists is overwritten, and nothing at all is written unless everything can be.
 """
@@ -74,7 +74,7 @@ def _tell(root: Path, adapter: Adapter, paths: list[str]) -> None:
 
 
 def _is_importable(adapter: Adapter) -> bool:
-    """Whether Python finds the adapter's package; one named by its file needs no package."""
+    """True if Python finds the adapter's package; one named by its file needs no package."""
     if adapter.spec.startswith(adapter.path):
         return True
     return importlib.util.find_spec(adapter.spec.partition(":")[0].partition(".")[0]) is not None

@@ -1,8 +1,8 @@
 """
 `fsdp-conformance list`: the cases and whether they would run; or the requirements, or the capability flags.
 
-No rank is started and no suite imported: the profile knows what a case needs. A child process finds out what the
-implementation declares and what the machine has, without starting a device.
+No rank is started and no suite imported: the profile knows what a case needs. A child process surveys the
+implementation and the machine without starting a device.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from fsdp_conformance.status import Status
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the list that was asked for."""
+    """Print the requested list."""
     if arguments.capabilities:
         _tell_capabilities(as_json=arguments.json)
         return Status.CERTIFIED
     settings = settings_of(arguments)
     profile = load_profile(settings.profile)
-    if arguments.requirements:
+    if arguments.list_requirements:
         _tell_requirements(profile, as_json=arguments.json)
         return Status.CERTIFIED
     cases = chosen_cases.selected(profile, settings)
-    found = survey(settings.device, settings.implementation)
-    foreseen = chosen_cases.foreseen(cases, settings, found)
+    surveyed = survey(settings.device, settings.implementation)
+    foreseen = chosen_cases.foreseen(cases, settings, surveyed)
     pairs = zip(cases, foreseen, strict=True)
     shown = sorted(
         ((case, gated) for case, gated in pairs if gated.record is not None or not arguments.not_run),
         key=lambda pair: (list(contract.CHAPTERS).index(pair[0].chapter), pair[0].id),
     )
-    told = found.description
+    description = surveyed.description
     if arguments.json:
         messages.say_json(
             {
-                "implementation": codec.plain(told),
+                "implementation": codec.plain(description),
                 "device": settings.device,
                 "profile": profile.name,
                 "cases": [_case_json(case, gated) for case, gated in shown],
@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
     ]
     messages.say(
         f"{len(cases)} of {messages.plural(len(profile.entries), 'case')} in {profile.name}, "
-        f"for {told.name} {told.version} on {settings.device}: {' · '.join(words)}"
+        f"for {description.name} {description.version} on {settings.device}: {' · '.join(words)}"
     )
     return Status.CERTIFIED
 

@@ -1,8 +1,8 @@
 """
-`fsdp-conformance replay`: run a case again as it was run, and say whether the same came of it.
+`fsdp-conformance replay`: run a case again as it was run, and compare the verdicts.
 
-Settings and implementation are those of the run file. What has changed since, such as the adapter's source or torch, is
-told: then the same verdict may have another reason. Nothing is written.
+Settings and implementation are those of the run file. Changes since then, such as in the adapter's source or in torch,
+are listed: they may be the reason for the verdict. Nothing is written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.cli import messages, report_dir, single
+from fsdp_conformance.contract import selection
 from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.errors import ConfigError, RunFileError, UsageError
 from fsdp_conformance.outcome.records import CaseRecord
@@ -51,13 +52,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _read(path: str | None) -> RunFile:
     """The run at a path, or the last one. Raises UsageError if there is none, RunFileError if it is damaged."""
-    found: Path | None = report_dir.named_run(path) if path is not None else last_run()
-    if found is None:
+    file: Path | None = report_dir.named_run(path) if path is not None else last_run()
+    if file is None:
         raise UsageError(
             f"replay without RUN needs an earlier run, but {DEFAULT_ROOT / LAST / runfile.NAME} does not exist. "
             "Name one: fsdp-conformance replay RUN CASE"
         )
-    run = runfile.read(found)
+    run = runfile.read(file)
     if run.problems:
         raise RunFileError(f"{run.path} cannot be replayed: {'; '.join(run.problems)}")
     return run
@@ -79,21 +80,18 @@ def _settings(run: RunFile) -> RunSettings:
             f"{run.path} is a run of torchrun's workers, which replay cannot start. Run the case again with "
             "torchrun ... -m fsdp_conformance run --ranks torchrun --case CASE, and use `compare`."
         )
-    nothing: tuple[str, ...] = ()
-    return replace(
-        settings, world_sizes=(), cases=nothing, requirements=nothing, bindings=nothing, chapters=nothing,
-        scopes=nothing, last_failed=nothing, fail_fast=False, report_dir=None,
-    )  # fmt: skip
+    unselected: dict[str, Any] = dict.fromkeys(selection.OPTIONS.values(), ())
+    return replace(settings, **unselected, fail_fast=False, report_dir=None)
 
 
 def _changes(header: Mapping[str, Any], settings: RunSettings) -> Iterator[str]:
-    """What is not as it was in the run, of what a verdict depends on."""
+    """The changes since the run that a verdict can depend on."""
     from fsdp_conformance.adapters import registry
 
-    told, now = header.get("implementation") or {}, registry.describe_once(settings.implementation)
-    if told.get("source_sha256") not in (None, now.source_sha256):
+    before, now = header.get("implementation") or {}, registry.describe_once(settings.implementation)
+    if before.get("source_sha256") not in (None, now.source_sha256):
         yield "the adapter's source"
-    if told.get("version") not in (None, now.version):
-        yield f"the implementation's version, {told['version']} to {now.version}"
+    if before.get("version") not in (None, now.version):
+        yield f"the implementation's version, {before['version']} to {now.version}"
     if header.get("suite_sha256") not in (None, suite_sha256()):
         yield "the suite's source"

@@ -52,7 +52,7 @@ _LOOK_S = 0.1
 #: that another run holds.
 _SILENCE_S = 2 * 3600.0
 
-#: Ranks that try the adapter before a run.
+#: The number of ranks that the adapter check starts.
 _SMOKE_RANKS = 2
 
 #: Problems of an adapter that a run prints; `smoke` prints all.
@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[[str], object] | None = None) -> int:
-    """The same with settings that are known already. `tell` gets the first reason against a certificate."""
+    """Run with these settings. `tell` receives the first reason against a certificate."""
     with (
         # First of all: a signal that a shell ignores for its background jobs would be ignored by pytest, too.
         caught() as signals,
@@ -81,30 +81,32 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
         profile = load_profile(settings.profile)
         cases = chosen_cases.selected(profile, settings)
         _check_workers(arguments.workers)
-        wanted = expected_by(arguments)
-        found = pytest.survey(settings.device, settings.implementation, signals)
-        chosen_cases.check_machine(found.machine, cases, settings)
-        foreseen = chosen_cases.foreseen(cases, settings, found)
+        expected = expected_by(arguments)
+        survey = pytest.survey(settings.device, settings.implementation, signals)
+        chosen_cases.check_machine(survey.machine, cases, settings)
+        foreseen = chosen_cases.foreseen(cases, settings, survey)
         will_run = [(case, gated.device) for case, gated in zip(cases, foreseen, strict=True) if gated.record is None]
         if arguments.smoke:
-            _check_adapter(pytest, settings, found, will_run, signals)
+            _check_adapter(pytest, settings, survey, will_run, signals)
         report = report_directory(settings)
         report_dir.prepare(report)
-        _announce(settings, profile, found, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
-        if any(device == SIMULATED for _, device in will_run) and not found.machine.simulator_built:
-            building.build_simulator()
+        _announce(settings, profile, survey, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
+        if any(device == SIMULATED for _, device in will_run) and not survey.machine.simulator_built:
+            building.build_simulator(signals)
         if settings.report_dir is None:
             link_last(report)
         if signals:
             raise Stopped(signals[0])
         progress = Progress(cases, [case for case, _ in will_run])
         words = command(report=report, workers=arguments.workers, suites=arguments.suites)
-        order = RunOrder(settings=replace(settings, report_dir=str(report)), description=codec.plain(found.description))
+        order = RunOrder(
+            settings=replace(settings, report_dir=str(report)), description=codec.plain(survey.description)
+        )
         pytest.begin(words, log=report / "pytest.log", order=order)
         with display_for(progress) as display:
             _follow(pytest, report / runfile.NAME, progress, display, signals)
-    compared = partial(wanted.status, profile=profile, selected={case.id for case in cases})
-    pages = partial(_write_pages, report, arguments.html, wanted, {case.id for case in cases})
+    compared = partial(expected.status, profile=profile, selected={case.id for case in cases})
+    pages = partial(_write_pages, report, arguments.html, expected, {case.id for case in cases})
     status, reason = _conclude(report, profile, pytest, compared, pages, signum=signals[0] if signals else 0)
     if tell is not None and status:
         tell(reason)
@@ -121,27 +123,27 @@ def _check_workers(workers: str | None) -> None:
 def _check_adapter(
     pytest: PytestProcess,
     settings: RunSettings,
-    found: Survey,
+    survey: Survey,
     will_run: Collection[tuple[Case, str]],
     signals: Sequence[int],
 ) -> None:
     """
-    Raise AdapterError if the adapter answers as no engine can make it answer: its verdicts would blame the engine.
+    Raise AdapterError if the adapter breaks its protocol: the cases would blame the engine.
 
-    On other kinds of ranks, and where two ranks do not fit, the cases find out by themselves.
+    Only where two ranks can run as fresh processes; elsewhere the cases themselves show it.
     """
     device = settings.device
-    fits = found.machine.num_ranks is None or found.machine.num_ranks >= _SMOKE_RANKS
-    computes = device != "cpu" or "cpu_compute" in found.description.declared(device)
+    fits = survey.machine.num_ranks is None or survey.machine.num_ranks >= _SMOKE_RANKS
+    computes = device != "cpu" or "cpu_compute" in survey.description.declared(device)
     usual = settings.ranks == "processes" and not settings.share_devices
     if not usual or device == SIMULATED or not (fits and computes and will_run):
         return
-    told = pytest.smoke(device, settings.implementation, signals)
-    if "problem" in told:
-        messages.say(f"the adapter could not be tried before the run: {told['problem']}")
+    smoke = pytest.smoke(device, settings.implementation, signals)
+    if "problem" in smoke:
+        messages.say(f"the adapter could not be checked before the run: {smoke['problem']}")
     command = f"fsdp-conformance smoke {shlex.quote(settings.implementation)}"
     problems, breaches = (
-        [f"{result['check']} {text}" for result in told.get("results", ()) for text in result[kind]]
+        [f"{result['check']} {text}" for result in smoke.get("results", ()) for text in result[kind]]
         for kind in ("problems", "breaches")
     )
     if breaches:
@@ -150,7 +152,7 @@ def _check_adapter(
             shown.append(f"{len(breaches) - _SHOWN} more such problems: {command}")
         shown.append(
             f"The adapter must be right before its engine can be judged. Check it with: {command}; "
-            f"{docs.see(docs.ADAPTER_PROBLEMS)}. To run the cases all the same: --no-smoke"
+            f"{docs.see(docs.ADAPTER_PROBLEMS)}. To run the cases anyway: --no-smoke"
         )
         raise AdapterError(shown)
     for text in problems[:_SHOWN]:
@@ -163,13 +165,13 @@ def _check_adapter(
 def _announce(
     settings: RunSettings,
     profile: Profile,
-    found: Survey,
+    survey: Survey,
     *,
     num_cases: int,
     will_run: Sequence[tuple[Case, str]],
     workers: str | None,
 ) -> None:
-    description, machine = found.description, found.machine
+    description, machine = survey.description, survey.machine
     messages.say(
         f"{messages.PROGRAM} {__version__} · {profile.name} · {num_cases} of {len(profile.entries)} cases selected"
     )
@@ -270,8 +272,8 @@ def _conclude(
     signum: int,
 ) -> tuple[int, str]:
     """
-    Print the findings, the verdict, and the path of the run file. `compared` says how the run differs from what was
-    expected, and returns the exit status of a run that finished; `pages` writes the run for people.
+    Print the findings, the verdict, and the path of the run file. `compared` prints how a finished run differs from
+    expectations, and returns its exit status; `pages` writes the run for people.
 
     Returns the exit status, and the first finding, or else why there is no certificate.
     """
@@ -294,12 +296,12 @@ def _conclude(
 
 
 def _write_pages(
-    report: Path, wanted_at: str | None, wanted: Expected, selected: Collection[str], verification: Verification
+    report: Path, wanted_at: str | None, expected: Expected, selected: Collection[str], verification: Verification
 ) -> None:
     """Write the run as Markdown and as HTML into its directory, the latter also to where it was asked for."""
     texts = {
         report / SUMMARY: markdown.summary(verification.run, verification.certificate),
-        report / PAGE: wanted.page(verification, selected),
+        report / PAGE: expected.page(verification, selected),
     }
     with contextlib.suppress(OSError):  # a full disk is reported with the run file
         for path, text in texts.items():

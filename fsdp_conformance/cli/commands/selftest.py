@@ -1,8 +1,8 @@
 """
-`fsdp-conformance selftest`: is the suite to be believed on this machine?
+`fsdp-conformance selftest`: can the suite be trusted on this machine?
 
-Known-wrong engines must be killed, each by a finding that shows its defect, and correct engines must not be. Beside the
-kills stands what a plain comparison of losses sees on the same engines.
+Known-wrong engines must be killed, each by a finding that shows its defect, and correct engines must not be. The table
+also shows how many of the same engines a plain comparison of losses catches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_conformance.cli import messages
-from fsdp_conformance.cli.answers import answers
+from fsdp_conformance.cli.child import answers
 from fsdp_conformance.report.recorder import usable_cores
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.status import Status
@@ -27,7 +27,7 @@ _ROW = "  {:<16} {:>11} {:>14} {:>13}  {}"
 
 @dataclass
 class Tally:
-    """What came of the trials of one class of defects, or of one correct engine."""
+    """The results of the trials of one class of defects, or of one correct engine."""
 
     expected: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Tally:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of its trials have ended."""
+        """True once all of its trials have ended."""
         return self.kinds.total() == self.expected
 
     def to_json(self) -> dict[str, Any]:
@@ -73,9 +73,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Print a line for each class of defects, and each survivor. Returns 0 if there is none, otherwise 1, 3 or 4."""
     began = time.monotonic()
     workers = arguments.workers if arguments.workers not in (None, "auto") else str(min(usable_cores(), _MAX_WORKERS))
-    words = [workers, arguments.suites, *["--quick"] * arguments.quick]
-    with answers("fsdp_conformance.cli.tryout", words) as found:
-        outcome = _follow(found, int(workers), printed=not arguments.json)
+    with answers("selftest", workers=int(workers), suites=arguments.suites, quick=arguments.quick) as replies:
+        outcome = _follow(replies, int(workers), printed=not arguments.json)
     status = outcome.status
     if arguments.json:
         messages.say_json(outcome.to_json())
@@ -87,12 +86,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Outcome:
-    """What the trials came to."""
+    """The results of all trials."""
 
     plan: dict[str, Any] = field(default_factory=lambda: {"trials": [], "groups": {}, "not_here": {}})
     tallies: dict[str, Tally] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-    """What the child said of trials that could not be made, and of its own end."""
+    """Why trials could not be run, and how the child died."""
 
     @property
     def whole(self) -> Tally:
@@ -148,10 +147,10 @@ class Outcome:
         }
 
 
-def _follow(found: Iterable[dict[str, Any]], workers: int, *, printed: bool) -> Outcome:
+def _follow(replies: Iterable[dict[str, Any]], workers: int, *, printed: bool) -> Outcome:
     """Gather results, and print them as they come."""
     outcome = Outcome()
-    for answer in found:
+    for answer in replies:
         match answer.pop("what"):
             case "plan":
                 outcome.plan = answer
@@ -199,7 +198,7 @@ def _sum_up(outcome: Outcome) -> None:
 
 
 def _by_reason(not_here: dict[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name, reason in not_here.items():
-        found.setdefault(reason, []).append(name)
-    return found
+        names_by_reason.setdefault(reason, []).append(name)
+    return names_by_reason

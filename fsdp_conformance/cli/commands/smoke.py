@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from fsdp_conformance import codec, docs
 from fsdp_conformance.cli import messages, single
-from fsdp_conformance.cli.arguments import DEFAULTS, settings_of_device
+from fsdp_conformance.cli.arguments import settings_of
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.run_settings import DEFAULTS
 from fsdp_conformance.status import Status
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
             f"smoke needs exactly one implementation, got {given}. For example: fsdp-conformance smoke "
             f"my_adapter.py:MyAdapter, or an installed one, such as {DEFAULTS.implementation}"
         )
-    device = settings_of_device(arguments).device
+    device = settings_of(arguments).device
     single.prepare(device, spec)
     from fsdp_conformance.driver.smoke import smoke
 

@@ -18,12 +18,12 @@ def main(arguments: argparse.Namespace) -> int:
 
     Raises UsageError if there are no runs below the directory, and RunFileError for a file that was edited.
     """
-    found = trend.trends(trend.stored(Path(arguments.directory)))
+    trends = trend.trends(trend.stored(Path(arguments.directory)))
     if arguments.json:
-        messages.say_json({"trends": codec.plain(found)})
+        messages.say_json({"trends": codec.plain(trends)})
     elif arguments.annotations:
-        for each in found:
+        for each in trends:
             print(*trend.as_annotations(each), sep="\n", end="\n" if each.new else "")
     else:
-        print("\n\n".join(map(trend.text, found)))
-    return Status.NOT_CERTIFIED if any(each.new for each in found) else Status.CERTIFIED
+        print("\n\n".join(map(trend.text, trends)))
+    return Status.NOT_CERTIFIED if any(each.new for each in trends) else Status.CERTIFIED

@@ -31,8 +31,8 @@ def main(arguments: argparse.Namespace) -> int:
     today = dt.datetime.now(dt.UTC).date()
     cases = known_cases(profile_of(verification.run))
     update = updated(path, verification.run, profile_cases=cases, today=today)
-    for told in update.left_out:
-        print(f"left out  {told}")
+    for line in update.left_out:
+        print(f"left out  {line}")
     if update.changes:
         path.write_text(update.text, encoding="utf-8")
         changes = [*(f"removed   {case}" for case in update.removed), *(f"added     {case}" for case in update.added)]
@@ -46,6 +46,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _repair(update: Update) -> str:
-    """What to do about the cases that are left out."""
+    """Advice on the cases that are left out."""
     count = len(update.left_out)
     return f"; repair the adapter or the suite for the {count} left out" if count else ""

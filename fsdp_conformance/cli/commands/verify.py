@@ -18,7 +18,7 @@ from fsdp_conformance.run_settings import settings_from_json
 def main(arguments: argparse.Namespace) -> int:
     """Print what the file shows, and its contradictions. Returns the exit status that the run should have had."""
     path = report_dir.named_run(arguments.run_file)
-    wanted = expected_by(arguments, look=False)
+    expected = expected_by(arguments, look=False)
     profile = load_profile(arguments.profile) if arguments.profile else None
     verification = verify(path, profile)
     run, certificate = verification.run, verification.certificate
@@ -26,13 +26,13 @@ def main(arguments: argparse.Namespace) -> int:
     settings = settings_from_json(run.header.get("settings") or {})
     selected = {entry.id for entry in profile.entries if not left_out_by(entry.case(), settings)}
     if arguments.html:
-        report_dir.write_text(Path(arguments.html), wanted.page(verification, selected), option="--html")
+        report_dir.write_text(Path(arguments.html), expected.page(verification, selected), option="--html")
     if arguments.markdown:
         print(markdown.summary(run, certificate), end="")
         return verification.status
     if arguments.json:
         compared: list[str] = []
-        status = wanted.status(verification, profile=profile, selected=selected, say=compared.append)
+        status = expected.status(verification, profile=profile, selected=selected, say=compared.append)
         messages.say_json(
             {
                 "run": str(path),
@@ -60,4 +60,4 @@ def main(arguments: argparse.Namespace) -> int:
         if verification.discrepancies
         else "verified: the stated result follows from the lines of the file"
     )
-    return wanted.status(verification, profile=profile, selected=selected)
+    return expected.status(verification, profile=profile, selected=selected)

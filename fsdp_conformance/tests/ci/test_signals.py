@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.cli.processes import end_family, family
+from fsdp_conformance.cli.child import end_family, family
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch.testing._internal import common_fsdp
 
-from fsdp_conformance.cli.processes import family
+from fsdp_conformance.cli.child import family
 from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
 from fsdp_conformance.tests.ci.test_signals import DEADLINE_S, alive, wait_until
 from fsdp_conformance.tests.guards import checkout

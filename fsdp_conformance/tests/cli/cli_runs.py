@@ -32,7 +32,7 @@ class Mine(TorchAdapter):
 """
 
 
-#: Answers the survey without importing torch, which takes seconds; what is asked and how stays as it is.
+#: Answers the survey without importing torch, which takes seconds; the request and its way stay as they are.
 _QUICK = """
 import sys, types
 
@@ -52,16 +52,15 @@ def answer_quickly():
     )
 
 
-if "fsdp_conformance.cli.surveyor" in sys.orig_argv:
-    answer_quickly()
-if "fsdp_conformance.cli.warm" in sys.orig_argv:
-    from fsdp_conformance.cli import surveyor
+if "fsdp_conformance.cli.jobs" in sys.orig_argv:
+    from fsdp_conformance.cli import child
 
-    def survey(words, output, in_fork=surveyor._in_fork):
-        answer_quickly()
-        in_fork(words, output)
+    def run_job(job, answer, arguments, run_job=child.run_job):
+        if job == "survey":
+            answer_quickly()
+        run_job(job, answer, arguments)
 
-    surveyor._in_fork = survey
+    child.run_job = run_job
 """
 
 

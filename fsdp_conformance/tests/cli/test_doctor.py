@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from torch import distributed
 
-from fsdp_conformance.cli import examination, leftovers
+from fsdp_conformance.cli import leftovers
+from fsdp_conformance.cli.child import answers
 from fsdp_conformance.cli.command import main
 from fsdp_conformance.cli.commands import doctor
 from fsdp_conformance.contract.profile import load_profile
@@ -55,11 +57,11 @@ def told(
     """Status and text of a doctor with these options, whose child says this."""
 
     @contextlib.contextmanager
-    def examined(device: str, *, shared: bool) -> Iterator[Iterator[dict[str, Any]]]:
+    def told_by_child(job: str, *, timeout_s: float, device: str, shared: bool) -> Iterator[Iterator[dict[str, Any]]]:
         assert (device, shared) == (words.partition("--device ")[2].split(" ")[0] or "cpu", "--share" in words)
         yield iter([dict(answer) for answer in answers])
 
-    monkeypatch.setattr(doctor, "examined", examined)
+    monkeypatch.setattr(doctor, "answers", told_by_child)
     status = main(["doctor", *words.split()])
     return status, capsys.readouterr().out
 
@@ -240,8 +242,8 @@ def test_a_child_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """With its status and the end of what it wrote; other output of the child is no answer."""
     text = """echo noise; echo '{"what": "warm"}'; echo why >&2; exit 7"""
     monkeypatch.setattr("sys.executable", program(tmp_path, text))
-    with examination.examined("cpu") as answers:
-        found = list(answers)
+    with answers("doctor", device="cpu", shared=False) as coming:
+        found = list(coming)
 
     assert found == [{"what": "warm"}, {"what": "died", "how": "ended with status 7", "output": "why\n"}]
 
@@ -249,8 +251,8 @@ def test_a_child_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With everything that it has started."""
     monkeypatch.setattr("sys.executable", program(tmp_path, "sleep 300 & sleep 300"))
-    with examination.examined("cpu", timeout_s=0.2) as answers:
-        (found,) = answers
+    with answers("doctor", timeout_s=0.2, device="cpu", shared=False) as coming:
+        (found,) = coming
 
     assert found["what"] == "died"
     assert "was ended by SIGKILL" in found["how"]
@@ -296,25 +298,29 @@ def test_the_first_wrong_element_is_named() -> None:
     assert first_wrong(torch.tensor([1.0, 2.0, 7.0]), torch.tensor([1.0, 2.0, 3.0])) == "element 2: expected 3, got 7"
 
 
-def test_ranks_without_a_parent_are_found(tmp_path: Path) -> None:
+def test_ranks_without_a_parent_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only this user's, only those that a warm process has marked, only those whose parent has ended."""
-    marked = b"HOME=/x\0FSDP_CONFORMANCE_PRELOAD={}\0"
-    for pid, parent, environment in ((10, 1, marked), (11, 10, marked), (12, 1, b"HOME=/x\0"), (1, 0, marked)):
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} (python (x) y) S {parent} 1 1", encoding="utf-8")
-        (tmp_path / str(pid) / "environ").write_bytes(environment)
-    (tmp_path / "self").mkdir()
-    (tmp_path / "13").mkdir()  # it has ended meanwhile
+    marked, mine = {"HOME": "/x", "FSDP_CONFORMANCE_PRELOAD": "{}"}, os.getuid()
+    table = [
+        (10, 1, marked, mine), (11, 10, marked, mine), (12, 1, {"HOME": "/x"}, mine), (1, 0, marked, mine),
+        (14, 1, marked, mine + 1), (13, 1, psutil.NoSuchProcess(13), mine), (15, 1, psutil.AccessDenied(15), mine),
+    ]  # fmt: skip
+    processes = [
+        mock.Mock(pid=pid, info={"ppid": parent}, **{
+            "environ.side_effect": [environment], "uids.return_value": mock.Mock(real=user),
+        })
+        for pid, parent, environment, user in table
+    ]  # fmt: skip
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: iter(processes))
 
-    assert leftovers.processes(tmp_path) == [10]
-    assert leftovers.processes(tmp_path / "nowhere") == []
+    assert leftovers.processes() == [10]
 
 
 def test_a_warm_process_carries_the_mark() -> None:
     """What is looked for is what the harness sets."""
     from fsdp_conformance.harness.processes import preload
 
-    assert f"{preload.ORDERS_VARIABLE}=".encode() == leftovers._MARK
+    assert preload.ORDERS_VARIABLE == leftovers._MARK
 
 
 def test_only_stale_entries_are_left_over(tmp_path: Path) -> None:

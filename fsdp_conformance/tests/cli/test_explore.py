@@ -41,9 +41,8 @@ def _done(**changes: Any) -> dict[str, Any]:
         ([_done(ran=0)], 4, "explore: nothing was judged"),
         ([{"what": "died", "how": "was ended by SIGKILL", "output": "said before"}], 4, "said before"),
         ([], 4, ""),
-        ([{"what": "error", "status": 3, "message": "no Hypothesis"}], 3, ""),
     ],
-    ids=["passes", "fails", "unconfirmed", "always", "rejected", "nothing", "died", "silent", "error"],
+    ids=["passes", "fails", "unconfirmed", "always", "rejected", "nothing", "died", "silent"],
 )
 def test_the_status(answers: list[dict[str, Any]], status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """0 without a confirmed failure, 1 with one, and 4 if nothing was judged."""

@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from fsdp_conformance.cli.processes import end_family, family
+from fsdp_conformance.cli.child import end_family, family
 from fsdp_conformance.cli.pytest_process import PytestProcess
 from fsdp_conformance.report import runfile
 from fsdp_conformance.tests.cli.cli_runs import ADAPTER, children_of, with_adapter, with_quick_survey, words
@@ -218,21 +219,27 @@ def test_what_pytest_says_is_kept_where_it_cannot_be_written(tmp_path: Path) -> 
     assert str(log) in pytest_process.log_problem
 
 
-def test_a_family_is_known_by_parents_and_by_session(tmp_path: Path) -> None:
-    """Rank 12 has left the session, 13 has lost its parent; 14 is a zombie, 20 is a stranger."""
+def test_a_family_is_known_by_parents_and_by_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 12 has left the session, 13 has lost its parent; 14 is a zombie, 20 is a stranger, and 16 has just ended."""
     table = {
-        10: "S 1 10 10",
-        11: "S 10 10 10",
-        12: "T 11 12 12",
-        13: "S 1 13 10",
-        14: "Z 10 10 10",
-        15: "S 12 12 12",
-        20: "S 1 20 20",
+        10: ("sleeping", 1, 10),
+        11: ("sleeping", 10, 10),
+        12: ("stopped", 11, 12),
+        13: ("sleeping", 1, 10),
+        14: ("zombie", 10, 10),
+        15: ("sleeping", 12, 12),
+        16: ("sleeping", 1, None),
+        20: ("sleeping", 1, 20),
     }
-    for pid, rest in table.items():
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a (strange) name) {rest} 0", encoding="utf-8")
-    (tmp_path / "16").mkdir()  # it has ended meanwhile
 
-    assert {10, 11, 12, 13, 15} == family(10, tmp_path)
-    assert family(10, tmp_path / "nowhere") == set()
+    def session_of(pid: int) -> int:
+        session = table[pid][2]
+        if session is None:
+            raise ProcessLookupError
+        return session
+
+    processes = [mock.Mock(pid=pid, info={"status": state, "ppid": up}) for pid, (state, up, _) in table.items()]
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: iter(processes))
+    monkeypatch.setattr("os.getsid", session_of)
+
+    assert {10, 11, 12, 13, 15} == family(10)

@@ -15,10 +15,10 @@ import pytest
 from fsdp_conformance import contract
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.capability import CAPABILITIES
-from fsdp_conformance.cli import arguments, messages, planner
+from fsdp_conformance.cli import arguments, messages
+from fsdp_conformance.cli.child import run_job
 from fsdp_conformance.cli.command import main
-from fsdp_conformance.cli.commands import doctor, explore, selftest
-from fsdp_conformance.cli.plan_order import order_of
+from fsdp_conformance.cli.commands import doctor, explore, plan, selftest
 from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.driver.smoke import SmokeResult
@@ -68,7 +68,7 @@ def _two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     described = AdapterDescription(spec="mine", name="mine", version="1", capabilities=("zero3",))
     told = Survey(machine=MACHINE, description=described)
     monkeypatch.setattr("fsdp_conformance.cli.commands.listing.survey", lambda device, spec: told)
-    monkeypatch.setattr("fsdp_conformance.cli.surveyor.survey_here", lambda device, spec: told)
+    monkeypatch.setattr("fsdp_conformance.cli.single.survey", lambda device, spec, fork: told)
     monkeypatch.setattr("fsdp_conformance.harness.processes.forkserver.import_and_fork", lambda: None)
 
 
@@ -148,10 +148,10 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     died = {"what": "died", "how": "ended with status 1", "output": "no torch"}
 
     @contextlib.contextmanager
-    def examined(device: str, *, shared: bool) -> Iterator[Iterator[dict[str, Any]]]:
+    def answers(job: str, **arguments: Any) -> Iterator[Iterator[dict[str, Any]]]:
         yield iter([dict(died)])
 
-    monkeypatch.setattr(doctor, "examined", examined)
+    monkeypatch.setattr(doctor, "answers", answers)
     found, text = both(capsys, "doctor")
     (launch,) = [finding for finding in found["findings"] if finding["what"] == "launch"]
 
@@ -161,14 +161,22 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     ]
 
 
-def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All candidates, and the one that the table marks."""
     (tmp_path / "my_model.py").write_text(MODEL, encoding="utf-8")
     words = ["plan", "--model", f"{tmp_path / 'my_model.py'}:build", "--world-size", "4", "--memory", "1GiB"]
     words += ["--units", "Block"]
-    assert planner.main([order_of(arguments.parse([*words, "--json"])).to_json()]) == 0
+
+    @contextlib.contextmanager
+    def answers(job: str, *, timeout_s: float, order: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
+        found: list[dict[str, Any]] = []
+        run_job(job, lambda what, **content: found.append({"what": what, **content}), {"order": order})
+        yield iter(found)
+
+    monkeypatch.setattr(plan, "answers", answers)
+    assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    planner.main([order_of(arguments.parse(words)).to_json()])
+    main(words)
     (marked,) = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("> ")]
     times = [candidate["time_us"]["step"] for candidate in found["candidates"]]
 
@@ -222,14 +230,14 @@ def test_selftest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
          "good": good, "text": "the text", "strict": False, "failed": False}
         for kind, group, engine, good in trials
     ]  # fmt: skip
-    plan: dict[str, Any] = {
+    trial_plan: dict[str, Any] = {
         "what": "plan", "trials": [result["trial"] for result in results], "groups": {"gradients": "Wrong"},
         "not_here": {"four": "no C++ compiler"},
     }  # fmt: skip
 
     @contextlib.contextmanager
-    def answers(module: str, words: list[str]) -> Iterator[Iterator[dict[str, Any]]]:
-        yield iter([dict(answer) for answer in (plan, *results)])
+    def answers(job: str, **arguments: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        yield iter([dict(answer) for answer in (trial_plan, *results)])
 
     monkeypatch.setattr(selftest, "answers", answers)
     found, text = both(capsys, "selftest")

@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ class Some(ConformanceTestCase):
 
 def _answering(monkeypatch: pytest.MonkeyPatch, found: list[Any]) -> None:
     @contextlib.contextmanager
-    def answers(module: str, words: Sequence[str]) -> Iterator[Iterator[dict[str, Any]]]:
+    def answers(job: str, **arguments: Any) -> Iterator[Iterator[dict[str, Any]]]:
         yield iter([dict(answer) for answer in found])
 
     monkeypatch.setattr(selftest, "answers", answers)

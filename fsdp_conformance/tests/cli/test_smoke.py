@@ -37,7 +37,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
         num_ranks=None,
     )
     told = Survey(machine=machine, description=AdapterDescription(spec="mine.py", name="mine", version="1"))
-    monkeypatch.setattr("fsdp_conformance.cli.surveyor.survey_here", lambda device, spec: told)
+    monkeypatch.setattr("fsdp_conformance.cli.single.survey", lambda device, spec, fork: told)
     monkeypatch.setattr("fsdp_conformance.harness.processes.forkserver.import_and_fork", lambda: None)
 
 

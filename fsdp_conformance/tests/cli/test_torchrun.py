@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.cli.processes import end_family
+from fsdp_conformance.cli.child import end_family
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.report import runfile
 from fsdp_conformance.run_settings import TorchrunWorker

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_conformance.cli.processes import end_family, family
+from fsdp_conformance.cli.child import end_family, family
 from fsdp_conformance.tests.cli.cli_runs import words
 from fsdp_conformance.tests.cli.test_interrupt import wait_for
 from fsdp_conformance.tests.simulator.sanitize.sanitize_runs import DEADLINE_S, needs_simulator, sanitize, written

@@ -1,22 +1,21 @@
-"""
-The child process of `plan`: `python -m fsdp_conformance.cli.planner ORDER`.
-
-Builds the model on the meta device, prices every way to shard it, and prints the result.
-"""
+"""The job of `plan`: build the model on the meta device, and price every way to shard it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fsdp_conformance.cli import messages
+from fsdp_conformance.cli.child import Answer
 from fsdp_conformance.cli.plan_order import PlanOrder, order_from_json
-from fsdp_conformance.errors import ConformanceError, UsageError
+from fsdp_conformance.codec import encode
+from fsdp_conformance.errors import UsageError
 from fsdp_conformance.planner.device_spec import DEVICES
 from fsdp_conformance.planner.link_spec import NOMINAL_ERROR, Cluster
 from fsdp_conformance.status import Status
@@ -24,16 +23,13 @@ from fsdp_conformance.status import Status
 _EXAMPLE = "(model, inputs of one rank)"
 
 
-def main(arguments: list[str]) -> int:
-    """Print the plan, or what is wrong with the model. Returns the exit status."""
-    try:
-        return _plan(order_from_json(arguments[0]))
-    except ConformanceError as error:
-        messages.complain(error)
-        return error.exit_status
+def run(answer: Answer, order: Mapping[str, Any]) -> None:
+    """Answer with the plan as a text, and the exit status."""
+    text, status = _plan(order_from_json(order))
+    answer("plan", text=text, status=int(status))
 
 
-def _plan(order: PlanOrder) -> int:
+def _plan(order: PlanOrder) -> tuple[str, Status]:
     # These import torch.
     from fsdp_conformance.planner.plan_model import counted
     from fsdp_conformance.planner.plan_step import PlanOptions
@@ -55,20 +51,17 @@ def _plan(order: PlanOrder) -> int:
     numel = sum(unit.numel for unit in units)
     status = Status.CERTIFIED if decision.chosen is not None else Status.NOT_CERTIFIED
     if order.as_json:
-        messages.say_json(
-            {"order": json.loads(order.to_json()), "numel": numel, "units": len(units), **decision.to_json()}
-        )
-        return status
-    print(
+        content = {"order": asdict(order), "numel": numel, "units": len(units), **decision.to_json()}
+        return encode(content, indent=1), status
+    subject = (
         f"{order.model}: {numel:,} elements in {messages.plural(len(units), 'unit')}; "
         f"{order.world_size} x {order.device} on {messages.plural(cluster.num_hosts, 'host')}, {order.link_words}; "
         f"{order.compute_dtype} at {order.utilisation:.0%} of peak; {size_words(order.memory_bytes)} per rank"
     )
-    print("all times come from a cost model: no rank was started, and nothing was timed")
+    lines = [subject, "all times come from a cost model: no rank was started, and nothing was timed"]
     if len(units) == 1:
-        print("one unit: the model has no module lists; name the classes to wrap with --units")
-    print(decision_text(decision, num_rows=order.num_rows))
-    return status
+        lines.append("one unit: the model has no module lists; name the classes to wrap with --units")
+    return "\n".join([*lines, decision_text(decision, num_rows=order.num_rows)]), status
 
 
 def _builder(spec: str) -> Any:
@@ -87,14 +80,10 @@ def _builder(spec: str) -> Any:
 
 
 def _file(path: Path) -> ModuleType:
-    found = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    if found is None or found.loader is None:
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     sys.path.append(str(path.resolve().parent))
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,17 @@
+"""The job of `run` itself: like `python -m pytest WORDS...` in a process that has imported torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fsdp_conformance.cli.child import Answer
+
+
+def run(answer: Answer, words: Sequence[str]) -> NoReturn:
+    """Become pytest, with its exit status."""
+    import pytest
+
+    sys.argv = ["pytest", *words]
+    sys.exit(int(pytest.main([*words])))

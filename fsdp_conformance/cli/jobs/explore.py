@@ -1,0 +1,119 @@
+"""
+The job of `explore`: draw examples, shrink failures, and confirm them on processes. Its answers:
+
+    begin     the implementation, and the flags that are drawn for
+    progress  after every example: the number that ran
+    failure   a shrunk failure, with its text, and where it was saved
+    done      the counts
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_conformance import codec
+from fsdp_conformance.cli.child import Answer
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.plan import SIMULATED
+
+if TYPE_CHECKING:
+    from fsdp_conformance.explore.exploration import Exploration, Failure
+    from fsdp_conformance.run_settings import RunSettings
+
+
+def run(answer: Answer, order: dict[str, Any]) -> None:
+    """Explore as ordered. Raises EnvironmentUnavailable without Hypothesis, or without the device."""
+    if importlib.util.find_spec("hypothesis") is None:
+        raise EnvironmentUnavailable(
+            "explore needs Hypothesis, which is not installed: pip install 'fsdp-conformance[explore]'"
+        )
+    from fsdp_conformance.adapters import registry
+    from fsdp_conformance.cases import places
+    from fsdp_conformance.explore.exploration import Budget, Explorer
+    from fsdp_conformance.explore.pool import WarmWorker
+    from fsdp_conformance.run_settings import RunOrder, settings_from_json
+
+    settings = replace(settings_from_json(order["settings"]), ranks="simulated")
+    if settings.device == SIMULATED and (problem := places.build_problem()):
+        raise EnvironmentUnavailable(f"the simulated accelerator cannot be built: {problem}")
+    description = registry.describe(settings.implementation)
+    declared = description.declared(settings.device)
+    answer("begin", name=description.name, version=description.version, declared=sorted(declared))
+    run_order = RunOrder(settings=settings, description=codec.plain(description), device=settings.device)
+    with WarmWorker(run_order) as worker:
+
+        def tell(what: str, about: Any) -> None:
+            if what == "shrunk":
+                answer("failure", **_confirmed(about, order, settings))
+            elif what == "failure":
+                answer("shrinking", signature=str(about))
+            else:
+                answer("progress", ran=explorer.found.ran)
+
+        explorer = Explorer(
+            worker,
+            declared,
+            Budget(seconds=order["seconds"], max_examples=order["max_examples"]),
+            first_seed=order["seed"],
+            world_sizes=settings.world_sizes or (2, 3, 1, 4, 5),
+            tell=tell,
+        )
+        exploration = explorer.explore()
+    answer("done", **_counts(exploration))
+
+
+def _counts(exploration: Exploration) -> dict[str, Any]:
+    """The counts of an exploration as JSON has them."""
+    return {
+        "ran": exploration.ran,
+        "passed": exploration.passed,
+        "rejected": dict(exploration.rejected),
+        "declined": dict(exploration.declined),
+        "left_out": exploration.left_out,
+        "covered": {axis: dict(values) for axis, values in exploration.covered.items()},
+        "shrinks": exploration.shrinks,
+        "seconds": exploration.seconds,
+        "fails_always": exploration.fails_always,
+        "failures": [{"signature": str(failure.signature), "seen": failure.seen} for failure in exploration.failures],
+    }
+
+
+def _confirmed(failure: Failure, order: dict[str, Any], settings: RunSettings) -> dict[str, Any]:
+    """Try a shrunk failure on processes, and save it if it fails there, too. Returns the answer about it."""
+    from fsdp_conformance.diagnosis.headline import most_telling
+    from fsdp_conformance.explore import saved
+    from fsdp_conformance.explore.case import run_on
+    from fsdp_conformance.explore.example import features
+    from fsdp_conformance.explore.summary import Told, failure_text, script
+    from fsdp_conformance.verdict import FINE
+
+    implementation, signature = settings.implementation, str(failure.signature)
+    simulated = failure.outcome.record
+    assert simulated is not None, "what failed has a record"
+    record = run_on(failure.example, implementation, base=replace(settings, ranks="processes"))
+    confirmed = record.verdict not in FINE
+    summary = Told(
+        example=failure.example,
+        signature=signature,
+        record=record if confirmed else simulated,
+        confirmed=confirmed,
+        shrinks=failure.shrinks,
+        drawn_features=len(features(failure.drawn)),
+    )
+    path = None
+    if order["save"] and confirmed:
+        path = saved.save(Path(order["save"]), failure.example, implementation=implementation, signature=signature)
+    # One finding is printed; there is no run file in which the others could be looked up.
+    summary.record.findings = [finding for finding in (most_telling(summary.record.findings),) if finding is not None]
+    summary.record.repro = f"python -m pytest {path}" if path is not None else ""
+    return {
+        "signature": signature,
+        "confirmed": confirmed,
+        "text": failure_text(summary, width=order["width"]),
+        "example": failure.example.to_json(),
+        "script": script(failure.example, implementation=implementation, signature=signature),
+        "saved": None if path is None else str(path),
+    }
