@@ -31,6 +31,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cases.checks import CaseChecks
+from fsdp_conformance.cases.declaration import DeclaresCases
 from fsdp_conformance.cases.references import CaseReferences
 from fsdp_conformance.cases.worlds import CaseWorlds
 from fsdp_conformance.checks.streams import same_undisturbed, stream_control, stream_safety
@@ -70,7 +71,7 @@ _CPU_COMPUTE = "cpu_compute"
 _NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV, Verdict.DISABLED})
 
 
-class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainingTestCase):
+class ConformanceTestCase(DeclaresCases, CaseReferences, CaseChecks, CaseWorlds, ShardedTrainingTestCase):
     """
     The base class of every case.
 
