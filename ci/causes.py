@@ -14,6 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,10 +22,11 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
+from fsdp_conformance.contract.case import Case
 from fsdp_conformance.diagnosis.causes import Evidence, causes
 from fsdp_conformance.diagnosis.headline import most_telling
 from fsdp_conformance.errors import SuiteError
-from fsdp_conformance.judge import judge
+from fsdp_conformance.judge import Observed, judge
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, run_case
@@ -81,11 +83,11 @@ def _record(directory: Path, defect: Defect, case: str) -> None:
     os.environ[cause_recording.VARIABLE] = str(live)
     seen: dict[str, Any] = {}
 
-    def kept(*args: Any, **options: Any) -> CaseRecord:
-        seen.update(case=args[0], **options)
-        return judge(*args, **options)
+    def recording(case: Case, observed: Observed, settings: RunSettings) -> CaseRecord:
+        seen.update(case=case, observed=observed, settings=settings)
+        return judge(case, observed, settings)
 
-    with mock.patch("fsdp_conformance.cases.base.judge", kept):
+    with mock.patch("fsdp_conformance.cases.controller.judge", recording):
         run_case(bound_case(case), f"studies.cause_recording:{defect.name}", base=RunSettings(ranks="simulated"))
     path.write_bytes(pickle.dumps((seen, cause_recording.collected(live))))
     print(f"ran {defect.name} on {case}", file=sys.stderr)
@@ -95,10 +97,11 @@ def _answer(run: Any, explained: Callable[[Evidence], str | None] | None = None)
     """The cause in the report's headline, with these rules."""
     seen, evidence = run
     rules = explained or (lambda found: next(causes(found), None))
-    options = dict(seen)
-    case, reports = options.pop("case"), options.pop("reports")
-    renewed = [None if report is None else cause_recording.replayed(report, evidence, rules) for report in reports]
-    record = judge(case, reports=renewed, **options)
+    case, observed = seen["case"], seen["observed"]
+    reports = [
+        None if report is None else cause_recording.replayed(report, evidence, rules) for report in observed.reports
+    ]
+    record = judge(case, replace(observed, reports=reports), seen["settings"])
     if record.verdict is Verdict.PASS:
         raise SuiteError(f"{case.id} must fail, got PASS: the defect does not show in it")
     found = most_telling(record.findings)

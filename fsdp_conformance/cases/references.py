@@ -1,8 +1,8 @@
 """
 The references of a case: trained, or taken from the store of references.
 
-    CaseReferences  a mixin of `ConformanceTestCase`: what cases call
-    _Source         where references come from, and go to
+    CaseReferences  the references that a case has trained or read so far
+    _Source         where references of one scenario come from, and go to
 
 References are usually needed after the engine has trained, in a process that the engine has entered. Such a process
 never writes an entry: it marks the entry as wanted. The next case that is about to train the same scenario, on ranks
@@ -12,13 +12,13 @@ that no engine has entered yet, trains the references first and writes them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp_conformance.cases.rank import CaseRank
 from fsdp_conformance.errors import ReferencesDisagree, SuiteError
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.processes import preload
@@ -31,47 +31,31 @@ from fsdp_conformance.references.sharing import Offer, is_untouched, offer_from_
 from fsdp_conformance.references.store import Refused, content_of, entry_name, section
 from fsdp_conformance.workload.definition import Regime, Workload
 
-if TYPE_CHECKING:
-    from fsdp_conformance.contract.case import Case
-
 #: How references came to be, in the order of `RankReport.measurements`.
 COMPUTED, SHARED, CHECKED = "computed", "shared", "checked"
 
 
 class CaseReferences:
-    """The references of a case, on one rank."""
+    """The references of a case, on one rank. `offer` is the store as the controller offers it; None: share nothing."""
 
-    rank: int
-    report: RankReport
-    trained_references: dict[Hashable, tuple[Workload, References]]
-    """By the content of workload and regime, so that a case with several checks trains them once."""
-    engine_entered: bool = False
-    """Whether code under test has been loaded in this process."""
+    def __init__(self, here: CaseRank, offer: Mapping[str, Any] | None) -> None:
+        self._here = here
+        self._offer = offer
+        self._trained: dict[Hashable, tuple[Workload, References]] = {}
+        """By the content of workload and regime, so that a case with several checks trains them once."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def case(self) -> Case: ...
-
-        @property
-        def world_size(self) -> int: ...
-
-        @property
-        def reference_device(self) -> str: ...
-
-        @property
-        def reference_offer(self) -> Mapping[str, Any] | None: ...
-
-        def blaming(self, part: str) -> AbstractContextManager[None]: ...
-
-    def references(self, workload: Workload, regime: Regime | None = None) -> References:
+    def of(self, workload: Workload, regime: Regime | None = None) -> References:
         """The references for the workload, in agreement. Collective, once per workload and regime."""
         regime = (regime or Regime()).for_references()
-        known = _identity(workload, regime)
-        if known not in self.trained_references:
-            with process_group.log().phase("observe"), self.blaming("suite"):
-                self.trained_references[known] = workload, self._reference_source(workload, regime).obtained()
-        return self.trained_references[known][1]
+        identity = _identity(workload, regime)
+        if identity not in self._trained:
+            with process_group.log().phase("observe"), self._here.blaming("suite"):
+                self._trained[identity] = workload, self._source(workload, regime).obtained()
+        return self._trained[identity][1]
+
+    def forget(self) -> None:
+        """Forget the references that were trained or read."""
+        self._trained.clear()
 
     def before_engine(self, workload: Workload, regime: Regime | None) -> None:
         """
@@ -80,30 +64,30 @@ class CaseReferences:
 
         Raises SuiteError if the store has other references.
         """
-        if self.reference_offer is None or self.engine_entered:
+        if self._offer is None or self._here.engine_entered:
             return
         regime = (regime or Regime()).for_references()
-        known = _identity(workload, regime)
-        if known in self.trained_references:
+        identity = _identity(workload, regime)
+        if identity in self._trained:
             return
-        source = self._reference_source(workload, regime)
-        if source.is_sampled(self.case.id):
-            with process_group.log().phase("observe"), self.blaming("suite"):
-                self.trained_references[known] = workload, source.checked()
+        source = self._source(workload, regime)
+        if source.is_sampled(self._here.case.id):
+            with process_group.log().phase("observe"), self._here.blaming("suite"):
+                self._trained[identity] = workload, source.checked()
         elif source.is_wanted():
-            self.references(workload, regime)
+            self.of(workload, regime)
 
-    def _reference_source(self, workload: Workload, regime: Regime) -> _Source:
-        offer = self.reference_offer
+    def _source(self, workload: Workload, regime: Regime) -> _Source:
+        here = self._here
         return _Source(
             workload=workload,
             regime=regime,
-            rank=self.rank,
-            world_size=self.world_size,
-            device=self.reference_device,
-            report=self.report,
-            offer=None if offer is None else offer_from_json(offer),
-            fresh=not self.engine_entered and context.running().start in FRESH,
+            rank=here.rank,
+            world_size=here.world_size,
+            device=here.reference_device,
+            report=here.report,
+            offer=None if self._offer is None else offer_from_json(self._offer),
+            fresh=not here.engine_entered and context.running().start in FRESH,
         )
 
 

@@ -275,9 +275,13 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     @property
     def device(self) -> torch.device:
         """The device that this rank computes on: the one with its number on this host."""
+        return devices.device_of(self.device_type, self.local_rank)
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its host."""
         run = context.current().run
-        local_rank = run.order.environment["LOCAL_RANK"] if run is not None and run.order.case.worker else self.rank
-        return devices.device_of(self.device_type, int(local_rank))
+        return int(run.order.environment["LOCAL_RANK"]) if run is not None and run.order.case.worker else self.rank
 
     @property
     def init_method(self) -> str:

@@ -18,15 +18,12 @@ from collections.abc import Sequence
 from fsdp_conformance.contract.gate import decided
 from fsdp_conformance.outcome.endings import Ending, RankEnding, attribute
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit, RankReport
-from fsdp_conformance.stress import EXIT_CODE, STRUCK, Failure
+from fsdp_conformance.stress import EXIT_CODE, STRUCK, SWALLOWED, Failure
 from fsdp_conformance.verdict import Verdict
 
 #: Whose sentence says that other ranks end in bounded time, and that exceptions arrive unchanged.
 REQUIREMENT = "R160"
 CHECK = "injected failure"
-
-#: A measurement of a rank whose case took an exception for a refusal after the rank had been made to fail.
-SWALLOWED = "injected failure taken for a refusal"
 
 #: How a rank ends that was made to fail, and a part of what is said about it.
 _EXPECTED = {

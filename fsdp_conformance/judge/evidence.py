@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.gate import declined_flags, device_for
-from fsdp_conformance.judge.verdicts import judge
+from fsdp_conformance.judge.verdicts import Observed, judge
 from fsdp_conformance.outcome.endings import shutdown_note
 from fsdp_conformance.outcome.records import CaseRecord, RankReport
 from fsdp_conformance.run_settings import RunSettings
@@ -72,9 +72,12 @@ def _of_ranks(record: CaseRecord, case: Case, device: str, declared: Callable[[s
     by_rank = {report.rank: report for report in record.evidence}
     again = judge(
         case,
-        declared=declared(device),
-        reports=[by_rank.get(rank) for rank in range(case.world_size)],
-        exits=record.exits,
+        Observed(
+            reports=[by_rank.get(rank) for rank in range(case.world_size)],
+            exits=record.exits,
+            declared=declared(device),
+        ),
+        RunSettings(),
     )
     if len(by_rank) != len(record.evidence) or set(by_rank) - set(range(case.world_size)):
         problems.append(f"reports of ranks {sorted(report.rank for report in record.evidence)}")

@@ -25,6 +25,7 @@ from fsdp_conformance.outcome.endings import (
 )
 from fsdp_conformance.outcome.mismatch import differing_calls
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankError, RankExit, RankReport
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.verdict import Verdict
 
 #: The requirement that forbids training on silently, and hanging instead of refusing.
@@ -57,7 +58,7 @@ WRONGFUL_REFUSAL = "wrongful refusal"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What a verdict is derived from."""
+    """The grounds of a verdict."""
 
     case: Case
     level: str | None
@@ -69,37 +70,28 @@ class Evidence:
     """The reports that arrived."""
 
 
-def judge(
-    case: Case,
-    *,
-    declared: frozenset[str],
-    reports: Sequence[RankReport | None],
-    exits: Sequence[RankExit],
-    implementation: str = "",
-    device: str = "cpu",
-    ranks: str = "processes",
-    backend: str = "",
-    stress_seed: int | None = None,
-    stress_failure: str = "",
-    seconds: float = 0.0,
-    level: str | None = None,
-) -> CaseRecord:
-    """
-    The record of a case that ran.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """How a case ran. `reports` and `exits` have one entry per rank, in rank order."""
 
-    `reports` and `exits` have one entry per rank, in rank order; a report that never arrived is None. `level` is the
-    primary requirement's (M, C or S), by default as the contract has it.
+    reports: Sequence[RankReport | None]
+    """A report that never arrived is None."""
+    exits: Sequence[RankExit]
+    declared: frozenset[str] = frozenset()
+    """The flags that the implementation declares on the device."""
+    device: str = "cpu"
+    """The type of device that the ranks used."""
+    seconds: float = 0.0
+
+
+def judge(case: Case, observed: Observed, settings: RunSettings, *, level: str | None = None) -> CaseRecord:
     """
-    record = empty_record(
-        case,
-        implementation,
-        device,
-        ranks=ranks,
-        backend=backend,
-        stress_seed=stress_seed,
-        stress_failure=stress_failure,
-        seconds=seconds,
-    )
+    The record of a case that ran in a run with these settings.
+
+    `level` is the primary requirement's (M, C or S), by default as the contract has it.
+    """
+    reports, exits, declared = observed.reports, observed.exits, observed.declared
+    record = empty_record(case, settings, observed.device, seconds=observed.seconds)
     record.exits = list(exits)
     problem = _malformed(case, reports, exits)
     if problem:

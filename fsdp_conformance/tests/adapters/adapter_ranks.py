@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.driver import session
+from fsdp_conformance.driver.observer import Observer
+from fsdp_conformance.driver.task import Conditions, World
+from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, Reference, differences
@@ -24,25 +27,24 @@ class RankTestCase(RecordedRanks):
         workload: Workload = PLAIN,
         regime: Regime | None = None,
         *,
+        faults: Sequence[Fault] = (),
         on_setup: Callable[[Adapter], object] | None = None,
         on_gradients: Callable[[Adapter, int], object] | None = None,
-        faults: Any = (),
         **plan: Any,
     ) -> TrainingHistory:
         """Train; `plan` are fields of the plan, of which the workload gives the rest."""
         regime = regime or Regime()
         if isinstance(subject, str):
             subject = registry.load(subject)
+        hooks = {"on_setup": on_setup, "on_gradients": on_gradients}
         return session.train(
             subject() if isinstance(subject, type) else subject,
             workload,
             session.plan_for(workload, regime, Plan(**plan)),
             regime,
-            rank=self.rank,
-            world_size=self.world_size,
-            on_setup=on_setup,
-            on_gradients=on_gradients,
-            faults=faults,
+            World(rank=self.rank, size=self.world_size),
+            Observer(**{name: hook for name, hook in hooks.items() if hook is not None}),
+            Conditions(faults=faults),
         )
 
     def divergences(

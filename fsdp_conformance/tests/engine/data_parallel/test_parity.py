@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_conformance.adapters.vendors.reference_data_parallel import ReferenceDataParallel
 from fsdp_conformance.driver import session
+from fsdp_conformance.driver.task import World
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.fixtures.registry import workload_by_name, workload_names
 from fsdp_conformance.harness.context import log
@@ -47,14 +48,14 @@ class ParityTestCase(ReducerTestCase):
     ) -> TrainingHistory:
         adapter = ReferenceDataParallel() if search else _WithoutSearch()
         plan = session.plan_for(workload, regime, Plan(extra=options))
-        history = session.train(adapter, workload, plan, regime, rank=self.rank, world_size=self.world_size)
+        history = session.train(adapter, workload, plan, regime, World(rank=self.rank, size=self.world_size))
         adapter.close()
         return history
 
     def reference_run(self, workload: Workload, regime: Regime) -> TrainingHistory:
         """DistributedDataParallel, or explicit all-reduces where it cannot serve as a reference."""
         reference = all_reduce_reference if ddp_absence(workload, regime) else ddp_reference
-        return reference(workload, regime, rank=self.rank, world_size=self.world_size)
+        return reference(workload, regime, World(rank=self.rank, size=self.world_size))
 
     def assert_bitwise(
         self, workload: Workload, regime: Regime | None = None, options: Sequence[dict[str, Any]] = OPTIONS
