@@ -79,7 +79,7 @@ def _of(part: str, verb: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
     """A method of the base class that calls the method of the same name of one of its parts."""
 
     @functools.wraps(verb)
-    def call(self: ConformanceTestCase, *args: P.args, **options: P.kwargs) -> R:
+    def call(self: ConformanceTestCase, /, *args: P.args, **options: P.kwargs) -> R:
         method: Callable[P, R] = getattr(getattr(self, part), verb.__name__)
         return method(*args, **options)
 

@@ -100,7 +100,7 @@ class CaseChecks:
         if not self._here.declares(flag) and flag not in self._report.unobserved:
             self._report.unobserved.append(flag)
 
-    def expect(self, holds: bool, requirement: str, message: str, **where: Any) -> None:
+    def expect(self, /, holds: bool, requirement: str, message: str, **where: Any) -> None:
         """Count one comparison, and add a finding if it does not hold. `where` are fields of the Finding."""
         check = where.pop("check", self._here.case.title)
         count = self._report.checks.setdefault(check, CheckCount())
@@ -112,7 +112,7 @@ class CaseChecks:
             )
 
     def expect_equal(
-        self, requirement: str, what: str, got: object, expected: object, *, details: str = "", **where: Any
+        self, /, requirement: str, what: str, got: object, expected: object, *, details: str = "", **where: Any
     ) -> None:
         """`expect` two plain values to be equal; the message names both."""
         self.expect(
@@ -148,7 +148,9 @@ class CaseChecks:
         message = comparison(what, expected="a refusal", got=problem)
         self.expect(problem is None or outcome.excused, requirement, message, check="refusal")
 
-    def check_equal(self, requirement: str, got: Tensor | None, expected: Tensor, *, check: str, **where: Any) -> None:
+    def check_equal(
+        self, /, requirement: str, got: Tensor | None, expected: Tensor, *, check: str, **where: Any
+    ) -> None:
         """Bitwise equality of one tensor with a value that was computed independently."""
         if got is None:
             message = comparison(check, expected=f"a tensor of {tuple(expected.shape)}", got="None")

@@ -61,7 +61,7 @@ class CaseRank:
         """True if the implementation declares the capability."""
         return flag in self.declared
 
-    def plan(self, workload: Workload, **changes: Any) -> Plan:
+    def plan(self, /, workload: Workload, **changes: Any) -> Plan:
         """A plan for the workload on the case's device, with `changes`."""
         # A CPU model stays where it is; for other devices it is moved before wrapping, if the engine supports that.
         moves = self.device_type != "cpu" and self.declares("init_before")

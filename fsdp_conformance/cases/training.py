@@ -13,8 +13,7 @@ from fsdp_conformance.cases.references import CaseReferences
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.checks.streams import stream_safety
 from fsdp_conformance.driver import session
-from fsdp_conformance.driver.observer import Observer
-from fsdp_conformance.driver.task import Conditions, World
+from fsdp_conformance.driver.task import Conditions, Observer, World
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.harness.rank import destroy_process_group
 from fsdp_conformance.harness.recording import process_group
@@ -101,6 +100,7 @@ class CaseTraining:
 
     def train(
         self,
+        /,
         workload: Workload,
         plan: Plan | None = None,
         regime: Regime | None = None,
@@ -110,8 +110,8 @@ class CaseTraining:
         **options: Any,
     ) -> TrainingHistory:
         """
-        Train the workload through the adapter. Options are hooks of `driver.observer.Observer`, fields of
-        `driver.session.Conditions`, and `on_step`, which is called with a step before the hook `after_step`.
+        Train the workload through the adapter. Options are hooks of `driver.task.Observer`, fields of
+        `driver.task.Conditions`, and `on_step`, which is called with a step before the hook `after_step`.
 
         Every fault must strike on the ranks that it names: one that does not has tested nothing. If the engine issued
         no collective that it could have struck, the report says so; otherwise raises SuiteError.

@@ -15,9 +15,8 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.driver.events import EVENT_FLAGS
 from fsdp_conformance.driver.loop import TrainingLoop
-from fsdp_conformance.driver.observer import Observer
 from fsdp_conformance.driver.recorder import Recorder
-from fsdp_conformance.driver.task import Conditions, Task, World
+from fsdp_conformance.driver.task import Conditions, Observer, Task, World
 from fsdp_conformance.errors import ConfigError, Unsupported
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.plan import Plan

@@ -1,4 +1,4 @@
-"""A training of one rank: the implementation, the workload, and the circumstances."""
+"""A training of one rank: the implementation, the workload, the circumstances, and the observer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.driver.observer import Observer
 from fsdp_conformance.workload.definition import Regime, Workload
 
 if TYPE_CHECKING:
@@ -23,6 +22,24 @@ class World:
 
     rank: int
     size: int
+
+
+def _do_nothing(*arguments: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observer:
+    """Functions of the adapter, and of the step. By default they do nothing."""
+
+    on_setup: Callable[[Adapter], object] = _do_nothing
+    """After setup, before initial values are recorded."""
+    on_loss: Callable[[Adapter, int], object] = _do_nothing
+    """Between a loss and its backward, like a user's own code."""
+    on_gradients: Callable[[Adapter, int], object] = _do_nothing
+    """After a step's gradients are complete, as an observer: its collectives do not count as training."""
+    after_step: Callable[[Adapter, int], object] = _do_nothing
+    """After a step whose optimizer step has returned and whose values were recorded, like a user's own code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

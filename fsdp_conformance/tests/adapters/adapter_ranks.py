@@ -8,8 +8,7 @@ from typing import Any
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.driver import session
-from fsdp_conformance.driver.observer import Observer
-from fsdp_conformance.driver.task import Conditions, World
+from fsdp_conformance.driver.task import Conditions, Observer, World
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.plan import Plan

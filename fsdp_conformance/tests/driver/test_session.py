@@ -17,10 +17,9 @@ from fsdp_conformance.adapters.sharded import full_copy, local_part
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.checks.streams import same_undisturbed
 from fsdp_conformance.driver import recorder, session
-from fsdp_conformance.driver.observer import Observer
 from fsdp_conformance.driver.recorder import storage_bytes
 from fsdp_conformance.driver.session import plan_for
-from fsdp_conformance.driver.task import Conditions, World
+from fsdp_conformance.driver.task import Conditions, Observer, World
 from fsdp_conformance.driver.watch import Watch
 from fsdp_conformance.errors import ConfigError, Unsupported
 from fsdp_conformance.faults.delay import CollectiveDelay, PointDelay
