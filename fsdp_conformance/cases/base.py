@@ -19,7 +19,7 @@ In a rank the class has five parts, which share a `CaseRank`. Most verbs of a bo
     case_references  the references of the case
     checks           comparisons, expectations, refusals
     worlds           fewer ranks for a while
-    place            the device
+    case_device      the device
 
 `cases.controller` has the other half.
 """
@@ -201,7 +201,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         return CaseWorlds(self.here, close_everything=self.training.drop_all)
 
     @cached_property
-    def place(self) -> CaseDevice:
+    def case_device(self) -> CaseDevice:
         """The device of this rank."""
         return CaseDevice(self.here)
 
@@ -316,13 +316,13 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
 
     in_world = _of("worlds", CaseWorlds.in_world)
     shared_directory = _of("worlds", CaseWorlds.shared_directory)
-    placed = _of("place", CaseDevice.placed)
-    allocated_bytes = _of("place", CaseDevice.allocated_bytes)
-    allocated_bytes_without_backend = _of("place", CaseDevice.allocated_bytes_without_backend)
-    activations = _of("place", CaseDevice.activations)
-    another_device = _of("place", CaseDevice.another_device)
-    no_garbage_collection = _of("place", CaseDevice.no_garbage_collection)
-    poisoned_allocations = _of("place", CaseDevice.poisoned_allocations)
+    placed = _of("case_device", CaseDevice.placed)
+    allocated_bytes = _of("case_device", CaseDevice.allocated_bytes)
+    allocated_bytes_without_backend = _of("case_device", CaseDevice.allocated_bytes_without_backend)
+    activations = _of("case_device", CaseDevice.activations)
+    another_device = _of("case_device", CaseDevice.another_device)
+    no_garbage_collection = _of("case_device", CaseDevice.no_garbage_collection)
+    poisoned_allocations = _of("case_device", CaseDevice.poisoned_allocations)
 
     # --- verbs that train and check ----------------------------------------------------------------------------------
 

@@ -172,9 +172,9 @@ class CaseChecks:
         if len(run.steps) != len(expected.steps):
             raise SuiteError(f"steps: expected {len(expected.steps)}, got {len(run.steps)} [{self._here.case.id}]")
         for got, want in zip(run.steps, expected.steps, strict=True):
-            for index, (loss, wanted) in enumerate(zip(got.losses, want.losses, strict=True)):
+            for index, (loss, expected_loss) in enumerate(zip(got.losses, want.losses, strict=True)):
                 self._bitwise(
-                    requirement, loss, wanted, step=got.step, phase="forward", fqn=f"loss of micro-batch {index}"
+                    requirement, loss, expected_loss, step=got.step, phase="forward", fqn=f"loss of micro-batch {index}"
                 )
             if got.grads is not None and want.grads is not None:
                 for name, gradient in want.grads.items():
@@ -193,14 +193,14 @@ class CaseChecks:
         what = "values"
         if got is None or want is None:
             same = got is want
-            seen, wanted = ("None" if value is None else "a tensor" for value in (got, want))
+            seen, expected = ("None" if value is None else "a tensor" for value in (got, want))
         elif got.shape != want.shape:
-            same, what, seen, wanted = False, "shape", str(tuple(got.shape)), str(tuple(want.shape))
+            same, what, seen, expected = False, "shape", str(tuple(got.shape)), str(tuple(want.shape))
         else:
             same = torch.equal(got.to(want.dtype), want)
-            wanted = "bitwise equality"
+            expected = "bitwise equality"
             seen = f"differences of up to {(got.double() - want.double()).abs().max().item():.3g}"
-        message = comparison(what, expected=wanted, got=seen)
+        message = comparison(what, expected=expected, got=seen)
         self.expect(same, requirement, message, check="bitwise equality", bound="bitwise", **where)
 
     def check_rounding(

@@ -66,9 +66,9 @@ class CaseDevice:
         watch.reset_peak()
         before = watch.allocated_bytes()
         loss = workload.loss(model(*batch.args, **batch.kwargs), batch)
-        kept, peak = watch.allocated_bytes() - before, watch.peak_bytes() - before
+        allocated, peak = watch.allocated_bytes() - before, watch.peak_bytes() - before
         del loss
-        return Activations(kept=kept, forward_peak=peak)
+        return Activations(kept=allocated, forward_peak=peak)
 
     def placed(self, batch: Batch) -> Batch:
         """The batch on this rank's device."""

@@ -153,22 +153,22 @@ class _Source:
         """From the store if every rank finds them there; otherwise trained, and left there if they may be."""
         if self.offer is None:
             return self._computed()
-        found = self._read()
-        agreed = self._agreement(found is not None)
-        if found is not None and agreed.found:
+        references = self._read()
+        agreed = self._agreement(references is not None)
+        if references is not None and agreed.found:
             self._count(SHARED)
-            return found
-        found = self._computed()
+            return references
+        references = self._computed()
         if self.key is not None and agreed.one_key and self.name not in self.offer.known:
-            self._leave(self.offer, self.key, found, may_write=agreed.untouched)
-        return found
+            self._leave(self.offer, self.key, references, may_write=agreed.untouched)
+        return references
 
     def checked(self) -> References:
         """The references, trained here and compared with the entry, bit for bit. Collective."""
-        found = self._computed()
-        kept = self._bytes()
-        is_same = kept is None or kept == _section(found)
-        if kept is not None:
+        references = self._computed()
+        entry = self._bytes()
+        is_same = entry is None or entry == _section(references)
+        if entry is not None:
             self._count(CHECKED)
         if not self._agreement(is_same).found and self.offer is not None:
             self.offer.store.remove(self.name)
@@ -178,19 +178,19 @@ class _Source:
                 f"[rank {self.rank}, {self.workload.name}, world size {self.world_size}]. "
                 "The entry was removed: run the case again."
             )
-        return found
+        return references
 
     def _is_untouched(self) -> bool:
         """Whether this process has run nothing but the suite, and imported nothing else either."""
         return self.fresh and not preload.failures and is_untouched(preload.loaded)
 
     def _computed(self) -> References:
-        found = train_references(
+        references = train_references(
             self.workload, self.regime, rank=self.rank, world_size=self.world_size, device=self.device
         )
-        found.agree()
+        references.agree()
         self._count(COMPUTED)
-        return found
+        return references
 
     def _read(self) -> References | None:
         """This rank's part of the entry; None if there is none. One that cannot have been written so is removed."""
@@ -199,7 +199,7 @@ class _Source:
             return None
         try:
             content: Any = content_of(data)
-            found = from_histories(
+            references = from_histories(
                 self.workload,
                 self.regime,
                 rank=self.rank,
@@ -207,11 +207,11 @@ class _Source:
                 histories=content["histories"],
                 absent=content["absent"],
             )
-            found.agree()
+            references.agree()
         except (Refused, SuiteError, ReferencesDisagree, KeyError, TypeError, AttributeError) as refused:
             self._refuse(refused)
             return None
-        return found
+        return references
 
     def _bytes(self) -> bytes | None:
         if self.offer is None or self.key is None or self.name not in self.offer.known:
@@ -228,14 +228,14 @@ class _Source:
             path = self.offer.store.path(self.name)
             self.report.notes.append(f"shared references {path} were refused and removed: {reason}")
 
-    def _leave(self, offer: Offer, key: Mapping[str, str], found: References, *, may_write: bool) -> None:
+    def _leave(self, offer: Offer, key: Mapping[str, str], references: References, *, may_write: bool) -> None:
         """Write the entry, or mark it as wanted. Collective if it may be written."""
         if not may_write:
             if self.rank == 0 and self.name not in offer.wanted:
                 offer.store.want(self.name)
             return
         try:
-            mine: bytes | None = _section(found)
+            mine: bytes | None = _section(references)
         except NotShared:
             mine = None
         everyone: list[bytes | None] | None = [None] * self.world_size if self.rank == 0 else None
@@ -244,10 +244,10 @@ class _Source:
         if self.rank == 0 and len(sections) == self.world_size:
             offer.store.write(key, sections)
 
-    def _agreement(self, found: bool) -> _Agreement:
+    def _agreement(self, holds: bool) -> _Agreement:
         """What holds on every rank: an engine may have changed only some of them. Collective."""
         number = int(self.name[:15] or "0", 16)
-        least = torch.tensor([found, self._is_untouched(), number, -number], dtype=torch.int64, device="cpu")
+        least = torch.tensor([holds, self._is_untouched(), number, -number], dtype=torch.int64, device="cpu")
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         everywhere, untouched, lowest, highest = least.tolist()
         one_key = lowest == -highest
@@ -258,6 +258,6 @@ class _Source:
         counts[how] += 1
 
 
-def _section(found: References) -> bytes:
+def _section(references: References) -> bytes:
     """What one rank keeps."""
-    return section({"histories": found.histories, "absent": found.absent})
+    return section({"histories": references.histories, "absent": references.absent})

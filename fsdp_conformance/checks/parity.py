@@ -164,11 +164,11 @@ class LastWriters:
     @cached_property
     def _reductions(self) -> dict[int | None, list[CollectiveRecord]]:
         """The reductions of backward, by step."""
-        found: dict[int | None, list[CollectiveRecord]] = {}
+        by_step: dict[int | None, list[CollectiveRecord]] = {}
         for record in of(self._history.collectives, *REDUCING):
             if record.phase == "backward":
-                found.setdefault(record.step, []).append(record)
-        return found
+                by_step.setdefault(record.step, []).append(record)
+        return by_step
 
     @cached_property
     def _sizes(self) -> dict[str, tuple[int, float]]:
@@ -417,13 +417,13 @@ class _Judge:
         held: list[Tensor] = []
         right: list[Tensor] = []
         for other in (other for other in expected if owner(other, units) == owner(name, units)):
-            value, wanted = got.get(other), expected[other]
-            if wanted is None and value is None:
+            value, reference = got.get(other), expected[other]
+            if reference is None and value is None:
                 continue
-            if not isinstance(value, Tensor) or not isinstance(wanted, Tensor) or value.shape != wanted.shape:
+            if not isinstance(value, Tensor) or not isinstance(reference, Tensor) or value.shape != reference.shape:
                 return None
             held.append(value.flatten())
-            right.append(wanted.flatten())
+            right.append(reference.flatten())
         return torch.cat(held), torch.cat(right)
 
     def _supposed(self, step: int, name: str) -> Iterable[tuple[str, Tensor]]:

@@ -36,9 +36,9 @@ def rounds_alike(
             got = values(history, kind, record.step)
             for name, want in values(expected, kind, record.step).items():
                 difference = _difference(got.get(name), want, demands_dtype=kind in _IN_THEIR_DTYPE)
-                wanted, seen = difference or ("", "")
+                text_expected, text_got = difference or ("", "")
                 tally.compare(
-                    difference is None, kind, expected=wanted, got=seen,
+                    difference is None, kind, expected=text_expected, got=text_got,
                     details="the reference rounds where the plan says",
                     elements=want.numel() if isinstance(want, Tensor) else 1,
                     step=None if kind is Kind.EVAL else record.step, phase=_PHASES.get(kind, "step"), fqn=name,

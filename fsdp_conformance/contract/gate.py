@@ -65,11 +65,11 @@ class Gated:
 
 def device_for(case: Case, settings: RunSettings) -> str:
     """The type of device that the case runs on: the run's, or the simulated one if only that can answer."""
-    wanted = set(case.environment)
+    environment = set(case.environment)
     lacking = SIMULATED_ENVIRONMENTS if settings.device == "cpu" else _SIMULATED_ONLY
-    simulates = settings.simulator and wanted & lacking
+    simulates = settings.simulator and environment & lacking
     # A simulation cannot stand in for CUDA or NCCL themselves.
-    return SIMULATED if simulates and not wanted & {"cuda", "nccl"} else settings.device
+    return SIMULATED if simulates and not environment & {"cuda", "nccl"} else settings.device
 
 
 def gate(

@@ -685,8 +685,8 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 def _mean(tensors: Sequence[Tensor | None], like: Tensor) -> Tensor:
     """Over all, those without a value counted as zeros."""
-    found = [tensor.double() for tensor in tensors if tensor is not None]
-    return _sum([torch.zeros_like(like), *found]) / len(tensors)
+    values = [tensor.double() for tensor in tensors if tensor is not None]
+    return _sum([torch.zeros_like(like), *values]) / len(tensors)
 
 
 def _outside(evidence: Evidence, got: Tensor, expected: Tensor) -> Tensor:

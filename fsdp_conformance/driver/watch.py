@@ -125,7 +125,7 @@ class SimulatedWatch(AcceleratorWatch):
         self._submitted = self._checker.submitted(self.device.index)
 
     def hazards(self) -> list[HazardRecord]:
-        return [found.record() for found in self._checker.hazards(self.device.index)]
+        return [hazard.record() for hazard in self._checker.hazards(self.device.index)]
 
     def accesses(self) -> int:
         return self._checker.accesses() - self._accesses

@@ -59,10 +59,14 @@ def drilled(
         return decided(
             record, Verdict.DISABLED, "the case expects exceptions, and took the injected one for one of them"
         )
-    found = attribute(reports, exits)
-    problems = [*_of_first(found.first, failure, rank), *_of_peers(found.endings, rank), *_of_processes(alive)]
+    attribution = attribute(reports, exits)
+    problems = [
+        *_of_first(attribution.first, failure, rank),
+        *_of_peers(attribution.endings, rank),
+        *_of_processes(alive),
+    ]
     record.findings = [
-        Finding(requirement=REQUIREMENT, check=CHECK, message=text, rank=about, detail=found.headline or None)
+        Finding(requirement=REQUIREMENT, check=CHECK, message=text, rank=about, detail=attribution.headline or None)
         for about, text in problems
     ]
     record.comparisons, record.elements = 4, 0

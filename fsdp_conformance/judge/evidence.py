@@ -46,9 +46,9 @@ def contradictions(
         return []
     problems = []
     # Ranks that lose a peer are what a refusal leads to.
-    found = len(record.findings) + (len(record.consequences) if record.verdict is Verdict.PASS else 0)
-    if found:
-        problems.append(f"{record.verdict} with {found} finding{'s' if found > 1 else ''}")
+    number = len(record.findings) + (len(record.consequences) if record.verdict is Verdict.PASS else 0)
+    if number:
+        problems.append(f"{record.verdict} with {number} finding{'s' if number > 1 else ''}")
     device = device_for(case, settings)
     if record.evidence:
         return problems + _of_ranks(record, case, device, declared)

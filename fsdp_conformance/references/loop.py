@@ -73,8 +73,8 @@ class Reference(ABC):
         source: str | None = None,
     ) -> None:
         if regime.optimizer not in {*workload.optimizers, *workload.optimizer_sets}:
-            known = ", ".join(sorted({*workload.optimizers, *workload.optimizer_sets}))
-            raise ConfigError([f"optimizer must be one of {known}, got {regime.optimizer!r}"], where=workload.name)
+            names = ", ".join(sorted({*workload.optimizers, *workload.optimizer_sets}))
+            raise ConfigError([f"optimizer must be one of {names}, got {regime.optimizer!r}"], where=workload.name)
         self.workload = workload
         self.regime = regime
         self.world_size = world_size
@@ -297,8 +297,8 @@ class Reference(ABC):
             batch = self._batch(replica, event.step, micro)
             if event.moment is Moment.FORWARD and micro == last:
                 fuse.arm("forward", code)
-                said = _raised_by(fuse, partial(replica.module, *batch.args, **batch.kwargs))
-                replica.history.caught.append(said)
+                text = _raised_by(fuse, partial(replica.module, *batch.args, **batch.kwargs))
+                replica.history.caught.append(text)
             else:
                 replica.module(*batch.args, **batch.kwargs)
         if event.moment is Moment.LOSS:

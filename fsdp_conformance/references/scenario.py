@@ -105,9 +105,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
-    found = sorted({line for line in lines if line.partition(":")[0].strip() in wanted})
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+    fields = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
+    described = sorted({line for line in lines if line.partition(":")[0].strip() in fields})
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()
 
 
 def _files(root: Path, patterns: Iterable[str]) -> str:

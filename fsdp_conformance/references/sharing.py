@@ -96,10 +96,10 @@ def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer 
 
     Raises ConfigError for a limit that is no number.
     """
-    said = os.environ.get(REFERENCES_STORE, "")
-    if said == "off":
+    setting = os.environ.get(REFERENCES_STORE, "")
+    if setting == "off":
         return None
-    directory = Path(said).absolute() if said else cache / "references"
+    directory = Path(setting).absolute() if setting else cache / "references"
     limit = _limit()
     known, wanted = ReferenceStore(directory, limit).names()
     return Offer(
@@ -123,13 +123,13 @@ def is_untouched(imported: Iterable[str]) -> bool:
 def _is_case(name: str) -> bool:
     """Whether a module is one of our cases, which pytest imports as `suites.NAME` in a checkout: its file tells."""
     file = getattr(sys.modules.get(name), "__file__", None)
-    found = importlib.util.find_spec("fsdp_conformance.suites")
-    places = found.submodule_search_locations if found is not None else None
+    spec = importlib.util.find_spec("fsdp_conformance.suites")
+    places = spec.submodule_search_locations if spec is not None else None
     return file is not None and Path(file).resolve().parent in {Path(place).resolve() for place in places or ()}
 
 
 def _limit() -> int:
-    said = os.environ.get(REFERENCES_LIMIT, str(_LIMIT_MB))
-    if not said.isdecimal():
-        raise ConfigError([f"{REFERENCES_LIMIT} must be a number of MiB, got {said!r}"], where="environment")
-    return int(said) * 2**20
+    setting = os.environ.get(REFERENCES_LIMIT, str(_LIMIT_MB))
+    if not setting.isdecimal():
+        raise ConfigError([f"{REFERENCES_LIMIT} must be a number of MiB, got {setting!r}"], where="environment")
+    return int(setting) * 2**20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_conformance.adapters import registry
@@ -27,22 +27,20 @@ class RankTestCase(RecordedRanks):
         regime: Regime | None = None,
         *,
         faults: Sequence[Fault] = (),
-        on_setup: Callable[[Adapter], object] | None = None,
-        on_gradients: Callable[[Adapter, int], object] | None = None,
+        observer: Observer | None = None,
         **plan: Any,
     ) -> TrainingHistory:
         """Train; `plan` are fields of the plan, of which the workload gives the rest."""
         regime = regime or Regime()
         if isinstance(subject, str):
             subject = registry.load(subject)
-        hooks = {"on_setup": on_setup, "on_gradients": on_gradients}
         return session.train(
             subject() if isinstance(subject, type) else subject,
             workload,
             session.plan_for(workload, regime, Plan(**plan)),
             regime,
             World(rank=self.rank, size=self.world_size),
-            Observer(**{name: hook for name, hook in hooks.items() if hook is not None}),
+            observer,
             Conditions(faults=faults),
         )
 

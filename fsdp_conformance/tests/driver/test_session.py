@@ -208,7 +208,10 @@ class Loop(RankTestCase):
             gradient_to_none=("head.bias",),
         )
         self.run_training(
-            adapter, regime=regime, faults=[DiaryFault(adapter)], on_setup=lambda seen: adapter.note("on_setup")
+            adapter,
+            regime=regime,
+            faults=[DiaryFault(adapter)],
+            observer=Observer(on_setup=lambda seen: adapter.note("on_setup")),
         )
 
         self.assertEqual(

@@ -55,7 +55,7 @@ class ParityTestCase(ReducerTestCase):
     def reference_run(self, workload: Workload, regime: Regime) -> TrainingHistory:
         """DistributedDataParallel, or explicit all-reduces where it cannot serve as a reference."""
         reference = all_reduce_reference if ddp_absence(workload, regime) else ddp_reference
-        return reference(workload, regime, World(rank=self.rank, size=self.world_size))
+        return reference(workload, regime, rank=self.rank, world_size=self.world_size)
 
     def assert_bitwise(
         self, workload: Workload, regime: Regime | None = None, options: Sequence[dict[str, Any]] = OPTIONS
