@@ -363,8 +363,8 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         """
         No unit holds full parameters when a backward has returned, nor between the steps of `run`.
 
-        The first is seen in another training, of two steps, on an adapter of its own: reading gradients may gather a
-        unit and free it again, so nobody reads them there. It needs `sharded_state`.
+        The first is seen in another training, of two steps, on another adapter: reading gradients may gather a
+        unit and free it again, so they are not read there. It needs `sharded_state`.
         """
         self.check_resharded(adapter, workload, requirement, run, plan)
         if not self.declares("sharded_state"):

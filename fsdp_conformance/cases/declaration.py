@@ -93,7 +93,7 @@ def conformance_case(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Declaration:
-    """What `conformance_case` says of a method."""
+    """A method as `conformance_case` declares it."""
 
     where: str
     """The method, for messages."""

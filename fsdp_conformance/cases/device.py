@@ -39,7 +39,7 @@ class CaseDevice:
         """
         Bytes allocated on this rank's accelerator now, without those that the process group still holds. Collective.
 
-        NCCL keeps the tensors of a collective whose Work nobody waited for until the first collective after its
+        NCCL keeps the tensors of a collective whose Work was not waited for until the first collective after its
         watchdog has seen the end. DistributedDataParallel waits for futures instead, so the group holds its last
         buckets, which no engine can return. The wait for the watchdog ends at `expected` bytes.
         """

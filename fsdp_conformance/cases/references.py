@@ -106,10 +106,10 @@ def _identity(workload: Workload, regime: Regime) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Agreement:
-    """What holds on every rank of the case."""
+    """Facts that hold on every rank of the case."""
 
     found: bool
-    """All of them have what they asked for, of one entry."""
+    """Each of them has its part of one entry."""
     untouched: bool
     """No engine has entered any of them."""
     one_key: bool
@@ -127,7 +127,7 @@ class _Source:
     report: RankReport
     offer: Offer | None
     fresh: bool
-    """Whether no engine has run in this process."""
+    """True if no engine has run in this process."""
     key: dict[str, str] | None = field(init=False)
     name: str = field(init=False)
 
@@ -137,16 +137,16 @@ class _Source:
 
     def is_sampled(self, case: str) -> bool:
         """
-        Whether there is an entry, and this case trains it again.
+        True if there is an entry, and this case trains it again.
 
-        Also where an engine's modules were imported: its cases would otherwise use entries that nobody checks.
+        Also where an engine's modules were imported: its cases would otherwise use entries that are never checked.
         """
         if self.offer is None or self.key is None or self.name not in self.offer.known:
             return False
         return self.fresh and self.offer.is_sampled(case, self.key)
 
     def is_wanted(self) -> bool:
-        """Whether there is no entry, a case would have used one, and this process may write it."""
+        """True if there is no entry, a case would have used one, and this process may write it."""
         return self.offer is not None and self.name in self.offer.wanted - self.offer.known and self._is_untouched()
 
     def obtained(self) -> References:
@@ -181,7 +181,7 @@ class _Source:
         return references
 
     def _is_untouched(self) -> bool:
-        """Whether this process has run nothing but the suite, and imported nothing else either."""
+        """True if this process has run nothing but the suite, and imported nothing else either."""
         return self.fresh and not preload.failures and is_untouched(preload.loaded)
 
     def _computed(self) -> References:
@@ -245,7 +245,7 @@ class _Source:
             offer.store.write(key, sections)
 
     def _agreement(self, holds: bool) -> _Agreement:
-        """What holds on every rank: an engine may have changed only some of them. Collective."""
+        """The facts that hold on every rank: an engine may have changed only some of them. Collective."""
         number = int(self.name[:15] or "0", 16)
         least = torch.tensor([holds, self._is_untouched(), number, -number], dtype=torch.int64, device="cpu")
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
@@ -259,5 +259,5 @@ class _Source:
 
 
 def _section(references: References) -> bytes:
-    """What one rank keeps."""
+    """One rank's part of an entry."""
     return section({"histories": references.histories, "absent": references.absent})

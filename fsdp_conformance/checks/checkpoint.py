@@ -209,7 +209,7 @@ def local_parts(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What reading a model must leave as it was."""
+    """The values that reading a model must leave as they were."""
 
     hooks: dict[str, int]
     """Number of hooks by registry, over all modules and parameters."""

@@ -316,7 +316,7 @@ def total_volume(
     history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, padding: float, requirement: str
 ) -> CheckResult:
     """
-    What a step sends in all is at most two passes of parameters and one of gradients, plus the declared padding (R068).
+    A step sends at most two passes of parameters and one of gradients in all, plus the declared padding (R068).
 
     That is full sharding; less sharding needs less. An all-reduce counts twice, because it is a reduction and a gather.
     An engine whose default is hybrid also all-reduces a shard.
@@ -372,7 +372,7 @@ def _sharded_rules(step: StepRecord, units: OwningUnits, plan: Plan) -> list[_Ru
 
 
 def _stays_gathered(plan: Plan) -> bool:
-    """Whether parameters are kept from forward to backward."""
+    """True if parameters stay gathered from forward to backward."""
     if plan.reshard_after_forward is None:
         return plan.sharding is Sharding.GRAD_OPTIM
     return plan.reshard_after_forward is False

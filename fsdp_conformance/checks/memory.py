@@ -249,7 +249,7 @@ def units_gathered(
 
 
 def _sharded_bytes(history: TrainingHistory, bytes_of: Sizes, padding: float) -> int:
-    """What is held after wrapping, or what R033 allows if that is less."""
+    """The bytes held after wrapping, or those that R033 allows if they are fewer."""
     allowed = int(bytes_of.shard * (1 + padding)) + bytes_of.buffers
     return min(_above_base(history, _first(history, Point.SETUP)), allowed)
 

@@ -91,7 +91,7 @@ def degree_used(
     history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, regathers: bool, requirement: str
 ) -> CheckResult:
     """
-    What this rank holds and gathers is what the requested sharding degree means (R005).
+    This rank holds and gathers as much as the requested sharding degree means (R005).
 
     Every kind that the degree shards is held as a shard, by bytes; without sharding, parameters are held whole. In a
     step, parameters are gathered once under ZeRO-1 and 2, and not at all without sharding. With full sharding they are

@@ -47,7 +47,7 @@ def rounds_alike(
 
 
 def _difference(got: Any, want: Any, *, demands_dtype: bool) -> tuple[str, str] | None:
-    """What was expected and what was seen of a value that differs, or None."""
+    """The expected and the observed side of a value that differs, or None."""
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
         return None if type(got) is type(want) else (type(want).__name__, type(got).__name__)
     if got.shape != want.shape or (demands_dtype and got.dtype is not want.dtype):

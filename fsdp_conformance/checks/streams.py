@@ -125,7 +125,7 @@ def same_undisturbed(observed: TrainingHistory, undisturbed: TrainingHistory, re
 def _ends_of(
     observed: TrainingHistory, undisturbed: TrainingHistory
 ) -> Iterator[tuple[str, dict[str, Any], Tensor, Tensor | None]]:
-    """What is compared: a label, the place, the observed value, and the other one."""
+    """The values to compare: a label, the place, the observed value, and the other one."""
     for before, after in zip(observed.steps, undisturbed.steps, strict=True):
         for usual, other in zip_longest(before.losses, after.losses):
             yield "loss", {"step": before.step, "phase": "forward"}, usual, other

@@ -6,7 +6,7 @@ needs an accelerator to the simulated one, and a run on any device sends a case 
 because no other device answers; unless told not to. That takes an implementation that supports accelerators other than
 CUDA, and a compiler.
 
-What the implementation declines is UNSUPPORTED. NOT_RUN_ENV describes the machine, and nothing else.
+A case that the implementation declines is UNSUPPORTED. NOT_RUN_ENV describes the machine, and nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ANY_ACCELERATOR = "any_accelerator"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What one type of device offers on this machine."""
+    """The capacity of one type of device on this machine."""
 
     device: str
     present: frozenset[str]

@@ -1,5 +1,5 @@
 """
-What a step would have given with one mistake in it: stale parameters, another batch, a lost momentum.
+The values of a step with one mistake in it: stale parameters, another batch, a lost momentum.
 
 `explain` compares a wrong value with these. Each is computed in this process and in float64, from the state that the
 reference had before the step: up to there the implementation was right. Every result is a phrase and a value.
@@ -113,7 +113,7 @@ def supposed_norms(references: References, step: int) -> Iterator[Supposition]:
 
 
 def _shards(references: References, grads: Tensors) -> Iterator[tuple[str, list[Tensor]]]:
-    """What each rank stores of the gradients: the rows of each parameter, or a part of each flat unit."""
+    """Each rank's part of the gradients: the rows of each parameter, or a part of each flat unit."""
     world_size = references.world_size
     units: dict[str, list[Tensor]] = {}
     for name, grad in grads.items():
@@ -157,7 +157,7 @@ def supposed_parameters(references: References, step: int, name: str) -> Iterato
 
 
 def _is_possible(references: References, step: int, mistake: _Mistake, rank: int, micro: int) -> bool:
-    """Whether the inputs that a mistake takes have the shapes of the right ones: the target would not fit others."""
+    """True if the inputs that a mistake takes have the shapes of the right ones: the target would not fit others."""
     if mistake.key is None:
         return True
     batch = references.workload.batch
@@ -195,7 +195,7 @@ class _Replay:
             return self._loss(micro).double()
 
     def has(self, losses: Sequence[Tensor]) -> bool:
-        """Whether these are its losses."""
+        """True if these are its losses."""
         low = self.mistake.phrase.startswith(IN_LOW_PRECISION)
         rtol, atol = (0.05, 1e-3) if low else (1e-4, 1e-6)
         return all(
@@ -399,7 +399,7 @@ def _is_small(references: References) -> bool:
 
 
 def _has_own_buffers(references: References) -> bool:
-    """Whether buffers change in training: those of other ranks are not known here."""
+    """True if buffers change in training: those of other ranks are not known here."""
     history = references.expected
     return any(
         not torch.equal(history.steps[-1].buffers[name], value) for name, value in history.initial_buffers.items()

@@ -33,7 +33,7 @@ def too_old() -> str:
 
 
 class Passes(NamedTuple):
-    """What this rank's stage computes in a step."""
+    """The computations of this rank's stage in a step."""
 
     forward: Callable[[int, Tensor], Tensor]
     """forward(micro, x): the stage's output for its input."""

@@ -556,7 +556,7 @@ class SmokeRun:
             tell(f"{what} raised {type(error).__name__}: {error} [{own[-1].filename}:{own[-1].lineno}]")
 
     def _anywhere(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank, so that either all ranks continue or none."""
+        """True if the flag is set on any rank, so that either all ranks continue or none."""
         flags: list[Any] = [None] * self.world_size
         dist.all_gather_object(flags, flag)
         return any(flags)

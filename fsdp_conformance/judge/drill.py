@@ -79,7 +79,7 @@ def drilled(
 
 
 def _of_first(first: RankEnding | None, failure: Failure, rank: int) -> list[tuple[int, str]]:
-    """Whether the rank that was made to fail failed first, and how."""
+    """Problems with the first failure: it must be that of the rank that was made to fail, in the way it was made to."""
     if first is None:
         return [(rank, f"failure ({failure}): expected rank {rank} to fail, got no failure")]
     ending, phrase = _EXPECTED[failure]

@@ -1,8 +1,8 @@
 """
-What a record keeps of its ranks' reports, and whether the verdict in it follows from that.
+The part of the ranks' reports that a record keeps, and whether its verdict follows from that.
 
 A run file can be edited, so a verdict that would do an implementation good is derived again from the record's evidence.
-Verdicts against it need no proof: nobody gains by adding them.
+Verdicts against it need no proof: adding them gains nothing.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding
 
 
 def _who_raised(evidence: Evidence, headline: RankEnding) -> str | None:
-    """Whether the exception depends on the rank: the same one everywhere comes from the configuration or the step."""
+    """The ranks that raised: the same exception everywhere comes from the configuration or the step."""
     errors = {report.rank: report.error for report in evidence.reports if report.error is not None}
     raised = {rank: error for rank, error in errors.items() if kind_of_error(error) is Ending.RAISED}
     size = evidence.case.world_size
@@ -349,7 +349,7 @@ def _judge_unmet(record: CaseRecord, reports: Sequence[RankReport]) -> None:
 
 
 def _is_one_of(line: str, ops: Sequence[str]) -> bool:
-    """Whether a line of a schedule is a collective of training of one of these kinds."""
+    """True if a line of a schedule is a collective of training of one of these kinds."""
     phase, _, rest = line.partition(" ")
     return phase != "setup" and rest.partition(" ")[0] in ops
 

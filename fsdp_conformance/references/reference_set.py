@@ -42,7 +42,7 @@ _OPTIONAL = frozenset({"torch-ddp"})
 
 
 class Kind(StrEnum):
-    """What is compared."""
+    """A kind of values that are compared."""
 
     INITIAL = "initial"
     LOSS = "loss"
@@ -351,5 +351,5 @@ def _expected(
 
 
 def _is_like(sample: Any, expected: Tensor) -> bool:
-    """Whether a reference has such a tensor."""
+    """True if a reference has such a tensor."""
     return isinstance(sample, Tensor) and sample.shape == expected.shape

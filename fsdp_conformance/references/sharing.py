@@ -76,7 +76,7 @@ class Offer:
         }
 
     def is_sampled(self, case: str, key: Mapping[str, str]) -> bool:
-        """Whether this case of this run trains the entry's references again."""
+        """True if this case of this run trains the entry's references again."""
         drawn = hashlib.sha256(f"{self.run}\n{case}\n{entry_name(key)}".encode()).digest()
         return int.from_bytes(drawn[:8], "big") % SPOT_CHECKS == 0
 
@@ -92,7 +92,7 @@ def offer_from_json(data: Mapping[str, Any]) -> Offer:
 
 def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer | None:
     """
-    What the environment says: a store in the variable's directory, or in `cache`; None if it says "off".
+    The store that the environment names: in the variable's directory, or in `cache`; None if it is "off".
 
     Raises ConfigError for a limit that is no number.
     """
@@ -113,7 +113,7 @@ def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer 
 
 
 def is_untouched(imported: Iterable[str]) -> bool:
-    """Whether these modules, which the warm process has imported, are the suite's own and torch's."""
+    """True if these modules, which the warm process has imported, are the suite's own and torch's."""
     return all(
         (name.partition(".")[0] in _HARMLESS and not name.startswith(_UNDER_TEST) and "/" not in name) or _is_case(name)
         for name in imported
@@ -121,7 +121,7 @@ def is_untouched(imported: Iterable[str]) -> bool:
 
 
 def _is_case(name: str) -> bool:
-    """Whether a module is one of our cases, which pytest imports as `suites.NAME` in a checkout: its file tells."""
+    """True if a module is one of our cases, which pytest imports as `suites.NAME` in a checkout: its file tells."""
     file = getattr(sys.modules.get(name), "__file__", None)
     spec = importlib.util.find_spec("fsdp_conformance.suites")
     places = spec.submodule_search_locations if spec is not None else None

@@ -59,7 +59,7 @@ def entry_name(key: Mapping[str, str]) -> str:
 
 def section(content: Any) -> bytes:
     """
-    What one rank keeps, as bytes: equal for equal content, bit for bit. Raises NotShared for what cannot be written.
+    One rank's part of an entry, as bytes: equal for equal content. Raises NotShared for what cannot be written.
 
     The wall time of a training is left out.
     """
