@@ -22,7 +22,7 @@ _CASES = '''
 import json, os, threading, time, unittest
 from pathlib import Path
 
-from fsdp_conformance import settings
+from fsdp_conformance import run_settings
 from fsdp_conformance.cases.declaration import DeclaresCases, conformance_case
 from fsdp_conformance.contract.case import case_of
 from fsdp_conformance.contract.gate import Place, gate
@@ -54,14 +54,14 @@ class Mini(DeclaresCases, unittest.TestCase):
             threading.Event().wait(60)
         if act == "after-failure":  # wait until the controller has written a failure
             deadline = time.monotonic() + 60
-            while '"FAIL"' not in Path(settings.current().report_dir, "run.jsonl").read_text():
+            while '"FAIL"' not in Path(run_settings.current().report_dir, "run.jsonl").read_text():
                 if time.monotonic() > deadline:
                     raise RuntimeError("no case has failed")
                 threading.Event().wait(0.05)
         if act == "interrupt":
             raise KeyboardInterrupt
-        declared = frozenset((settings.description() or {}).get("capabilities", ()))
-        run = settings.current()
+        declared = frozenset((run_settings.description() or {}).get("capabilities", ()))
+        run = run_settings.current()
         here = {device: Place(device=device, present=frozenset({"gloo"})) for device in {run.device, "sim"}}
         self.record = gate(case, declared=lambda device: declared, settings=run, places=here).record
         if self.record is not None:
