@@ -144,7 +144,8 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         from fsdp_conformance.cases import controller
 
         super().setUp()
-        controller.start(self)
+        controller.prepare(self)
+        self._spawn_processes()
 
     def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
         """Judge the case, keep the record, and tell pytest."""

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV, Verdict.DISABLED})
 
 
-def start(test: ConformanceTestCase) -> None:
-    """Start the ranks of a case, or skip it with its record if the gate says that it does not run."""
+def prepare(test: ConformanceTestCase) -> None:
+    """Set up the launch of a case, or skip it with its record if the gate says that it does not run."""
     settings = run_settings.current()
     worker = TorchrunWorker.from_environment(os.environ) if settings.ranks == "torchrun" else None
     if worker is not None:
@@ -68,7 +68,6 @@ def start(test: ConformanceTestCase) -> None:
     test.preload_environment = dict(description.environment)
     # Compiling the simulated accelerator does not count as the case's time.
     test.began = time.monotonic()
-    test._spawn_processes()
 
 
 def _gated(case: Case, description: AdapterDescription, settings: RunSettings) -> Gated:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 
 
-def start(test: ShardedTrainingTestCase) -> Launch | None:
+def start(test: ShardedTrainingTestCase, test_name: str, directory: Path) -> Launch | None:
     """Start the ranks. None for a torchrun worker that has no part in the case."""
     owner = type(test)
     meeting = _meet_workers(test)
@@ -35,9 +35,9 @@ def start(test: ShardedTrainingTestCase) -> Launch | None:
         CaseOrder(
             module=owner.__module__,
             qualname=owner.__qualname__,
-            test_name=test._current_test_name(),
+            test_name=test_name,
             file_name=test.file_name,
-            directory=Path(test._directory.name),
+            directory=directory,
             world_size=int(test.world_size),
             device_type=test.device_type,
             deadlines=test.deadlines,

@@ -142,7 +142,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 [f"world_size must be a positive integer, got {self.world_size}"], where=type(self).__qualname__
             )
         self._move_store()
-        self._launch = controller.start(self)
+        self._launch = controller.start(self, self._current_test_name(), Path(self._directory.name))
         if self._launch is not None:
             self.processes = self._launch.processes
             self.pid_to_pipe = self._launch.pipes
