@@ -21,6 +21,9 @@ MEASUREMENT = "stress"
 #: The key of a record's measurements that says where a rank was made to fail; empty if it never came there.
 STRUCK = "stress failure"
 
+#: A measurement of a rank whose case took an exception for a refusal after the rank had been made to fail.
+SWALLOWED = "injected failure taken for a refusal"
+
 #: The seed of a run whose user names none.
 DEFAULT_SEED = 1
 

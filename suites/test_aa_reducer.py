@@ -74,6 +74,7 @@ class Reductions(Reducing):
         needs=("reducer",),
         kills=("launches-when-ready", "averages-twice", "lost-after-none"),
         timeout_s=30,
+        starts_early=True,
     )
     def test_in_bucket_order(self, world_size: int) -> None:
         """
@@ -139,6 +140,7 @@ class Misuse(Reducing):
         needs=("reducer",),
         kills=("second-gradient-ignored",),
         timeout_s=30,
+        starts_early=True,
     )
     def test_ready_twice(self, others: str, world_size: int) -> None:
         """
@@ -166,6 +168,7 @@ class Misuse(Reducing):
         needs=("reducer",),
         kills=("reducer-refuses-nothing", "unfinished-unnoticed", "unfinished-without-names"),
         timeout_s=30,
+        starts_early=True,
     )
     def test_unfinished_reduction(self, detail: str) -> None:
         """
@@ -234,6 +237,7 @@ class Unused(Reducing):
             "reducer-has-one-bucket",
         ),
         timeout_s=30,
+        starts_early=True,
     )
     def test_unused_are_ready_first(self) -> None:
         """A bucket of unreachable parameters does not delay the others: it is reduced with the first gradient."""
@@ -261,6 +265,7 @@ class Rebuilding(Reducing):
         needs=("reducer",),
         kills=("never-rebuilds", "rebuilds-by-own-order", "rebuilds-every-time", "averages-twice"),
         timeout_s=30,
+        starts_early=True,
     )
     def test_rebuilt_once(self, world_size: int) -> None:
         """
@@ -462,6 +467,7 @@ class UnevenInputs(Reducing):
             "effective": ["always-divides-by-all", "left-behind-after-join"],
         }[values["divisor"]],
         timeout_s=30,
+        starts_early=True,
     )
     def test_join(self, divisor: str, world_size: int) -> None:
         """

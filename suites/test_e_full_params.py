@@ -16,7 +16,7 @@ from fsdp_conformance.adapters.sharded import local_part
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.result import comparison
-from fsdp_conformance.driver.session import storage_bytes
+from fsdp_conformance.driver.recorder import storage_bytes
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import buffers, deep, precision, probes
 from fsdp_conformance.harness.recording import process_group

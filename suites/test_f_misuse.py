@@ -140,6 +140,7 @@ class StateMachine(ConformanceTestCase):
             "ddp-keeps-last-bucket",
         ),
         timeout_s=45,
+        starts_early=True,
     )
     def test_order_differs_between_ranks(self) -> None:
         """Units that run in different orders on different ranks raise or train at parity, never to wrong numbers."""

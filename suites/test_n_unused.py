@@ -108,6 +108,7 @@ class UnusedParameters(ConformanceTestCase):
             "ddp-divides-by-users",
         ),
         timeout_s=45,
+        starts_early=True,
     )
     def test_units_chosen_by_rank(self, world_size: int) -> None:
         """

@@ -158,6 +158,7 @@ class OptimizerStateDicts(ConformanceTestCase):
         world_size=2,
         needs=("optim_state_dict",),
         timeout_s=30.0,
+        starts_early=True,
         kills=(
             "optimizer-state-unchecked",
             "optimizer-state-checked-on-one-rank",

@@ -351,6 +351,7 @@ class UserWrites(ConformanceTestCase):
         axes={"what": ("write", "assign"), "world_size": (2,)},
         needs=("writeback_direct",),
         timeout_s=30,
+        starts_early=True,
         kills=("write-lost-on-one-rank", "computes-with-values-before-write"),
     )
     def test_between_forward_and_backward(self, what: str, world_size: int) -> None:

@@ -61,6 +61,7 @@ class OneRankFails(ConformanceTestCase):
             "reference-breaks-down-at-every-error",
         ),
         timeout_s=40,
+        starts_early=True,
     )
     def test_exception_reaches_the_caller(self, place: str, world_size: int) -> None:
         """
@@ -212,6 +213,7 @@ class Structure(ConformanceTestCase):
             + ["fsdp1-claims-every-check"] * (values["difference"] != "dtype")
         ),
         timeout_s=40,
+        starts_early=True,
     )
     def test_models_differ(self, difference: str, world_size: int) -> None:
         """A model that has another number, shape, dtype or strides of parameters on one rank is reported at init."""

@@ -96,7 +96,7 @@ class Forks:
     def _outcome(self, order: RunOrder, example: Example) -> Outcome:
         said, ending = in_fork(partial(_record_of, order, example), self.timeout_s)
         if said is None:
-            record = empty_record(case_for(example), order.settings.implementation, order.device)
+            record = empty_record(case_for(example), order.settings, order.device)
             record.verdict = Verdict.HANG if ending == "hung" else Verdict.CRASH
             return Outcome(record=record)
         if "rejected" in said:

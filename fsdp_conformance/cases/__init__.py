@@ -1,11 +1,19 @@
 """
-Conformance cases: how one is declared, what its body may call, and how the controller runs it.
+Conformance cases: their declaration, the verbs of their bodies, and the controller that runs them.
 
     declaration    `conformance_case`: binds a test method to requirements and expands its axes
-    base           `ConformanceTestCase`: gate, launch and judge in the controller; the body runs in every rank
-    checks         the checks that a body calls
+    base           `ConformanceTestCase`: the verbs of a body, and the parts that it has in a rank
+    controller     gate, launch and verdict; no rank imports it
+    stress         a case in a stress run
+
+The parts, which exist only in a rank:
+
+    rank           the rank itself, which all parts share, and who is to blame for an exception
+    training       the adapters of a case, and its trainings
     references     the references of a case, trained or taken from the store
+    checks         comparisons, expectations and refusals
     worlds         smaller worlds inside a case, and a directory that all of its ranks see
     places         the devices of this machine that cases can run on
-    refusal        what counts as a refusal, and what is a breakdown
+    device         bytes and allocations on the rank's device
+    refusal        how a deliberate refusal differs from a breakdown
 """

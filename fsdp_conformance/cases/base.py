@@ -12,210 +12,147 @@ The base class of conformance cases: the controller gates, launches and judges; 
 The body reaches an implementation only through its adapter: `self.train(...)`, or `self.subject()` for cases that drive
 it by hand. Checks add findings to the rank's report instead of raising at the first one, so that a report shows the
 whole extent of a failure.
+
+In a rank the class has five parts, which share a `CaseRank`. Most verbs of a body are calls of one of them:
+
+    training         the implementation: its adapters, and the trainings
+    case_references  the references of the case
+    checks           comparisons, expectations, refusals
+    worlds           fewer ranks for a while
+    case_device      the device
+
+`cases.controller` has the other half.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from fsdp_conformance import codec, run_settings
-from fsdp_conformance.adapters import cuda_names, registry
+from torch import nn
+
+from fsdp_conformance import codec
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.capability import CAPABILITIES
-from fsdp_conformance.cases import places
 from fsdp_conformance.cases.checks import CaseChecks
+from fsdp_conformance.cases.declaration import DeclaresCases
+from fsdp_conformance.cases.device import CaseDevice
+from fsdp_conformance.cases.rank import CaseRank
 from fsdp_conformance.cases.references import CaseReferences
+from fsdp_conformance.cases.training import CaseTraining
 from fsdp_conformance.cases.worlds import CaseWorlds
-from fsdp_conformance.checks.streams import same_undisturbed, stream_control, stream_safety
+from fsdp_conformance.checks.result import comparison
+from fsdp_conformance.checks.streams import same_undisturbed, stream_control
 from fsdp_conformance.contract.case import Case, case_of
-from fsdp_conformance.contract.fingerprint import suite_sha256
-from fsdp_conformance.contract.gate import Gated, gate
-from fsdp_conformance.driver import session
-from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError, Unsupported
-from fsdp_conformance.faults.failure import FailingRank
-from fsdp_conformance.faults.fault import Fault
-from fsdp_conformance.faults.provocation import Provoked
+from fsdp_conformance.errors import ConformanceError, SuiteError, Unsupported
 from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.deadlines import Deadlines
-from fsdp_conformance.harness.environment import Determinism
-from fsdp_conformance.harness.order import FirstGroup
-from fsdp_conformance.harness.processes.stacks import is_alive
 from fsdp_conformance.harness.rank_startup import make_first_group
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.judge import SWALLOWED, drilled, judge, keep_evidence
 from fsdp_conformance.outcome.records import CaseRecord, RankError, RankExit, RankReport
-from fsdp_conformance.plan import SIMULATED, InitMode, Plan
-from fsdp_conformance.references.sharing import offered
-from fsdp_conformance.run_settings import SHARED_DEVICES, RunOrder, RunSettings, TorchrunWorker, order_from_json
-from fsdp_conformance.simulator.device.build import cache_directory
-from fsdp_conformance.stress import MEASUREMENT, failure_of
-from fsdp_conformance.verdict import Verdict
-from fsdp_conformance.workload.definition import Regime, Workload
+from fsdp_conformance.plan import Plan
+from fsdp_conformance.references.reference_set import Kind, References
+from fsdp_conformance.run_settings import RunOrder, order_from_json
+from fsdp_conformance.workload.definition import Regime, Workload, every_point
+from fsdp_conformance.workload.events import Action
+
+if TYPE_CHECKING:
+    from fsdp_conformance.adapters.registry import AdapterDescription
+    from fsdp_conformance.cases.stress import Stress
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: What any plan on the CPU asks for.
 _CPU_COMPUTE = "cpu_compute"
 
-#: Verdicts that pytest shows as skips with a reason; the run file tells them apart.
-_NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV, Verdict.DISABLED})
+
+def _of(part: str, verb: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[ConformanceTestCase, P], R]:
+    """A method of the base class that calls the method of the same name of one of its parts."""
+
+    @functools.wraps(verb)
+    def call(self: ConformanceTestCase, /, *args: P.args, **options: P.kwargs) -> R:
+        method: Callable[P, R] = getattr(getattr(self, part), verb.__name__)
+        return method(*args, **options)
+
+    return call
 
 
-class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainingTestCase):
+class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
     """
     The base class of every case.
 
     In the controller, `record` holds the verdict once the test method has returned or raised. In a rank, `report`
-    collects what the body finds.
+    collects the findings of the body.
     """
 
     first_part = Part.SUITE
     shares_references: bool = True
-    """Whether the references may come from the store."""
+    """True if the references may come from the store."""
+    hazard_requirements: Mapping[str, str] = MappingProxyType({})
+    """Kinds of hazards (and "parameters") that violate a different requirement in this case: see `checks.streams`."""
+    checks_type: ClassVar[type[CaseChecks]] = CaseChecks
 
     record: CaseRecord | None = None
-    _provoked: Provoked | None = None
-    _failing: FailingRank | None = None
-    _blame: str | None = None
-    """In a rank: the part whose code runs; None for our own."""
+    began: float = 0.0
+    """In the controller: when the ranks were started, on the monotonic clock."""
+    _stress: Stress | None = None
 
     @cached_property
     def order(self) -> RunOrder:
-        """What the run was asked for, as the controller handed it to the ranks; `device` is that of this case."""
+        """The order of the run, as the controller handed it to the ranks; `device` is that of this case."""
         return order_from_json(self.launch_payload)
-
-    @property
-    def reference_offer(self) -> Mapping[str, Any] | None:
-        """The store of references, as the controller offers it; None if this case shares none."""
-        return self.order.references
 
     @cached_property
     def description(self) -> AdapterDescription:
         """The adapter's description."""
-        return codec.typed(registry.AdapterDescription, self.order.description or {})
+        from fsdp_conformance.adapters import registry
 
-    # --- the controller ----------------------------------------------------------------------------------------------
+        return codec.typed(registry.AdapterDescription, self.order.description or {})
 
     @property
     def case(self) -> Case:
         """The case that the test method is bound to."""
-        found = case_of(getattr(type(self), self._testMethodName))
-        if found is None:
+        case = case_of(getattr(type(self), self._testMethodName))
+        if case is None:
             raise SuiteError(f"{self._testMethodName} is not a case: decorate it with conformance_case")
-        return found
+        return case
 
     @property
     def world_size(self) -> int:
         """That of the case, whatever the machine offers, or of the smaller world that a rank is in."""
-        return self._smaller_world or self.case.world_size
+        here: CaseRank | None = vars(self).get("here")
+        return self.case.world_size if here is None else here.world_size
 
-    def setUp(self) -> None:
-        super().setUp()
-        settings = run_settings.current()
-        worker = TorchrunWorker.from_environment(os.environ) if settings.ranks == "torchrun" else None
-        if worker is not None:
-            settings = replace(settings, num_workers=worker.world_size)
-        self._began = time.monotonic()
-        description = registry.describe_once(settings.implementation)
-        gated = self._gated(description, settings)
-        if gated.record is not None:
-            self.record = gated.record
-            self.skipTest(f"{gated.record.verdict}: {gated.record.reason}")
-        order = RunOrder(
-            settings=settings,
-            description=codec.plain(description),
-            device=gated.device,
-            references=self._offered_references(settings, gated.device),
-        )
-        self.launch_payload = order.to_json()
-        self._take_over_order()
-        self.reuse_ranks = settings.reuse_ranks
-        self.share_devices = settings.share_devices
-        self.slots_per_device = settings.slots_per_device
-        # --backend is for the run's device; a case may be sent to the simulated one.
-        self.first_group = FirstGroup(only=settings.backend if gated.device == settings.device else "")
-        self.simulated_ranks = settings.ranks == "simulated"
-        self.torchrun_worker = worker
-        self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)
-        self.preload = description.preload
-        self.rank_environment = dict(description.environment)
-        self.preload_environment = dict(description.environment)
-        # Compiling the simulated accelerator does not count as the case's time.
-        self._began = time.monotonic()
-        self._spawn_processes()
-
-    def _gated(self, description: AdapterDescription, settings: RunSettings) -> Gated:
-        """The device of the case, or why it does not run. The first simulated case may wait for a compiler."""
-        gated = gate(self.case, declared=description.declared, settings=settings, places=places.places(settings))
-        if gated.record is None and gated.device == SIMULATED and places.build_problem():
-            gated = gate(self.case, declared=description.declared, settings=settings, places=places.places(settings))
-        return gated
-
-    def _offered_references(self, settings: RunSettings, device: str) -> dict[str, Any] | None:
-        """
-        The store of references, where they depend on nothing that the store's keys leave out.
-
-        They do on other devices than the CPU, on ranks that have run other cases, on simulated ones, on other hosts,
-        and under stress.
-        """
-        usual = settings.ranks == "processes" and not settings.reuse_ranks and settings.stress_seed is None
-        if not (self.shares_references and usual and device == "cpu"):
-            return None
-        offer = offered(suite_sha256(), cache_directory(), run=settings.report_dir)
-        return None if offer is None else codec.plain(offer)
-
-    def _take_over_order(self) -> None:
+    def take_over_order(self) -> None:
         """Apply what the controller and the ranks must agree on."""
         self.device_type = self.order.device
         self.case_timeout_s = self.case.timeout_s
         self.deadline_scale = self.order.settings.deadline_scale
 
+    # --- the controller ----------------------------------------------------------------------------------------------
+
+    def setUp(self) -> None:
+        from fsdp_conformance.cases import controller
+
+        super().setUp()
+        controller.prepare(self)
+        self._spawn_processes()
+
     def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
-        """
-        Judge the case, keep the record, and tell pytest: a failure with the whole report, or a skip with the reason.
-        """
-        if self.torchrun_worker is not None and self.torchrun_worker.rank > 0:
-            self.skipTest("the first worker judges the case")
-        settings = self.order.settings
-        self.record = judge(
-            self.case,
-            declared=self.description.declared(self.order.device),
-            reports=reports,
-            exits=exits,
-            implementation=settings.implementation,
-            device=self.order.device,
-            ranks=_ranks_of(settings),
-            backend=settings.backend,
-            stress_seed=settings.stress_seed,
-            stress_failure=settings.stress_failure,
-            seconds=time.monotonic() - self._began,
-        )
-        keep_evidence(self.record, reports)
-        failing = self._failing_rank()
-        if failing is not None:
-            struck = self._failure_trace(Path(self._directory.name))
-            self.record = drilled(
-                self.record,
-                failing.failure,
-                rank=min(failing.ranks or ()),
-                where=struck.read_text(encoding="utf-8") if struck.exists() else "",
-                reports=reports,
-                exits=exits,
-                alive=[end.rank for end in exits if end.pid is not None and is_alive(end.pid)],
-            )
-        if self.record.verdict in _NOT_JUDGED:
-            self.skipTest(f"{self.record.verdict}: {self.record.reason}")
-        if self.record.verdict is not Verdict.PASS:
-            raise CaseFailed(self.record)
+        """Judge the case, keep the record, and tell pytest."""
+        from fsdp_conformance.cases import controller
+
+        controller.conclude(self, reports, exits, directory=Path(self._directory.name))
 
     @property
     def deadlines(self) -> Deadlines:
@@ -223,25 +160,55 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         usual = super().deadlines
         return replace(usual, grace_s=usual.collective_s) if self.order.settings.stress_failure else usual
 
-    def _failing_rank(self, directory: Path | None = None) -> FailingRank | None:
-        """The rank that is made to fail, if the run asks for that. It leaves its trace in the directory of the case."""
-        settings, case = self.order.settings, self.case
-        if settings.stress_seed is None or not settings.stress_failure:
-            return None
-        failure = failure_of(settings.stress_failure, settings.stress_seed, case.id)
-        trace = self._failure_trace(directory or Path(self._directory.name))
-        return FailingRank(failure, settings.stress_seed, case.id, world_size=case.world_size, trace=trace)
-
-    @staticmethod
-    def _failure_trace(directory: Path) -> Path:
-        return directory / "stress-failure"
-
     # --- a rank ------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def here(self) -> CaseRank:
+        """This rank, as the parts of the case share it."""
+        return CaseRank(
+            case=self.case,
+            rank=self.rank,
+            world_size=self.case.world_size,
+            device_type=self.device_type,
+            local_rank=self.local_rank,
+            declared=self.description.declared(self.device_type),
+            report=self.report,
+        )
+
+    @cached_property
+    def case_references(self) -> CaseReferences:
+        """The references that the case has trained or read."""
+        return CaseReferences(self.here, self.order.references)
+
+    @cached_property
+    def training(self) -> CaseTraining:
+        """The implementation under test."""
+        return CaseTraining(
+            self.here,
+            self.order.settings.implementation,
+            references=self.case_references,
+            new_directory=self.shared_directory,
+            check=self.check,
+            hazards=self.hazard_requirements,
+        )
+
+    @cached_property
+    def checks(self) -> CaseChecks:
+        """The checks of the body."""
+        return self.checks_type(self.here, references=self.references, examine=self.examine)
+
+    @cached_property
+    def worlds(self) -> CaseWorlds:
+        """The worlds that the ranks of the case form."""
+        return CaseWorlds(self.here, close_everything=self.training.drop_all)
+
+    @cached_property
+    def case_device(self) -> CaseDevice:
+        """The device of this rank."""
+        return CaseDevice(self.here)
+
     def init_rank(self) -> None:
-        self._take_over_order()
-        self.subjects = []
-        self.trained_references = {}
+        self.take_over_order()
         super().init_rank()
         run = context.running()
         if not run.has_group:
@@ -249,7 +216,7 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
             make_first_group(run.order, self.device)
             self.report.seconds["group"] = time.monotonic() - began
         process_group.log().clear()
-        self._provoke()
+        self._provoke(run.order.case.directory)
         self._refuse_the_cpu()
 
     def _refuse_the_cpu(self) -> None:
@@ -258,149 +225,165 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
 
         Its adapter refuses each plan, but a case that is about an exception would take that one for the engine's.
         """
-        on_its_own = any(CAPABILITIES[flag].area == "components" for flag in self.case.needs)
-        if self.device_type == "cpu" and not (on_its_own or self.declares(_CPU_COMPUTE)):
+        is_component = any(CAPABILITIES[flag].area == "components" for flag in self.case.needs)
+        if self.device_type == "cpu" and not (is_component or self.declares(_CPU_COMPUTE)):
             self.report.asked.append(_CPU_COMPUTE)
-            named = self.subject().display_name()
-            raise Unsupported(_CPU_COMPUTE, f"the case runs on the CPU, and {named} does not declare it")
+            name = self.subject().display_name()
+            raise Unsupported(_CPU_COMPUTE, f"the case runs on the CPU, and {name} does not declare it")
 
-    def _provoke(self) -> None:
+    def _provoke(self, directory: Path) -> None:
         """In a stress run, provoke the code under test from now on."""
-        self._provoked, self._failing = None, None
-        seed = self.order.settings.stress_seed
-        if seed is not None:
-            self._provoked = Provoked(seed, self.case.id, rank=self.rank, world_size=self.world_size)
-            self._provoked.install()
-            # The counts go on until the report is sent.
-            self.report.measurements[MEASUREMENT] = self._provoked.strikes
-        self._failing = self._failing_rank(context.running().order.case.directory)
-        if self._failing is not None:
-            self._failing.install()
+        if self.order.settings.stress_seed is not None:
+            from fsdp_conformance.cases.stress import Stress
+
+            self._stress = Stress(self.here, self.order.settings, directory)
+            self._stress.install()
 
     def shutdown_rank(self) -> None:
-        for fault in (self._failing, self._provoked):
-            if fault is not None:
-                fault.remove()
-        with process_group.log().phase("close"):
-            for adapter in self.subjects:
-                adapter.close()
-        self.subjects.clear()
-        self.trained_references.clear()
+        if self._stress is not None:
+            self._stress.remove()
+        self.training.close()
         super().shutdown_rank()
 
     def describe_error(self, error: BaseException) -> RankError:
         """An exception of the body, with the part whose code raised it."""
         described = super().describe_error(error)
-        ours = isinstance(error, ConformanceError)
-        if ours:
+        if isinstance(error, ConformanceError):
             return described
         # An exception between two calls of the implementation is the suite's fault.
-        return replace(described, blame=self._blame or "suite")
+        return replace(described, blame=self.here.blame or "suite")
 
-    @contextmanager
-    def blaming(self, part: str) -> Iterator[None]:
-        """Blame exceptions inside the block, and its time, on a part: implementation, adapter or suite."""
-        before, self._blame = self._blame, part
-        with context.working(Part.SUITE if part == "suite" else Part.ENGINE):
-            yield
-        # Not after an exception: `describe_error` then needs to know the part.
-        self._blame = before
+    def examine(self, error: BaseException) -> None:
+        """Let a person who debugs this rank look at an exception that the case has caught (`RankRun.examine`)."""
 
-    def note_refusal(self) -> None:
-        """An exception was taken as a refusal: no part is to blame."""
-        self._blame = None
-        if self._failing is not None and self._failing.fired:
-            self.report.measurements[SWALLOWED] = True
+    # --- the verbs of a body: the implementation ---------------------------------------------------------------------
 
-    # Driving the implementation.
+    subject = _of("training", CaseTraining.subject)
+    train = _of("training", CaseTraining.train)
+    drop = _of("training", CaseTraining.drop)
+    leave_peers = _of("training", CaseTraining.leave_peers)
+    declares = _of("here", CaseRank.declares)
+    plan = _of("here", CaseRank.plan)
+    blaming = _of("here", CaseRank.blaming)
+    note_refusal = _of("here", CaseRank.note_refusal)
 
-    def subject(self) -> Adapter:
-        """A new adapter of the implementation under test."""
-        self.engine_entered = True
-        with self.blaming("adapter"):
-            chosen = registry.load(self.order.settings.implementation)
-            cuda_names.provide(chosen, self.device_type)
-            adapter = chosen()
-        # What a rank has loaded, not what the controller was told.
-        self.report.environment["adapter"] = registry.source_sha256(type(adapter))
-        self.subjects.append(adapter)
-        return adapter
-
-    def declares(self, flag: str) -> bool:
-        """Whether the implementation declares the capability."""
-        return flag in self.description.declared(self.device_type)
+    @property
+    def subjects(self) -> list[Adapter]:
+        """Adapters that are open."""
+        return self.here.subjects
 
     @property
     def padding(self) -> float:
         """The overhead on the wire that the implementation declares, as a fraction."""
         return self.description.padding
 
-    def plan(self, workload: Workload, **changes: Any) -> Plan:
-        """A plan for the workload on the case's device, with `changes`."""
-        # A CPU model stays where it is; for other devices it is moved before wrapping, if the engine supports that.
-        moved = self.device_type != "cpu" and self.declares("init_before")
-        defaults: dict[str, Any] = {
-            "device": self.device_type,
-            "init_mode": InitMode.BEFORE if moved else InitMode.NEVER,
-            "units": workload.units,
-            "local_units": workload.local_units,
-            "ignored": workload.ignored,
-        }
-        return Plan(**{**defaults, **changes})
+    def unit_parameters(self, workload: Workload, unit: str) -> tuple[str, ...]:
+        """FQNs of the parameters under a submodule."""
+        module: nn.Module = workload.build(self.rank).get_submodule(unit)
+        return tuple(f"{unit}.{name}" for name, _ in module.named_parameters())
 
-    def train(
+    # --- references --------------------------------------------------------------------------------------------------
+
+    def references(self, workload: Workload, regime: Regime | None = None) -> References:
+        """The references for the workload, in agreement. Collective, once per workload and regime."""
+        return self.case_references.of(workload, regime)
+
+    @property
+    def reference_device(self) -> str:
+        """The device that references are trained on."""
+        return self.here.reference_device
+
+    plain_history = _of("checks", CaseChecks.plain_history)
+    ddp_history = _of("checks", CaseChecks.ddp_history)
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    check = _of("checks", CaseChecks.check)
+    check_parity = _of("checks", CaseChecks.check_parity)
+    check_rounding = _of("checks", CaseChecks.check_rounding)
+    check_equal = _of("checks", CaseChecks.check_equal)
+    check_bitwise = _of("checks", CaseChecks.check_bitwise)
+    check_same_on_every_rank = _of("checks", CaseChecks.check_same_on_every_rank)
+    check_same_schedule = _of("checks", CaseChecks.check_same_schedule)
+    check_digests = _of("checks", CaseChecks.check_digests)
+    check_devices = _of("checks", CaseChecks.check_devices)
+    check_resharded = _of("checks", CaseChecks.check_resharded)
+    check_flags = _of("checks", CaseChecks.check_flags)
+    leave_unobserved = _of("checks", CaseChecks.leave_unobserved)
+    expect = _of("checks", CaseChecks.expect)
+    expect_equal = _of("checks", CaseChecks.expect_equal)
+    refusal = _of("checks", CaseChecks.refusal)
+
+    # --- worlds and the device ---------------------------------------------------------------------------------------
+
+    in_world = _of("worlds", CaseWorlds.in_world)
+    shared_directory = _of("worlds", CaseWorlds.shared_directory)
+    placed = _of("case_device", CaseDevice.placed)
+    allocated_bytes = _of("case_device", CaseDevice.allocated_bytes)
+    allocated_bytes_without_backend = _of("case_device", CaseDevice.allocated_bytes_without_backend)
+    activations = _of("case_device", CaseDevice.activations)
+    another_device = _of("case_device", CaseDevice.another_device)
+    no_garbage_collection = _of("case_device", CaseDevice.no_garbage_collection)
+    poisoned_allocations = _of("case_device", CaseDevice.poisoned_allocations)
+
+    # --- verbs that train and check ----------------------------------------------------------------------------------
+
+    def check_every_point(
         self,
         workload: Workload,
+        regime: Regime,
+        action: Action,
+        *,
+        requirement: str,
+        runs: int | None = None,
+        pending: bool | None = None,
+        **fields: Any,
+    ) -> None:
+        """
+        Train with the action at every point of a step at which it is legal, in as many runs as `workload.every_point`
+        makes of it, and compare everything with the references. Findings name the points.
+        """
+        for points, disturbed in every_point(regime, action, runs=runs, pending=pending, **fields):
+            adapter, before = self.subject(), len(self.report.findings)
+            run = self.train(workload, None, disturbed, adapter=adapter)
+            self.check_parity(run, workload, disturbed, requirements=dict.fromkeys(Kind, requirement))
+            self.drop(adapter)
+            self.report.findings[before:] = [
+                replace(finding, message=f"{finding.message}; in each step, {points}")
+                for finding in self.report.findings[before:]
+            ]
+
+    def check_released(
+        self,
+        adapter: Adapter,
+        workload: Workload,
+        requirement: str,
+        run: TrainingHistory,
         plan: Plan | None = None,
         regime: Regime | None = None,
-        *,
-        faults: Sequence[Fault] = (),
-        adapter: Adapter | None = None,
-        on_step: Callable[[int], object] | None = None,
-        **options: Any,
-    ) -> TrainingHistory:
+    ) -> None:
         """
-        Train the workload through the adapter. Options go to `driver.session.train`.
+        No unit holds full parameters when a backward has returned, nor between the steps of `run`.
 
-        Every fault must strike on the ranks that it names: one that does not has tested nothing. If the engine issued
-        no collective that it could have struck, the report says so; otherwise raises SuiteError.
+        The first is seen in another training, of two steps, on another adapter: reading gradients may gather a
+        unit and free it again, so they are not read there. It needs `sharded_state`.
         """
-        if adapter is None and not faults:
-            self.before_engine(workload, regime)
-        plan = plan or self.plan(workload)
-        regime = regime or Regime()
-        asked = plan.capabilities() | workload.capabilities
+        self.check_resharded(adapter, workload, requirement, run, plan)
+        if not self.declares("sharded_state"):
+            return
+        units = ("", *workload.units)
+        gathered: set[tuple[int, str]] = set()
 
-        def count_step(step: int) -> None:
-            self.steps_trained += 1
-            if on_step is not None:
-                on_step(step)
+        def look(other: Adapter, step: int) -> None:
+            gathered.update((step, unit) for unit in units if other.unit_is_unsharded(unit))
 
-        self.report.asked += sorted(asked - set(self.report.asked))
-        with self.blaming("implementation"):
-            run = session.train(
-                adapter or self.subject(),
-                workload,
-                plan,
-                regime,
-                rank=self.rank,
-                world_size=self.world_size,
-                faults=faults,
-                on_step=count_step,
-                **{"new_directory": self.shared_directory, **options},
-            )
-        self.report.schedule += [record.line() for record in run.collectives]
-        unmet = {text: ops for fault in faults for text, ops in fault.unmet(self.rank, run.collectives).items()}
-        self.report.unmet |= {text: sorted(ops) for text, ops in unmet.items()}
-        silent = [text for fault in faults for text in fault.silent(self.rank) if text not in unmet]
-        if silent:
-            raise SuiteError(
-                "; ".join(f"{text} never struck" for text in silent) + f" [{self.case.id}, rank {self.rank}]"
-            )
-        self.report.seconds["training"] = self.report.seconds.get("training", 0.0) + run.seconds
-        if run.checked_accesses is not None:
-            self.check(stream_safety(run, self.hazard_requirements))
-        return run
+        regime = replace(regime or Regime(), steps=2)
+        self.train(workload, plan, regime, observe=False, on_gradients=look)
+        message = comparison("parameters when backward has returned", expected="resharded", got="unsharded")
+        for step in range(regime.steps):
+            for unit in units:
+                where: dict[str, Any] = {"fqn": unit or "the root", "step": step, "phase": "reshard"}
+                self.expect((step, unit) not in gathered, requirement, message, check="resharded", **where)
 
     def check_stream_safety(
         self, workload: Workload, plan: Plan | None = None, regime: Regime | None = None, **options: Any
@@ -413,21 +396,8 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         """
         run = self.train(workload, plan, regime, **options)
         if run.checked_accesses is not None:
-            from fsdp_conformance.simulator import checker
-
-            short = (regime or Regime()).undisturbed(steps=1)
-            kept = {name: value for name, value in options.items() if name not in ("faults", "adapter")}
-            with checker.without_waits(self.device.index), self.blaming("implementation"):
-                control = session.train(
-                    self.subject(),
-                    workload,
-                    plan or self.plan(workload),
-                    short,
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    **{**kept, "observe": False},
-                )
-            self.check(stream_control(control))
+            same = {name: value for name, value in options.items() if name not in ("faults", "adapter")}
+            self.check(stream_control(self.training.train_without_waits(workload, plan, regime, **same)))
         self.check_undisturbed(run, workload, plan, regime, **options)
         return run
 
@@ -447,26 +417,6 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         """
         if not devices.is_scarce(self.device_type):
             return
-        kept = {name: value for name, value in options.items() if name != "adapter"}
-        undisturbed = self.train(workload, plan, regime, undisturbed=True, **kept)
+        same = {name: value for name, value in options.items() if name != "adapter"}
+        undisturbed = self.train(workload, plan, regime, undisturbed=True, **same)
         self.check(same_undisturbed(run, undisturbed, self.case.requirements[0]))
-
-
-def _ranks_of(settings: RunSettings) -> str:
-    """What a record says of its ranks."""
-    if settings.reuse_ranks:
-        return "reused"
-    return SHARED_DEVICES if settings.share_devices else settings.ranks
-
-
-class CaseFailed(RequirementFailed):
-    """A case whose verdict is a failure; the text is the whole report."""
-
-    def __init__(self, record: CaseRecord) -> None:
-        self.record = record
-        super().__init__(record.findings)
-
-    def __str__(self) -> str:
-        from fsdp_conformance.report.terminal import render_record
-
-        return render_record(self.record)

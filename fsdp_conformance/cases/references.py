@@ -1,8 +1,8 @@
 """
 The references of a case: trained, or taken from the store of references.
 
-    CaseReferences  a mixin of `ConformanceTestCase`: what cases call
-    _Source         where references come from, and go to
+    CaseReferences  the references that a case has trained or read so far
+    _Source         where references of one scenario come from, and go to
 
 References are usually needed after the engine has trained, in a process that the engine has entered. Such a process
 never writes an entry: it marks the entry as wanted. The next case that is about to train the same scenario, on ranks
@@ -12,14 +12,14 @@ that no engine has entered yet, trains the references first and writes them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_conformance import codec
+from fsdp_conformance.cases.rank import CaseRank
 from fsdp_conformance.errors import ReferencesDisagree, SuiteError
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.processes import preload
@@ -32,47 +32,31 @@ from fsdp_conformance.references.sharing import Offer, is_untouched
 from fsdp_conformance.references.store import Refused, content_of, entry_name, section
 from fsdp_conformance.workload.definition import Regime, Workload
 
-if TYPE_CHECKING:
-    from fsdp_conformance.contract.case import Case
-
 #: How references came to be, in the order of `RankReport.measurements`.
 COMPUTED, SHARED, CHECKED = "computed", "shared", "checked"
 
 
 class CaseReferences:
-    """The references of a case, on one rank."""
+    """The references of a case, on one rank. `offer` is the store as the controller offers it; None: share nothing."""
 
-    rank: int
-    report: RankReport
-    trained_references: dict[Hashable, tuple[Workload, References]]
-    """By the content of workload and regime, so that a case with several checks trains them once."""
-    engine_entered: bool = False
-    """Whether code under test has been loaded in this process."""
+    def __init__(self, here: CaseRank, offer: Mapping[str, Any] | None) -> None:
+        self._here = here
+        self._offer = offer
+        self._trained: dict[Hashable, tuple[Workload, References]] = {}
+        """By the content of workload and regime, so that a case with several checks trains them once."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def case(self) -> Case: ...
-
-        @property
-        def world_size(self) -> int: ...
-
-        @property
-        def reference_device(self) -> str: ...
-
-        @property
-        def reference_offer(self) -> Mapping[str, Any] | None: ...
-
-        def blaming(self, part: str) -> AbstractContextManager[None]: ...
-
-    def references(self, workload: Workload, regime: Regime | None = None) -> References:
+    def of(self, workload: Workload, regime: Regime | None = None) -> References:
         """The references for the workload, in agreement. Collective, once per workload and regime."""
         regime = (regime or Regime()).for_references()
-        known = _identity(workload, regime)
-        if known not in self.trained_references:
-            with process_group.log().phase("observe"), self.blaming("suite"):
-                self.trained_references[known] = workload, self._reference_source(workload, regime).obtained()
-        return self.trained_references[known][1]
+        identity = _identity(workload, regime)
+        if identity not in self._trained:
+            with process_group.log().phase("observe"), self._here.blaming("suite"):
+                self._trained[identity] = workload, self._source(workload, regime).obtained()
+        return self._trained[identity][1]
+
+    def forget(self) -> None:
+        """Forget the references that were trained or read."""
+        self._trained.clear()
 
     def before_engine(self, workload: Workload, regime: Regime | None) -> None:
         """
@@ -81,30 +65,30 @@ class CaseReferences:
 
         Raises SuiteError if the store has other references.
         """
-        if self.reference_offer is None or self.engine_entered:
+        if self._offer is None or self._here.engine_entered:
             return
         regime = (regime or Regime()).for_references()
-        known = _identity(workload, regime)
-        if known in self.trained_references:
+        identity = _identity(workload, regime)
+        if identity in self._trained:
             return
-        source = self._reference_source(workload, regime)
-        if source.is_sampled(self.case.id):
-            with process_group.log().phase("observe"), self.blaming("suite"):
-                self.trained_references[known] = workload, source.checked()
+        source = self._source(workload, regime)
+        if source.is_sampled(self._here.case.id):
+            with process_group.log().phase("observe"), self._here.blaming("suite"):
+                self._trained[identity] = workload, source.checked()
         elif source.is_wanted():
-            self.references(workload, regime)
+            self.of(workload, regime)
 
-    def _reference_source(self, workload: Workload, regime: Regime) -> _Source:
-        offer = self.reference_offer
+    def _source(self, workload: Workload, regime: Regime) -> _Source:
+        here = self._here
         return _Source(
             workload=workload,
             regime=regime,
-            rank=self.rank,
-            world_size=self.world_size,
-            device=self.reference_device,
-            report=self.report,
-            offer=None if offer is None else codec.typed(Offer, offer),
-            fresh=not self.engine_entered and context.running().start in FRESH,
+            rank=here.rank,
+            world_size=here.world_size,
+            device=here.reference_device,
+            report=here.report,
+            offer=None if self._offer is None else codec.typed(Offer, self._offer),
+            fresh=not here.engine_entered and context.running().start in FRESH,
         )
 
 
@@ -123,10 +107,10 @@ def _identity(workload: Workload, regime: Regime) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Agreement:
-    """What holds on every rank of the case."""
+    """Facts that hold on every rank of the case."""
 
     found: bool
-    """All of them have what they asked for, of one entry."""
+    """Each of them has its part of one entry."""
     untouched: bool
     """No engine has entered any of them."""
     one_key: bool
@@ -144,7 +128,7 @@ class _Source:
     report: RankReport
     offer: Offer | None
     fresh: bool
-    """Whether no engine has run in this process."""
+    """True if no engine has run in this process."""
     key: dict[str, str] | None = field(init=False)
     name: str = field(init=False)
 
@@ -154,38 +138,38 @@ class _Source:
 
     def is_sampled(self, case: str) -> bool:
         """
-        Whether there is an entry, and this case trains it again.
+        True if there is an entry, and this case trains it again.
 
-        Also where an engine's modules were imported: its cases would otherwise use entries that nobody checks.
+        Also where an engine's modules were imported: its cases would otherwise use entries that are never checked.
         """
         if self.offer is None or self.key is None or self.name not in self.offer.known:
             return False
         return self.fresh and self.offer.is_sampled(case, self.key)
 
     def is_wanted(self) -> bool:
-        """Whether there is no entry, a case would have used one, and this process may write it."""
+        """True if there is no entry, a case would have used one, and this process may write it."""
         return self.offer is not None and self.name in self.offer.wanted - self.offer.known and self._is_untouched()
 
     def obtained(self) -> References:
         """From the store if every rank finds them there; otherwise trained, and left there if they may be."""
         if self.offer is None:
             return self._computed()
-        found = self._read()
-        agreed = self._agreement(found is not None)
-        if found is not None and agreed.found:
+        references = self._read()
+        agreed = self._agreement(references is not None)
+        if references is not None and agreed.found:
             self._count(SHARED)
-            return found
-        found = self._computed()
+            return references
+        references = self._computed()
         if self.key is not None and agreed.one_key and self.name not in self.offer.known:
-            self._leave(self.offer, self.key, found, may_write=agreed.untouched)
-        return found
+            self._leave(self.offer, self.key, references, may_write=agreed.untouched)
+        return references
 
     def checked(self) -> References:
         """The references, trained here and compared with the entry, bit for bit. Collective."""
-        found = self._computed()
-        kept = self._bytes()
-        is_same = kept is None or kept == _section(found)
-        if kept is not None:
+        references = self._computed()
+        entry = self._bytes()
+        is_same = entry is None or entry == _section(references)
+        if entry is not None:
             self._count(CHECKED)
         if not self._agreement(is_same).found and self.offer is not None:
             self.offer.store.remove(self.name)
@@ -195,19 +179,19 @@ class _Source:
                 f"[rank {self.rank}, {self.workload.name}, world size {self.world_size}]. "
                 "The entry was removed: run the case again."
             )
-        return found
+        return references
 
     def _is_untouched(self) -> bool:
-        """Whether this process has run nothing but the suite, and imported nothing else either."""
+        """True if this process has run nothing but the suite, and imported nothing else either."""
         return self.fresh and not preload.failures and is_untouched(preload.loaded)
 
     def _computed(self) -> References:
-        found = train_references(
+        references = train_references(
             self.workload, self.regime, rank=self.rank, world_size=self.world_size, device=self.device
         )
-        found.agree()
+        references.agree()
         self._count(COMPUTED)
-        return found
+        return references
 
     def _read(self) -> References | None:
         """This rank's part of the entry; None if there is none. One that cannot have been written so is removed."""
@@ -216,7 +200,7 @@ class _Source:
             return None
         try:
             content: Any = content_of(data)
-            found = from_histories(
+            references = from_histories(
                 self.workload,
                 self.regime,
                 rank=self.rank,
@@ -224,11 +208,11 @@ class _Source:
                 histories=content["histories"],
                 absent=content["absent"],
             )
-            found.agree()
+            references.agree()
         except (Refused, SuiteError, ReferencesDisagree, KeyError, TypeError, AttributeError) as refused:
             self._refuse(refused)
             return None
-        return found
+        return references
 
     def _bytes(self) -> bytes | None:
         if self.offer is None or self.key is None or self.name not in self.offer.known:
@@ -245,14 +229,14 @@ class _Source:
             path = self.offer.store.path(self.name)
             self.report.notes.append(f"shared references {path} were refused and removed: {reason}")
 
-    def _leave(self, offer: Offer, key: Mapping[str, str], found: References, *, may_write: bool) -> None:
+    def _leave(self, offer: Offer, key: Mapping[str, str], references: References, *, may_write: bool) -> None:
         """Write the entry, or mark it as wanted. Collective if it may be written."""
         if not may_write:
             if self.rank == 0 and self.name not in offer.wanted:
                 offer.store.want(self.name)
             return
         try:
-            mine: bytes | None = _section(found)
+            mine: bytes | None = _section(references)
         except NotShared:
             mine = None
         everyone: list[bytes | None] | None = [None] * self.world_size if self.rank == 0 else None
@@ -261,10 +245,10 @@ class _Source:
         if self.rank == 0 and len(sections) == self.world_size:
             offer.store.write(key, sections)
 
-    def _agreement(self, found: bool) -> _Agreement:
-        """What holds on every rank: an engine may have changed only some of them. Collective."""
+    def _agreement(self, holds: bool) -> _Agreement:
+        """The facts that hold on every rank: an engine may have changed only some of them. Collective."""
         number = int(self.name[:15] or "0", 16)
-        least = torch.tensor([found, self._is_untouched(), number, -number], dtype=torch.int64, device="cpu")
+        least = torch.tensor([holds, self._is_untouched(), number, -number], dtype=torch.int64, device="cpu")
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         everywhere, untouched, lowest, highest = least.tolist()
         one_key = lowest == -highest
@@ -275,6 +259,6 @@ class _Source:
         counts[how] += 1
 
 
-def _section(found: References) -> bytes:
-    """What one rank keeps."""
-    return section({"histories": found.histories, "absent": found.absent})
+def _section(references: References) -> bytes:
+    """One rank's part of an entry."""
+    return section({"histories": references.histories, "absent": references.absent})

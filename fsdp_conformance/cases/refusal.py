@@ -1,5 +1,5 @@
 """
-What counts as a refusal: a deliberate error that says what was refused, raised before anything was trained.
+A refusal is a deliberate error that names the refused feature, raised before anything was trained.
 
 An engine that breaks down by itself also raises, but tells its user nothing: `'NoneType' object has no attribute
 'size'` is a defect, not a refusal. torch's own engines refuse with ValueError, RuntimeError, NotImplementedError and

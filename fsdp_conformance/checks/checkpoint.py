@@ -81,17 +81,17 @@ def same_optimizer_state(
     tally = Tally("optimizer state dict", requirement, rank=rank)
     where: dict[str, Any] = {"phase": _PHASE, "step": step}
     when = f" {moment}" if moment else ""
-    found, wanted = state.get("state", {}), expected["state"]
-    _compare_names(tally, found, wanted, f"parameters with optimizer state{when}", where)
-    for name in wanted:
-        if name not in found:
+    state_of_parameters, expected_state = state.get("state", {}), expected["state"]
+    _compare_names(tally, state_of_parameters, expected_state, f"parameters with optimizer state{when}", where)
+    for name in expected_state:
+        if name not in state_of_parameters:
             continue
         here = where | {"fqn": name}
-        _compare_names(tally, found[name], wanted[name], f"optimizer state{when}", here)
-        for key in wanted[name]:
-            if key in found[name]:
+        _compare_names(tally, state_of_parameters[name], expected_state[name], f"optimizer state{when}", here)
+        for key in expected_state[name]:
+            if key in state_of_parameters[name]:
                 what = f"{key} in the optimizer state{when}"
-                _compare_value(tally, found[name][key], wanted[name][key], what, ulps, here)
+                _compare_value(tally, state_of_parameters[name][key], expected_state[name][key], what, ulps, here)
     groups, named = state.get("param_groups", []), expected["param_groups"]
     tally.compare(len(groups) == len(named), "number of groups", expected=len(named), got=len(groups), **where)
     for index, (group, right) in enumerate(zip(groups, named, strict=False)):
@@ -109,14 +109,14 @@ def same_continuation(
 ) -> CheckResult:
     """Losses and parameters of a resumed training equal those of the same steps of another one, bit for bit."""
     tally = Tally("continuation", requirement, rank=rank)
-    known = {record.step: record for record in uninterrupted.steps}
+    by_step = {record.step: record for record in uninterrupted.steps}
     for record in run.steps:
-        other = known.get(record.step)
+        other = by_step.get(record.step)
         if other is None:
             continue
-        for index, (loss, wanted) in enumerate(zip(record.losses, other.losses, strict=True)):
+        for index, (loss, expected) in enumerate(zip(record.losses, other.losses, strict=True)):
             here: dict[str, Any] = {"step": record.step, "phase": "forward", "bound": "bitwise"}
-            _compare_value(tally, loss, wanted, "loss", 0.0, here | {"fqn": f"loss of micro-batch {index}"})
+            _compare_value(tally, loss, expected, "loss", 0.0, here | {"fqn": f"loss of micro-batch {index}"})
         for name, value in other.params.items():
             here = {"step": record.step, "phase": "step", "fqn": name, "bound": "bitwise"}
             _compare_value(tally, record.params.get(name), value, "parameter", 0.0, here)
@@ -209,7 +209,7 @@ def local_parts(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What reading a model must leave as it was."""
+    """The values that reading a model must leave as they were."""
 
     hooks: dict[str, int]
     """Number of hooks by registry, over all modules and parameters."""

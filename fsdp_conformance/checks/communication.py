@@ -266,14 +266,14 @@ def wire_volume(
         scattered = of(records, Op.REDUCE_SCATTER)
         other = [record for record in records if record.op not in (Op.ALL_GATHER, Op.REDUCE_SCATTER)]
         shard = most_trained / group_size * reductions if plan.replicas > 1 else 0
-        for phase, what, found, least, limit in (
+        for phase, what, calls, least, limit in (
             ("forward", "received by all-gathers in forward", forward, ideal * passes, most * passes),
             ("backward", "received by all-gathers in backward", backward, 0, most * passes),
             ("reduce", "sent by reduce-scatters", scattered, ideal_trained * reductions, most_trained * reductions),
             (None, "carried by other collectives", other, 0, shard + padding * ideal),
         ):
-            ratio = nbytes(found) / least if least else None
-            expect_bytes(tally, what, found, least=least, most=limit, step=step.step, phase=phase, ratio=ratio)
+            ratio = nbytes(calls) / least if least else None
+            expect_bytes(tally, what, calls, least=least, most=limit, step=step.step, phase=phase, ratio=ratio)
         seen = {
             "forward": nbytes(forward) / ideal,
             "backward": nbytes(backward) / ideal,
@@ -316,7 +316,7 @@ def total_volume(
     history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, padding: float, requirement: str
 ) -> CheckResult:
     """
-    What a step sends in all is at most two passes of parameters and one of gradients, plus the declared padding (R068).
+    A step sends at most two passes of parameters and one of gradients in all, plus the declared padding (R068).
 
     That is full sharding; less sharding needs less. An all-reduce counts twice, because it is a reduction and a gather.
     An engine whose default is hybrid also all-reduces a shard.
@@ -372,7 +372,7 @@ def _sharded_rules(step: StepRecord, units: OwningUnits, plan: Plan) -> list[_Ru
 
 
 def _stays_gathered(plan: Plan) -> bool:
-    """Whether parameters are kept from forward to backward."""
+    """True if parameters stay gathered from forward to backward."""
     if plan.reshard_after_forward is None:
         return plan.sharding is Sharding.GRAD_OPTIM
     return plan.reshard_after_forward is False
@@ -387,11 +387,11 @@ def _judge_rule(tally: Tally, rule: _Rule, step: StepRecord, records: list[Colle
 
 def _judge_rest(tally: Tally, step: StepRecord, records: list[CollectiveRecord], *, hybrid: bool) -> None:
     """Only gathers and scatters; the all-reduce of a gradient norm is allowed where the engine returned one."""
-    known = {Op.ALL_GATHER, Op.REDUCE_SCATTER}
+    countable = {Op.ALL_GATHER, Op.REDUCE_SCATTER}
     other = [
         record
         for record in records
-        if record.op not in known
+        if record.op not in countable
         and not (record.op is Op.ALL_REDUCE and record.phase == "step" and step.grad_norm is not None)
         and not (record.op is Op.ALL_REDUCE and record.phase != "step" and hybrid)
     ]

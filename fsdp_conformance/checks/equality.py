@@ -59,9 +59,9 @@ def schedule_digests(history: TrainingHistory) -> dict[str, str]:
 def _digests(
     prefix: str, initial: Mapping[str, Tensor], steps: list[dict[str, Tensor]], exclude: Collection[str]
 ) -> dict[str, str]:
-    found = {f"{prefix} init {name}": digest(value) for name, value in initial.items() if name not in exclude}
+    digests = {f"{prefix} init {name}": digest(value) for name, value in initial.items() if name not in exclude}
     for step, tensors in enumerate(steps):
-        found |= {
+        digests |= {
             f"{prefix} step {step} {name}": digest(value) for name, value in tensors.items() if name not in exclude
         }
-    return found
+    return digests

@@ -52,13 +52,13 @@ def same_training(
             not torch.equal(value, after[name]) for name, value in history.initial_params.items() if name in after
         )
         tally.compare(moved, "parameters", expected="some that training moved", got="some" if moved else "none")
-    for got, wanted in zip(run.steps, other.steps, strict=True):
+    for got, expected in zip(run.steps, other.steps, strict=True):
         if losses is not Losses.OTHERS:
-            ours, theirs = (_losses(record, losses) for record in (got, wanted))
+            ours, theirs = (_losses(record, losses) for record in (got, expected))
             _compare(tally, "loss", ours, theirs, step=got.step, phase="forward", what=what)
-        if got.grads is not None and wanted.grads is not None:
-            _compare(tally, "gradient", got.grads, wanted.grads, step=got.step, phase="reduce", what=what)
-        _compare(tally, "parameter", got.params, wanted.params, step=got.step, phase="step", what=what)
+        if got.grads is not None and expected.grads is not None:
+            _compare(tally, "gradient", got.grads, expected.grads, step=got.step, phase="reduce", what=what)
+        _compare(tally, "parameter", got.params, expected.params, step=got.step, phase="step", what=what)
         if tally.findings:
             # Later steps follow from this one.
             break
@@ -75,14 +75,14 @@ def _compare(
     tally: Tally,
     kind: str,
     got: Mapping[str, Tensor | None],
-    wanted: Mapping[str, Tensor | None],
+    expected: Mapping[str, Tensor | None],
     *,
     step: int,
     phase: str,
     what: str,
 ) -> None:
-    for name in wanted.keys() | got.keys():
-        ours, theirs = got.get(name), wanted.get(name)
+    for name in expected.keys() | got.keys():
+        ours, theirs = got.get(name), expected.get(name)
         if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and ours.shape == theirs.shape:
             same = torch.equal(ours, theirs)
             seen = f"differences of up to {(ours.double() - theirs.double()).abs().max().item():.3g}"

@@ -113,12 +113,12 @@ def resharded_after_forward(
     Judged in every step, by the bytes allocated between the end of the previous step and the loss.
     """
     bytes_of = sizes(workload, plan, world_size=world_size)
-    kept = plan.reshard_after_forward is False or plan.sharding is Sharding.GRAD_OPTIM
+    stays_whole = plan.reshard_after_forward is False or plan.sharding is Sharding.GRAD_OPTIM
     tally = Tally("bytes at the loss", "R034", rank=history.rank)
     figures = {}
     for step, before, after in _pairs(history, Point.FORWARD):
         grown = figures[f"step {step}"] = after.allocated - before
-        if kept:
+        if stays_whole:
             # Relative to setup: gradients that are dropped may be freed as late as in the next forward.
             above = after.allocated - _first(history, Point.SETUP).allocated
             tally.compare(
@@ -184,11 +184,11 @@ def peaks(
     far as R033 allows it.
     """
     bytes_of = sizes(workload, plan, world_size=world_size)
-    kept = plan.reshard_after_forward is False or plan.sharding is Sharding.GRAD_OPTIM
+    stays_whole = plan.reshard_after_forward is False or plan.sharding is Sharding.GRAD_OPTIM
     largest, root, full = bytes_of.largest, bytes_of.root, bytes_of.gathered
     sharded = _sharded_bytes(history, bytes_of, padding)
     state = sharded * history.full_bytes["optim"] // history.full_bytes["params"]
-    if kept:
+    if stays_whole:
         bounds = dict.fromkeys((Point.FORWARD, Point.BACKWARD), sharded + full + 2 * largest + activations.forward_peak)
     else:
         bounds = {
@@ -249,7 +249,7 @@ def units_gathered(
 
 
 def _sharded_bytes(history: TrainingHistory, bytes_of: Sizes, padding: float) -> int:
-    """What is held after wrapping, or what R033 allows if that is less."""
+    """The bytes held after wrapping, or those that R033 allows if they are fewer."""
     allowed = int(bytes_of.shard * (1 + padding)) + bytes_of.buffers
     return min(_above_base(history, _first(history, Point.SETUP)), allowed)
 
@@ -349,13 +349,13 @@ def shards_without_copies(
 
 
 def _marks(history: TrainingHistory, point: Point) -> list[MemoryMark]:
-    found = [mark for mark in history.memory if mark.point is point]
-    if not found:
+    marks = [mark for mark in history.memory if mark.point is point]
+    if not marks:
         raise SuiteError(
             f"no bytes were recorded at {point.value!r} [rank {history.rank}]. Only accelerators count bytes, so the "
             "case must ask for one."
         )
-    return found
+    return marks
 
 
 def _first(history: TrainingHistory, point: Point) -> MemoryMark:

@@ -35,13 +35,13 @@ def norm_by_hand(
     """
     tally = Tally("total norm", requirement, rank=history.rank)
     bound = 0.0 if exact else ROUNDINGS * torch.finfo(dtype).eps / 2
-    for record, wanted in zip(history.steps, expected, strict=True):
+    for record, norm in zip(history.steps, expected, strict=True):
         got = None if record.grad_norm is None else record.grad_norm.double().item()
-        holds = got is not None and abs(got - wanted) <= bound * wanted
+        holds = got is not None and abs(got - norm) <= bound * norm
         tally.compare(
-            holds, "total norm", expected=f"{wanted:.9g}", got="none" if got is None else f"{got:.9g}",
+            holds, "total norm", expected=f"{norm:.9g}", got="none" if got is None else f"{got:.9g}",
             step=record.step, phase="step", bound="bitwise" if exact else f"{bound:.2g} of the norm",
-            ratio=got / wanted if got is not None and wanted else None,
+            ratio=got / norm if got is not None and norm else None,
         )  # fmt: skip
     return tally.result(measurements={"bound": "bitwise" if exact else bound})
 

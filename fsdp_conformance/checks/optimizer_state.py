@@ -26,21 +26,21 @@ def same_state(state: Mapping[str, Mapping[str, Tensor]], references: References
     tally = Tally("optimizer state", requirement, rank=references.rank)
     expected = references.expected.optimizer_state
     for name, entries in expected.items():
-        for key, wanted in entries.items():
+        for key, value in entries.items():
             got = state.get(name, {}).get(key)
             where = {"fqn": name, "phase": "step"}
             if got is None:
                 tally.compare(False, key, expected="a tensor", got="None", **where)
-            elif got.shape != wanted.shape:
-                tally.compare(False, f"shape of {key}", expected=tuple(wanted.shape), got=tuple(got.shape), **where)
-            elif wanted.numel() == 1 and key == "step":
-                tally.compare(float(got) == float(wanted), key, expected=float(wanted), got=float(got), **where)
+            elif got.shape != value.shape:
+                tally.compare(False, f"shape of {key}", expected=tuple(value.shape), got=tuple(got.shape), **where)
+            elif value.numel() == 1 and key == "step":
+                tally.compare(float(got) == float(value), key, expected=float(value), got=float(got), **where)
             else:
-                distance = magnitude(got.double() - wanted.double())
-                limit = 0.0 if references.exact else MOMENT_BOUND * magnitude(wanted.double())
+                distance = magnitude(got.double() - value.double())
+                limit = 0.0 if references.exact else MOMENT_BOUND * magnitude(value.double())
                 tally.compare(
                     distance <= limit, key, expected=f"a difference of at most {limit:.3g}", got=f"{distance:.3g}",
-                    elements=wanted.numel(), **where,
+                    elements=value.numel(), **where,
                 )  # fmt: skip
     for name in state.keys() - expected.keys():
         tally.compare(False, "state", expected="none, as the reference has none", got="some", fqn=name, phase="step")

@@ -72,8 +72,8 @@ def steady_schedule(history: TrainingHistory, *, requirement: str, validation: b
         )  # fmt: skip
     first = history.steps[0]
     records = in_step(history, first.step)
-    counts, wanted = Counter(map(_place, records)), Counter(map(_place, usual))
-    extra = counts - wanted
+    counts, usual_counts = Counter(map(_place, records)), Counter(map(_place, usual))
+    extra = counts - usual_counts
     extras = [record for record in records if _place(record) in extra]
     tally.compare(
         not extra or validation, "collectives in the first step",

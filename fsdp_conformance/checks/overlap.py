@@ -33,7 +33,7 @@ class _Kind:
     phase: str
     ops: frozenset[Op]
     before: bool
-    """Whether they serve the computation that follows: they should not wait for the one before. Else they serve the one
+    """True if they serve the computation that follows: they should not wait for the one before. Else they serve the one
     before, and the one that follows should not wait for them."""
 
 
@@ -93,7 +93,7 @@ def overlaps(work: DeviceWork, *, rank: int, step: int, num_units: int, requirem
 
 
 def _reason(kind: _Kind, alone: Sequence[Communicated], computed: Sequence[Computed]) -> str:
-    """What keeps most of these collectives from going beside computation."""
+    """The reason why most of these collectives do not overlap with computation."""
     by_host = by_stream = 0
     for collective in alone:
         pair = _neighbours(kind, collective, computed)

@@ -122,7 +122,7 @@ def parity(
 
 
 def hidden_kinds(history: TrainingHistory, references: References) -> list[Kind]:
-    """What the references have and the implementation gives no way to see: gradients, buffers, norms."""
+    """Kinds that the references have and the implementation gives no way to see: gradients, buffers, norms."""
     kinds = (Kind.GRADIENT, Kind.BUFFER, Kind.NORM)
     return [
         kind for kind in kinds if _has_values(references.expected, kind) and _seen(kind, history, references) is None
@@ -164,11 +164,11 @@ class LastWriters:
     @cached_property
     def _reductions(self) -> dict[int | None, list[CollectiveRecord]]:
         """The reductions of backward, by step."""
-        found: dict[int | None, list[CollectiveRecord]] = {}
+        by_step: dict[int | None, list[CollectiveRecord]] = {}
         for record in of(self._history.collectives, *REDUCING):
             if record.phase == "backward":
-                found.setdefault(record.step, []).append(record)
-        return found
+                by_step.setdefault(record.step, []).append(record)
+        return by_step
 
     @cached_property
     def _sizes(self) -> dict[str, tuple[int, float]]:
@@ -190,7 +190,7 @@ def _reference_to(record: CollectiveRecord) -> str:
 
 def _applies(kind: Kind, history: TrainingHistory, references: References) -> bool:
     """
-    Whether both sides have values of the kind. A name that only one side has is a finding, not a reason to skip.
+    True if both sides have values of the kind. A name that only one side has is a finding, not a reason to skip.
     """
     if kind is Kind.LOSS:
         return True
@@ -215,7 +215,7 @@ def _applies(kind: Kind, history: TrainingHistory, references: References) -> bo
 
 
 def _seen(kind: Kind, history: TrainingHistory, references: References) -> tuple[TrainingHistory, References] | None:
-    """What to compare for a kind: the history and the references, both with derived gradients, or nothing."""
+    """The two sides of a kind: the history and the references, both with derived gradients, or nothing."""
     if _applies(kind, history, references):
         return history, references
     if kind is Kind.GRADIENT and _has_values(references.expected, kind):
@@ -278,7 +278,7 @@ class _Judge:
         return self.found
 
     def _step(self, step: int) -> list[_Unexplained]:
-        """What differs at a step. Only the differences that are reported are explained, which takes longest."""
+        """The differences at a step. Only those that are reported are explained, which takes longest."""
         got = values(self.history, self.kind, step)
         expected = values(self.references.expected, self.kind, step)
         if self.kind is Kind.INITIAL and not self.history.shows_buffers:
@@ -417,17 +417,17 @@ class _Judge:
         held: list[Tensor] = []
         right: list[Tensor] = []
         for other in (other for other in expected if owner(other, units) == owner(name, units)):
-            value, wanted = got.get(other), expected[other]
-            if wanted is None and value is None:
+            value, reference = got.get(other), expected[other]
+            if reference is None and value is None:
                 continue
-            if not isinstance(value, Tensor) or not isinstance(wanted, Tensor) or value.shape != wanted.shape:
+            if not isinstance(value, Tensor) or not isinstance(reference, Tensor) or value.shape != reference.shape:
                 return None
             held.append(value.flatten())
-            right.append(wanted.flatten())
+            right.append(reference.flatten())
         return torch.cat(held), torch.cat(right)
 
     def _supposed(self, step: int, name: str) -> Iterable[tuple[str, Tensor]]:
-        """What the value would be with one mistake in the step."""
+        """The value as it would be with one mistake in the step."""
         if self.kind is Kind.LOSS:
             return supposed_losses(self.references, step, int(name.rpartition(" ")[2]))
         if self.kind is Kind.NORM:
@@ -463,7 +463,7 @@ class _Judge:
 
 
 def _factors(regime: Regime) -> dict[str, float]:
-    """What would scale all gradients in this regime, apart from ranks and micro-batches."""
+    """The mistakes that would scale all gradients in this regime, apart from ranks and micro-batches."""
     factors = {}
     if regime.backwards_per_forward > 1:
         factors[f"one of {regime.backwards_per_forward} backwards missing"] = 1 / regime.backwards_per_forward

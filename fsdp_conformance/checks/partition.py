@@ -91,7 +91,7 @@ def degree_used(
     history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, regathers: bool, requirement: str
 ) -> CheckResult:
     """
-    What this rank holds and gathers is what the requested sharding degree means (R005).
+    This rank holds and gathers as much as the requested sharding degree means (R005).
 
     Every kind that the degree shards is held as a shard, by bytes; without sharding, parameters are held whole. In a
     step, parameters are gathered once under ZeRO-1 and 2, and not at all without sharding. With full sharding they are
@@ -202,12 +202,12 @@ def _judge_kind(
         return
     held, limit = history.held_bytes[kind], _limit(history, plan, kind, group_size)
     shard, shown = share(history, plan, group_size), history.shown_bytes.get(kind, held)
-    wanted = f"about {int(full * shard.largest)} B, at most {limit} B"
+    target = f"about {int(full * shard.largest)} B, at most {limit} B"
     likely = "replicated training: every rank holds the whole" if held >= full else None
     if held > limit >= shown:
         likely = f"the shards, of {shown} B, are views of whole tensors, so nothing is freed"
     tally.compare(
-        held <= limit, f"{_NAMES[kind]} held", expected=wanted, got=f"{held} B",
+        held <= limit, f"{_NAMES[kind]} held", expected=target, got=f"{held} B",
         details=f"{held / full:.3f} of {full} B, which is sharded over {group_size} ranks",
         elements=full, phase="init" if kind == "params" else None, ratio=held / full, likely=likely,
     )  # fmt: skip

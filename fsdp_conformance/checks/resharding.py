@@ -1,5 +1,5 @@
 """
-Whether parameters are resharded between steps, seen from the outside: what a rank gave up, it must gather again.
+Are parameters resharded between steps? Seen from the outside: what a rank gave up, it must gather again.
 
 For implementations that cannot tell whether a unit holds full parameters (`Adapter.unit_is_unsharded`). Memory that is
 held although the parameters are gathered again does not show here.
@@ -17,7 +17,7 @@ from fsdp_conformance.workload.units import ROOT, owning_units, parameter_bytes
 
 
 def holds_whole_parameters(history: TrainingHistory) -> bool:
-    """Whether a rank keeps all parameters between steps by design: then there is nothing to reshard."""
+    """True if a rank keeps all parameters between steps by design: then there is nothing to reshard."""
     return history.held_bytes.get("params", 0) >= history.full_bytes.get("params", 0) > 0
 
 

@@ -1,4 +1,4 @@
-"""What an oracle returns: its findings, how much it compared, and the figures it judged by."""
+"""The result of an oracle: its findings, how much it compared, and the figures it judged by."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def rounds_alike(
             got = values(history, kind, record.step)
             for name, want in values(expected, kind, record.step).items():
                 difference = _difference(got.get(name), want, demands_dtype=kind in _IN_THEIR_DTYPE)
-                wanted, seen = difference or ("", "")
+                text_expected, text_got = difference or ("", "")
                 tally.compare(
-                    difference is None, kind, expected=wanted, got=seen,
+                    difference is None, kind, expected=text_expected, got=text_got,
                     details="the reference rounds where the plan says",
                     elements=want.numel() if isinstance(want, Tensor) else 1,
                     step=None if kind is Kind.EVAL else record.step, phase=_PHASES.get(kind, "step"), fqn=name,
@@ -47,7 +47,7 @@ def rounds_alike(
 
 
 def _difference(got: Any, want: Any, *, demands_dtype: bool) -> tuple[str, str] | None:
-    """What was expected and what was seen of a value that differs, or None."""
+    """The expected and the observed side of a value that differs, or None."""
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
         return None if type(got) is type(want) else (type(want).__name__, type(got).__name__)
     if got.shape != want.shape or (demands_dtype and got.dtype is not want.dtype):

@@ -101,20 +101,20 @@ def same_undisturbed(observed: TrainingHistory, undisturbed: TrainingHistory, re
     """
     tally = Tally("undisturbed run", requirement, rank=observed.rank)
     differs = None
-    for label, where, usual, found in _ends_of(observed, undisturbed):
-        equal = found is not None and torch.equal(usual, found)
+    for label, where, usual, other in _ends_of(observed, undisturbed):
+        equal = other is not None and torch.equal(usual, other)
         tally.expect(True, "", elements=usual.numel())
         if not equal and differs is None:
-            differs = label, where, usual, found
+            differs = label, where, usual, other
     if differs is not None:
-        label, where, usual, found = differs
+        label, where, usual, other = differs
         tally.expect(
             False,
             f"{label} of a run that never waits for the device: expected that of the observed run, "
             + (
                 "got none"
-                if found is None
-                else f"got others in {int((usual != found).sum())} of {usual.numel()} elements"
+                if other is None
+                else f"got others in {int((usual != other).sum())} of {usual.numel()} elements"
             ),
             likely="a wait is missing: the loop's own waits, to read results, had hidden it",
             **where,
@@ -125,10 +125,10 @@ def same_undisturbed(observed: TrainingHistory, undisturbed: TrainingHistory, re
 def _ends_of(
     observed: TrainingHistory, undisturbed: TrainingHistory
 ) -> Iterator[tuple[str, dict[str, Any], Tensor, Tensor | None]]:
-    """What is compared: a label, the place, the observed value, and the other one."""
+    """The values to compare: a label, the place, the observed value, and the other one."""
     for before, after in zip(observed.steps, undisturbed.steps, strict=True):
-        for usual, found in zip_longest(before.losses, after.losses):
-            yield "loss", {"step": before.step, "phase": "forward"}, usual, found
+        for usual, other in zip_longest(before.losses, after.losses):
+            yield "loss", {"step": before.step, "phase": "forward"}, usual, other
     last = observed.steps[-1]
     for name, value in last.params.items():
         yield (

@@ -29,11 +29,11 @@ EXCHANGING = frozenset({Op.ALL_TO_ALL, Op.SEND})
 
 def in_step(history: TrainingHistory, step: int, *phases: str) -> list[CollectiveRecord]:
     """The traffic of one step, in order, in `phases` (default: those of training)."""
-    wanted = phases or TRAINING
+    counted = phases or TRAINING
     return [
         record
         for record in history.collectives
-        if record.step == step and record.phase in wanted and len(record.group) > 1
+        if record.step == step and record.phase in counted and len(record.group) > 1
     ]
 
 

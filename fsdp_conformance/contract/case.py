@@ -18,7 +18,7 @@ CASE_ATTRIBUTE = "conformance_case"
 EXPLORED = "explored-"
 
 #: Environments that a case can ask for; the harness knows which are present.
-#: "stream_order": what each operation of a stream waits for can be asked, which only the simulated accelerator answers.
+#: "stream_order": the device can be asked what each operation of a stream waits for; only the simulated one answers.
 ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory", "stream_order"})
 
 #: The deadline of a case that names none, in seconds.
@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What a run must know about a case before running it."""
+    """A case, as far as a run must know it before running it."""
 
     id: str
     requirements: tuple[str, ...]
@@ -44,20 +44,17 @@ class Case:
     kills: tuple[str, ...] = ()
     """Known-wrong implementations (names in `fsdp_conformance.mutants`) that must fail this case."""
     timeout_s: float = TIMEOUT_S
-    """The case's deadline. If it is shorter than usual, some engines make ranks wait for it."""
+    """The case's deadline."""
+    starts_early: bool = False
+    """Some engines make ranks wait for the deadline: start the case first, so that others run while it waits."""
     processes: str = ""
     """Why the ranks of this case must be processes; empty if they can be simulated."""
     axes: tuple[tuple[str, Any], ...] = ()
     """The arguments of the test method, by name."""
 
     @property
-    def may_wait(self) -> bool:
-        """Whether some engines make ranks wait for a deadline. Such a case starts early: others run while it waits."""
-        return self.timeout_s < TIMEOUT_S
-
-    @property
     def is_saved(self) -> bool:
-        """Whether `explore` has found it and a user has kept it: then it belongs to no profile."""
+        """True if `explore` drew it and a user saved it: then it belongs to no profile."""
         return self.id.partition("/")[2].startswith(EXPLORED)
 
 

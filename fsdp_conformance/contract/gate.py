@@ -6,7 +6,7 @@ needs an accelerator to the simulated one, and a run on any device sends a case 
 because no other device answers; unless told not to. That takes an implementation that supports accelerators other than
 CUDA, and a compiler.
 
-What the implementation declines is UNSUPPORTED. NOT_RUN_ENV describes the machine, and nothing else.
+A case that the implementation declines is UNSUPPORTED. NOT_RUN_ENV describes the machine, and nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ANY_ACCELERATOR = "any_accelerator"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What one type of device offers on this machine."""
+    """The capacity of one type of device on this machine."""
 
     device: str
     present: frozenset[str]
@@ -65,11 +65,11 @@ class Gated:
 
 def device_for(case: Case, settings: RunSettings) -> str:
     """The type of device that the case runs on: the run's, or the simulated one if only that can answer."""
-    wanted = set(case.environment)
+    environment = set(case.environment)
     lacking = SIMULATED_ENVIRONMENTS if settings.device == "cpu" else _SIMULATED_ONLY
-    simulates = settings.simulator and wanted & lacking
+    simulates = settings.simulator and environment & lacking
     # A simulation cannot stand in for CUDA or NCCL themselves.
-    return SIMULATED if simulates and not wanted & {"cuda", "nccl"} else settings.device
+    return SIMULATED if simulates and not environment & {"cuda", "nccl"} else settings.device
 
 
 def gate(
@@ -86,7 +86,7 @@ def gate(
     one if cases may go there. A flag that only the *model* asks for does not stop a case: the case tests the refusal.
     """
     device = device_for(case, settings)
-    record = empty_record(case, settings.implementation, device)
+    record = _record_without_ranks(case, settings, device)
     option = left_out_by(case, settings)
     if option:
         return Gated(device=device, record=decided(record, Verdict.DISABLED, f"left out by {option}"))
@@ -118,7 +118,7 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
     lacking = "which this machine does not have"
     if record.device != settings.device and places[SIMULATED].problem:
         lacking += f"; the simulated accelerator cannot be built: {places[SIMULATED].problem}"
-        record = empty_record(case, settings.implementation, settings.device)
+        record = _record_without_ranks(case, settings, settings.device)
     place = places[record.device].shared() if settings.share_devices else places[record.device]
     if settings.num_workers and case.world_size > settings.num_workers:
         record.measurements["absent"] = ["workers"]
@@ -143,33 +143,29 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
     return decided(record, Verdict.NOT_RUN_ENV, reason)
 
 
-def empty_record(
-    case: Case,
-    implementation: str,
-    device: str,
-    *,
-    ranks: str = "processes",
-    backend: str = "",
-    stress_seed: int | None = None,
-    stress_failure: str = "",
-    seconds: float = 0.0,
-) -> CaseRecord:
-    """A record of the case without a verdict; `decided` gives it one."""
+def _record_without_ranks(case: Case, settings: RunSettings, device: str) -> CaseRecord:
+    """A record of a case that starts no rank: options about ranks have no part in its verdict."""
+    return empty_record(case, RunSettings(implementation=settings.implementation), device)
+
+
+def empty_record(case: Case, settings: RunSettings, device: str, *, seconds: float = 0.0) -> CaseRecord:
+    """A record of the case on a type of device, without a verdict; `decided` gives it one."""
+    ranks = ranks_of(settings)
     words = ["fsdp-conformance run"]
-    if implementation:
-        words.append(f"--implementation {implementation}")
+    if settings.implementation:
+        words.append(f"--implementation {settings.implementation}")
     if device != "cpu":
         words.append(f"--device {device}")
     if ranks == "simulated":
         words.append("--ranks simulated")
-    if backend:
-        words.append(f"--backend {backend}")
+    if settings.backend:
+        words.append(f"--backend {settings.backend}")
     if ranks == SHARED_DEVICES:
         words.append("--share-devices")
-    if stress_seed is not None:
-        words.append(f"--stress --stress-seed {stress_seed}")
-    if stress_failure:
-        words.append(f"--stress-failure {stress_failure}")
+    if settings.stress_seed is not None:
+        words.append(f"--stress --stress-seed {settings.stress_seed}")
+    if settings.stress_failure:
+        words.append(f"--stress-failure {settings.stress_failure}")
     return CaseRecord(
         case=case.id,
         requirements=list(case.requirements),
@@ -182,6 +178,13 @@ def empty_record(
         repro=" ".join([*words, f"--case {case.id}"]),
         seconds=seconds,
     )
+
+
+def ranks_of(settings: RunSettings) -> str:
+    """The kind of ranks, as a record names it."""
+    if settings.reuse_ranks:
+        return "reused"
+    return SHARED_DEVICES if settings.share_devices else settings.ranks
 
 
 def decided(record: CaseRecord, verdict: Verdict, reason: str) -> CaseRecord:

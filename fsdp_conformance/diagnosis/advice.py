@@ -13,8 +13,8 @@ def look_at(record: CaseRecord, finding: Finding) -> str:
     ended = _BY_END.get(finding.check)
     if ended is not None:
         return ended(record, finding)
-    known = contract.load().requirements.get(finding.requirement)
-    return known.look_at if known is not None else ""
+    requirement = contract.load().requirements.get(finding.requirement)
+    return requirement.look_at if requirement is not None else ""
 
 
 #: DDP names this option in its error if a parameter gets no gradient.

@@ -47,7 +47,7 @@ _MAX_OFFSETS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What is known about a tensor that differs. All tensors have the same shape; `expected` is float64."""
+    """A tensor that differs, with what could explain it. All tensors have the same shape; `expected` is float64."""
 
     kind: str
     """"gradient", "parameter", "loss", ..."""
@@ -59,9 +59,9 @@ class Evidence:
     rank: int
     micro_batches: int = 1
     previous: Tensor | None = None
-    """What was expected one step earlier."""
+    """The expected value one step earlier."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """What else would scale a gradient in this regime, such as a second backward that is missing."""
+    """Other mistakes that would scale a gradient in this regime, such as a second backward that is missing."""
     contributions: Sequence[Sequence[Tensor | None]] | None = None
     """By rank and micro-batch: the undivided gradient of that rank's loss alone."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Evidence:
     unit: tuple[Tensor, Tensor] | None = None
     """The flat values, actual and expected, of all parameters that are sharded together with this one."""
     supposed: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
-    """What this tensor would be with one mistake in the step, each with the mistake in a phrase."""
+    """This tensor as it would be with one mistake in the step, each with the mistake in a phrase."""
 
 
 def likely(evidence: Evidence) -> str | None:
@@ -184,7 +184,7 @@ def _named(fitting: Sequence[_Guess]) -> Iterator[str]:
 
 
 def _factors(evidence: Evidence, got: Tensor, expected: Tensor, factor: float) -> Iterator[_Guess]:
-    """What a single factor at every element can mean."""
+    """The possible meanings of a single factor at every element."""
     world_size, micro = evidence.world_size, evidence.micro_batches
     is_norm = evidence.kind == "norm"
     places = " at every element" if expected.numel() > 1 else ""
@@ -208,7 +208,7 @@ def _factors(evidence: Evidence, got: Tensor, expected: Tensor, factor: float) -
 
 
 def _sums(evidence: Evidence, expected: Tensor) -> Iterator[_Guess]:
-    """What a gradient would be with wrong weights of ranks or micro-batches."""
+    """The gradient as it would be with wrong weights of ranks or micro-batches."""
     if evidence.contributions is None:
         return
     if evidence.world_size > 1:
@@ -303,7 +303,7 @@ def _owned_sums(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[_
 
 def _is_pieced(got: Tensor, expected: Tensor, by_owner: Sequence[Tensor]) -> bool:
     """
-    Whether the tensor is made of consecutive pieces of these, in order of rank, along dim 0 or dim 1.
+    True if the tensor is made of consecutive pieces of these, in order of rank, along dim 0 or dim 1.
 
     At least two of them are needed: a single one is not a piece but the whole.
     """
@@ -379,7 +379,7 @@ def _update_scaled_by(factor: float) -> str:
 
 
 def _is_plain(factor: float, world_size: int) -> bool:
-    """Whether it is a factor that somebody may have written down, or forgotten."""
+    """True for a factor that could be in a program, or missing from it."""
     return any(abs(factor - plain) < 1e-3 * plain for plain in (2.0, 0.5, world_size, 1 / world_size) if plain != 1)
 
 
@@ -412,7 +412,7 @@ def _rows(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
 
 
 def _missing(evidence: Evidence, wrong: Tensor, inside_E: slice) -> str | None:
-    """What a run of wrong elements holds instead."""
+    """The content of a run of wrong elements."""
     if not magnitude(wrong):
         return "zero"
     if evidence.previous is None or evidence.kind != "parameter":
@@ -422,7 +422,7 @@ def _missing(evidence: Evidence, wrong: Tensor, inside_E: slice) -> str | None:
 
 
 def _is_kept(got: Tensor, before: Tensor, expected: Tensor) -> bool:
-    """Whether a parameter has its value from before the step, apart from rounding, and should have another."""
+    """True if a parameter has its value from before the step, apart from rounding, and should have another."""
     return magnitude(got - before) <= 1e-2 * magnitude(expected - before)
 
 
@@ -506,7 +506,7 @@ def _shifted_in_unit(evidence: Evidence, got: Tensor, expected: Tensor) -> Itera
 
 
 def _begins_alike(rows: Tensor, shard: Tensor) -> bool:
-    """Whether two shards agree as far as both go; the last one may be shorter, or padded with zeros."""
+    """True if two shards agree as far as both go; the last one may be shorter, or padded with zeros."""
     shared = min(len(rows), len(shard))
     return 2 * shared >= len(rows) and _same(rows[:shared], shard[:shared])
 
@@ -564,7 +564,7 @@ def _reduced_in_low_precision(evidence: Evidence, got: Tensor, expected: Tensor)
 
 
 def _is_like(got: Tensor, expected: Tensor, wide: Tensor) -> bool:
-    """Whether most of the difference is that of a value which is rounded differently each time."""
+    """True if most of the difference is that of a value which is rounded differently each time."""
     apart = torch.linalg.vector_norm(wide - expected)
     return bool(apart > 0 and torch.linalg.vector_norm(got - wide) <= _ROUNDED_ALIKE * apart)
 
@@ -595,7 +595,7 @@ def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[
 
 
 def _is_before(evidence: Evidence, value: Tensor) -> bool:
-    """Whether a parameter would just keep its value."""
+    """True if a parameter would just keep its value."""
     before = evidence.previous
     return evidence.kind == "parameter" and before is not None and _is_kept(value, before.double(), evidence.expected)
 
@@ -685,8 +685,8 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 def _mean(tensors: Sequence[Tensor | None], like: Tensor) -> Tensor:
     """Over all, those without a value counted as zeros."""
-    found = [tensor.double() for tensor in tensors if tensor is not None]
-    return _sum([torch.zeros_like(like), *found]) / len(tensors)
+    values = [tensor.double() for tensor in tensors if tensor is not None]
+    return _sum([torch.zeros_like(like), *values]) / len(tensors)
 
 
 def _outside(evidence: Evidence, got: Tensor, expected: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Group:
     first: CaseRecord
     others: tuple[CaseRecord, ...]
     has_cause: bool = False
-    """Whether a line of the engine or a named cause holds them together."""
+    """True if they share a line of the engine or a named cause."""
 
     @property
     def cases(self) -> tuple[CaseRecord, ...]:
@@ -38,7 +38,7 @@ class Group:
 
 def grouped(records: Iterable[CaseRecord]) -> list[Group]:
     """
-    What went wrong, every problem once; the groups with the most cases come first.
+    The problems, each once; the groups with the most cases come first.
 
     A case whose gradients differ represents its group, because everything else follows from them; of those the one that
     names the fewest causes, with the smallest world.
@@ -73,7 +73,7 @@ def may_follow(groups: list[Group]) -> list[Group]:
 
 
 def _follows_from_something(record: CaseRecord) -> bool:
-    """Whether it is about values that training has computed: no rank died, and the engine had begun to train."""
+    """True if it is about values that training has computed: no rank died, and the engine had begun to train."""
     finding = most_telling(record.findings)
     return (
         record.verdict is Verdict.FAIL and finding is not None and finding.check not in ENDS and finding.phase != "init"

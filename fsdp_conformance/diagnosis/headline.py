@@ -79,9 +79,9 @@ def _believed(findings: Sequence[Finding]) -> Finding | None:
     # The gradients of a step have more numbers in them than its losses, and show the same mistake.
     for check in sorted(checks, key=lambda check: check in _SCALAR and GRADIENTS in checks):
         alike = [finding for finding in early if finding.check == check]
-        found = _agreed(alike, least=1.0 if check in _SCALAR else 0.0)
-        if found is not None:
-            return found
+        cause = _agreed(alike, least=1.0 if check in _SCALAR else 0.0)
+        if cause is not None:
+            return cause
         if check in _CONCLUSIVE:
             # What comes later in the step follows from it; a loss comes before it.
             return _agreed([finding for finding in early if finding.check in _SCALAR], least=1.0)
@@ -109,5 +109,5 @@ def _most_specific(causes: Sequence[str]) -> set[str]:
 def _narrowed(finding: Finding, causes: set[str]) -> Finding:
     """The finding with only these of its causes."""
     names, colon, facts = (finding.likely or "").partition(": ")
-    kept = [name for name in names.split(", or ") if name in causes]
-    return replace(finding, likely=", or ".join(kept) + colon + facts)
+    likely = [name for name in names.split(", or ") if name in causes]
+    return replace(finding, likely=", or ".join(likely) + colon + facts)

@@ -1,5 +1,5 @@
 """
-What a step would have given with one mistake in it: stale parameters, another batch, a lost momentum.
+The values of a step with one mistake in it: stale parameters, another batch, a lost momentum.
 
 `explain` compares a wrong value with these. Each is computed in this process and in float64, from the state that the
 reference had before the step: up to there the implementation was right. Every result is a phrase and a value.
@@ -78,9 +78,9 @@ def supposed_gradients(references: References, step: int, losses: Sequence[Tenso
             continue
         others = (rank for rank in range(references.world_size) if rank != references.rank)
         runs = [own, *(_Replay(references, step, mistake, rank) for rank in others)]
-        found = [run.gradients() for run in runs]
-        names = {name for grads in found for name in grads}
-        yield mistake.phrase, {name: _total(name, found) / references.world_size for name in names}
+        by_run = [run.gradients() for run in runs]
+        names = {name for grads in by_run for name in grads}
+        yield mistake.phrase, {name: _total(name, by_run) / references.world_size for name in names}
 
 
 def supposed_norms(references: References, step: int) -> Iterator[Supposition]:
@@ -113,7 +113,7 @@ def supposed_norms(references: References, step: int) -> Iterator[Supposition]:
 
 
 def _shards(references: References, grads: Tensors) -> Iterator[tuple[str, list[Tensor]]]:
-    """What each rank stores of the gradients: the rows of each parameter, or a part of each flat unit."""
+    """Each rank's part of the gradients: the rows of each parameter, or a part of each flat unit."""
     world_size = references.world_size
     units: dict[str, list[Tensor]] = {}
     for name, grad in grads.items():
@@ -157,7 +157,7 @@ def supposed_parameters(references: References, step: int, name: str) -> Iterato
 
 
 def _is_possible(references: References, step: int, mistake: _Mistake, rank: int, micro: int) -> bool:
-    """Whether the inputs that a mistake takes have the shapes of the right ones: the target would not fit others."""
+    """True if the inputs that a mistake takes have the shapes of the right ones: the target would not fit others."""
     if mistake.key is None:
         return True
     batch = references.workload.batch
@@ -195,7 +195,7 @@ class _Replay:
             return self._loss(micro).double()
 
     def has(self, losses: Sequence[Tensor]) -> bool:
-        """Whether these are its losses."""
+        """True if these are its losses."""
         low = self.mistake.phrase.startswith(IN_LOW_PRECISION)
         rtol, atol = (0.05, 1e-3) if low else (1e-4, 1e-6)
         return all(
@@ -305,12 +305,12 @@ def _by_unit(references: References, params: Tensors, placed_by: Callable[[Tenso
     units: dict[str, list[str]] = {}
     for name in params:
         units.setdefault(owner(name, references.workload.units), []).append(name)
-    found: Tensors = {}
+    exchanged: Tensors = {}
     for names in units.values():
         flat = _in_order(torch.cat([params[name].flatten() for name in names]), references.world_size, placed_by)
         parts = torch.split(flat, [params[name].numel() for name in names])
-        found |= {name: part.view(params[name].shape) for name, part in zip(names, parts, strict=True)}
-    return {name: found[name] for name in params}
+        exchanged |= {name: part.view(params[name].shape) for name, part in zip(names, parts, strict=True)}
+    return {name: exchanged[name] for name in params}
 
 
 def _by_parameter(references: References, params: Tensors, placed_by: Callable[[Tensor], Tensor]) -> Tensors:
@@ -360,24 +360,24 @@ def _come_apart(references: References, step: int) -> Iterator[_Mistake]:
 
 def _uses(model: nn.Module) -> dict[str, list[str]]:
     """The names of each parameter, in the order of its modules: several for one that modules share."""
-    found: dict[int, list[str]] = {}
+    by_identity: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
-    return {names[0]: names for names in found.values()}
+                by_identity.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
+    return {names[0]: names for names in by_identity.values()}
 
 
 def _given_own_parameters(model: nn.Module, alone: frozenset[str]) -> dict[str, nn.Parameter]:
     """Replace the parameter at each of these names by a copy. Returns the copies by the parameter's first name."""
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for first, names in _uses(model).items() if alone else ():
         for name in alone.intersection(names):
             path, _, key = name.rpartition(".")
             parameter = model.get_parameter(name)
-            found[first] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            model.get_submodule(path)._parameters[key] = found[first]
-    return found
+            parameters[first] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            model.get_submodule(path)._parameters[key] = parameters[first]
+    return parameters
 
 
 def _previous_batch(micro_batches: int, key: BatchKey) -> BatchKey:
@@ -399,20 +399,20 @@ def _is_small(references: References) -> bool:
 
 
 def _has_own_buffers(references: References) -> bool:
-    """Whether buffers change in training: those of other ranks are not known here."""
+    """True if buffers change in training: those of other ranks are not known here."""
     history = references.expected
     return any(
         not torch.equal(history.steps[-1].buffers[name], value) for name, value in history.initial_buffers.items()
     )
 
 
-def _total(name: str, found: Sequence[Tensors]) -> Tensor:
-    return torch.stack([grads[name] for grads in found if name in grads]).sum(0)
+def _total(name: str, by_run: Sequence[Tensors]) -> Tensor:
+    return torch.stack([grads[name] for grads in by_run if name in grads]).sum(0)
 
 
 def _sum(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    found = [tensor.double() for tensor in tensors if tensor is not None]
-    return torch.stack(found).sum(0) if found else None
+    present = [tensor.double() for tensor in tensors if tensor is not None]
+    return torch.stack(present).sum(0) if present else None
 
 
 def _norm(tensors: object, *, order: float) -> Tensor:
@@ -431,8 +431,8 @@ def _stepped_with(references: References, step: int, name: str) -> Tensor | None
     if references.regime.skips(step) or name in references.regime.dropped(step):
         return None
     kind = Kind.GRADIENT if references.regime.max_norm is None else Kind.CLIPPED
-    found = values(references.expected, kind, step).get(name)
-    return None if found is None else found.double()
+    value = values(references.expected, kind, step).get(name)
+    return None if value is None else value.double()
 
 
 def _after_steps(references: References, initial: Tensor, grads: Sequence[Tensor | None], *last: _Step) -> Tensor:

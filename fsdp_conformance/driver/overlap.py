@@ -72,12 +72,12 @@ class OverlapRecorder(CollectiveObserver):
         """The last operation of the current stream is a unit's kernel."""
         phase, step = log().label
         stream = self._checker.current_lane(self.device.index)
-        known = self._checker.known_to(stream)
+        numbers = self._checker.known_to(stream)
         self.work.computed.append(
             Computed(
                 stream=stream,
-                number=known[stream],
-                after=_all_but_itself(known, stream),
+                number=numbers[stream],
+                after=_all_but_itself(numbers, stream),
                 phase=phase,
                 step=step,
                 known_to_host=self._checker.known_to(self._checker.HOST),

@@ -69,14 +69,14 @@ class Pipeline:
         """The plan with the submodules of this rank's stage alone."""
         here = self.names[self.own]
 
-        def kept(fqns: Sequence[str]) -> tuple[str, ...]:
+        def of_stage(fqns: Sequence[str]) -> tuple[str, ...]:
             return tuple(fqn for fqn in fqns if not fqn or is_below(fqn.split("+")[0], here))
 
         return replace(
             plan,
-            units=kept(plan.units),
-            ignored=kept(plan.ignored),
-            deferred_units=kept(plan.deferred_units),
+            units=of_stage(plan.units),
+            ignored=of_stage(plan.ignored),
+            deferred_units=of_stage(plan.deferred_units),
             unit_dtypes=tuple(entry for entry in plan.unit_dtypes if is_below(entry[0], here)),
             tensor_styles=tuple(entry for entry in plan.tensor_styles if is_below(entry[0], here)),
         )
@@ -118,8 +118,8 @@ class Pipeline:
 def _example(plan: Plan, workload: Workload, rank: int, world_size: int) -> list[Tensor]:
     """The input of each stage and the output of the last one, for a micro-batch of the whole model on the CPU."""
     model = workload.build(rank)
-    known = {name for name, _ in model.named_modules()}
-    outside = [name for name in plan.stages if name not in known]
+    names = {name for name, _ in model.named_modules()}
+    outside = [name for name in plan.stages if name not in names]
     for unit in plan.units:
         parts = unit.split("+")
         if not any(all(is_below(part, stage) for part in parts) for stage in plan.stages):
@@ -133,11 +133,11 @@ def _example(plan: Plan, workload: Workload, rank: int, world_size: int) -> list
     batch = workload.batch(BatchKey(step=0, rank=rank, world_size=world_size))
     if len(batch.args) != 1 or batch.kwargs or not isinstance(batch.args[0], Tensor):
         raise SuiteError(f"batches of a pipeline must have one tensor as argument, got others [{workload.name}]")
-    found = [batch.args[0]]
+    outputs = [batch.args[0]]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for name in plan.stages:
-            found.append(model.get_submodule(name)(found[-1]))
-    return [value.detach().requires_grad_(value.requires_grad) for value in found]
+            outputs.append(model.get_submodule(name)(outputs[-1]))
+    return [value.detach().requires_grad_(value.requires_grad) for value in outputs]
 
 
 def _refuse(plan: Plan, regime: Regime) -> None:
@@ -150,7 +150,7 @@ def _refuse(plan: Plan, regime: Regime) -> None:
             f"micro_batches must be at least the number of stages {len(plan.stages)} under 1f1b, "
             f"got {regime.micro_batches}"
         )
-    asked = {
+    demands = {
         "two backwards per forward": regime.backwards_per_forward > 1,
         "loss scaling": regime.init_scale is not None,
         "the optimizer in backward": regime.optimizer_in_backward,
@@ -158,6 +158,6 @@ def _refuse(plan: Plan, regime: Regime) -> None:
         "evaluations or forwards alone": bool(regime.eval_before or regime.eval_between or regime.idle_forwards),
         "events": bool(regime.events or regime.frozen_at or regime.gradient_to_none),
     }
-    problems += [f"a regime for a plan with stages must be without {what}" for what, there in asked.items() if there]
+    problems += [f"a regime for a plan with stages must be without {what}" for what, there in demands.items() if there]
     if problems:
         raise ConfigError(problems, where="pipeline parallelism")

@@ -33,7 +33,7 @@ def too_old() -> str:
 
 
 class Passes(NamedTuple):
-    """What this rank's stage computes in a step."""
+    """The computations of this rank's stage in a step."""
 
     forward: Callable[[int, Tensor], Tensor]
     """forward(micro, x): the stage's output for its input."""
@@ -118,12 +118,12 @@ class Stage(PipelineStage):
             loss = (output * grads[0]).sum() if output.requires_grad else None
         if loss is not None and loss.requires_grad:
             self._guarded(lambda: self._passes.backward(micro, loss))
-        found = []
+        gradients = []
         for value in bwd_kwargs["input_values"]:
-            found.append(value.grad)
+            gradients.append(value.grad)
             # The memory that receives is used again.
             value.grad = None
-        return tuple(found), None
+        return tuple(gradients), None
 
     def _loss(self, output: Tensor, target: Any) -> Tensor:
         return self._passes.loss(output, target)

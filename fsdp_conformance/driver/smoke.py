@@ -103,7 +103,7 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
 
     If the ranks failed, that is a problem of the first check that no rank has finished.
     """
-    found = {
+    by_rank = {
         report.rank: {result["check"]: result for result in report.measurements.get("smoke", ())}
         for report in reports
         if report is not None
@@ -113,12 +113,12 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
     ended = False
     results = []
     for check, title in CHECKS.items():
-        mine = {rank: checks[check] for rank, checks in found.items() if check in checks}
-        told = {
+        mine = {rank: checks[check] for rank, checks in by_rank.items() if check in checks}
+        by_problem = {
             problem: problem if len(ranks) == len(reports) else f"{problem} [rank {', '.join(map(str, ranks))}]"
             for problem, ranks in _by_problem(mine).items()
         }
-        problems = [*told.values()]
+        problems = [*by_problem.values()]
         breaches = {problem for result in mine.values() for problem in result["breaches"]}
         not_run = next((result["not_run"] for result in mine.values() if result["not_run"]), "")
         done = any(result["done"] for result in mine.values())
@@ -133,7 +133,7 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
                 check=check,
                 title=title,
                 problems=tuple(problems),
-                breaches=tuple(text for problem, text in told.items() if problem in breaches),
+                breaches=tuple(text for problem, text in by_problem.items() if problem in breaches),
                 not_run=not_run,
             )
         )
@@ -146,7 +146,7 @@ def _where_stuck(exits: Sequence[RankExit]) -> tuple[str, list[str]]:
 
     Such a rank can no longer say what it has checked, but the stack that was taken of it shows where it was.
     """
-    found: list[tuple[str, list[str]]] = []
+    collected: list[tuple[str, list[str]]] = []
     for end in exits:
         if end.reported or not end.stack:
             continue
@@ -169,17 +169,17 @@ def _where_stuck(exits: Sequence[RankExit]) -> tuple[str, list[str]]:
         lines = [
             f"rank {end.rank} was at {frame}" if not at else f"  called at {frame}" for at, frame in enumerate(shown)
         ]
-        found.append((check, lines))
-    return min(found, key=lambda each: each[0], default=("", []))
+        collected.append((check, lines))
+    return min(collected, key=lambda each: each[0], default=("", []))
 
 
 def _by_problem(results: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
     """Each problem with the ranks that have it."""
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, result in results.items():
         for problem in result["problems"]:
-            found.setdefault(problem, []).append(rank)
-    return found
+            ranks_of.setdefault(problem, []).append(rank)
+    return ranks_of
 
 
 def smoke_rank(
@@ -367,11 +367,11 @@ class SmokeRun:
 
     def _step(self) -> None:
         before = self.subject.full_params()
-        kept = {name: tensor.clone() for name, tensor in before.items()}
+        copies = {name: tensor.clone() for name, tensor in before.items()}
         moved = self._steps()
         after = self.subject.full_params()
-        self._unchanged("full_params()", before, kept, "after step()")
-        still = [name for name in moved if name in after and name in kept and _same(after[name], kept[name])]
+        self._unchanged("full_params()", before, copies, "after step()")
+        still = [name for name in moved if name in after and name in copies and _same(after[name], copies[name])]
         if moved and len(still) == len(moved):
             self._problem(
                 "step() must step the optimizer, but changed no parameter; does the optimizer hold the parameters of "
@@ -464,15 +464,15 @@ class SmokeRun:
                 return
             self.subject.backward(loss)
 
-    def _full(self, call: str, got: Any, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _full(self, call: str, got: Any, expected_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Check names, types, shapes, dtypes and devices; returns the tensors that later checks can use."""
         if not isinstance(got, dict):
             self._returned(call, "a dict of names to tensors", got)
             return {}
-        self._names(call, set(got), set(wanted))
+        self._names(call, set(got), set(expected_values))
         usable = {}
-        for name in [name for name in wanted if name in got]:
-            tensor, expected, what = got[name], wanted[name], f"{call}[{name!r}]"
+        for name in [name for name in expected_values if name in got]:
+            tensor, expected, what = got[name], expected_values[name], f"{call}[{name!r}]"
             if not isinstance(tensor, Tensor):
                 self._breach(f"{what} must be a tensor, got {_kind(tensor)}")
             elif isinstance(tensor, DTensor):
@@ -495,10 +495,10 @@ class SmokeRun:
         return usable
 
     def _names(
-        self, call: str, got: set[str], wanted: set[str],
+        self, call: str, got: set[str], names: set[str],
         expected: str = "the names that named_parameters() had before wrapping",
     ) -> None:  # fmt: skip
-        missing, extra = sorted(wanted - got), sorted(got - wanted)
+        missing, extra = sorted(names - got), sorted(got - names)
         if not missing and not extra:
             return
         parts = [f"lacks {_listed(missing)}"] if missing else []
@@ -522,8 +522,8 @@ class SmokeRun:
         if changed:
             self._breach(f"{call} must return clones, but writing into {_listed(changed)} changed the model")
 
-    def _unchanged(self, call: str, held: Mapping[str, Tensor], kept: Mapping[str, Tensor], when: str) -> None:
-        changed = [name for name, value in kept.items() if not _same(held[name], value)]
+    def _unchanged(self, call: str, held: Mapping[str, Tensor], copies: Mapping[str, Tensor], when: str) -> None:
+        changed = [name for name, value in copies.items() if not _same(held[name], value)]
         if changed:
             self._breach(f"{call} must return clones, but earlier results changed {when}: {_listed(changed)}")
 
@@ -552,7 +552,7 @@ class SmokeRun:
             tell(f"{what} raised {type(error).__name__}: {error} [{own[-1].filename}:{own[-1].lineno}]")
 
     def _anywhere(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank, so that either all ranks continue or none."""
+        """True if the flag is set on any rank, so that either all ranks continue or none."""
         flags: list[Any] = [None] * self.world_size
         dist.all_gather_object(flags, flag)
         return any(flags)

@@ -1,5 +1,5 @@
 """
-What the training loop needs from a device besides tensors: allocator statistics and the simulated one's checker.
+Allocator statistics of a device, and the checker of the simulated one: what the loop needs besides tensors.
 
     watch_for(device)   a CPU that counts nothing, an accelerator that counts bytes, or the simulated one
 
@@ -26,7 +26,7 @@ class Watch:
 
     counts_bytes = False
     checks_order = False
-    """Whether races are detected."""
+    """True if races are detected."""
 
     def suspended(self) -> AbstractContextManager[Any]:
         """A context in which this thread's accesses are not part of the test."""

@@ -120,11 +120,11 @@ class DrawnCase(ConformanceTestCase):
         return here.references[self.rank]
 
     def _trained(self, example: Example, workload: Workload, plan: Plan, adapter: Adapter) -> TrainingHistory:
-        self.steps_trained = 0
+        self.here.steps_trained = 0
         try:
             return self.train(workload, plan, example.regime, adapter=adapter)
         except Exception as error:
-            if _declines(error, example, self.steps_trained):
+            if _declines(error, example, self.here.steps_trained):
                 self.report.measurements[DECLINED] = f"{type(error).__name__}: {_first_line(error)}"
             raise
 

@@ -24,9 +24,9 @@ from typing import IO, Any
 from fsdp_conformance.errors import AdapterError, SuiteError
 from fsdp_conformance.explore.case import case_for, declined_by
 from fsdp_conformance.explore.example import Example
-from fsdp_conformance.judge import judge
+from fsdp_conformance.judge import Observed, judge
 from fsdp_conformance.outcome.records import CaseRecord, RankExit, case_record_from_json
-from fsdp_conformance.run_settings import RunOrder
+from fsdp_conformance.run_settings import RunOrder, RunSettings
 from fsdp_conformance.verdict import FINE, Verdict
 
 #: How long importing torch and the adapter may take.
@@ -116,9 +116,10 @@ class WarmWorker:
             for rank in range(example.world_size)
         ]  # fmt: skip
         return judge(
-            case, declared=frozenset(), reports=[None] * example.world_size, exits=exits,
-            implementation=self.order.settings.implementation, device=self.order.device, ranks="simulated",
-        )  # fmt: skip
+            case,
+            Observed(reports=[None] * example.world_size, exits=exits, device=self.order.device),
+            RunSettings(implementation=self.order.settings.implementation, ranks="simulated"),
+        )
 
     def _require_runner(self) -> None:
         """Have a runner that waits for an order."""

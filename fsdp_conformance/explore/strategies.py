@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from fsdp_conformance.driver.session import EVENT_FLAGS
+from fsdp_conformance.driver.events import EVENT_FLAGS
 from fsdp_conformance.explore.example import UNREACHED_NORM, Example, asks, uses_all
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.plan import BackwardPrefetch, Offload, Plan, Sharding

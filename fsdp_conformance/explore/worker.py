@@ -43,10 +43,10 @@ from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 from fsdp_conformance.harness.simulated_ranks.ranks import simulated_world, start_ranks
 from fsdp_conformance.harness.simulated_ranks.state import RankState
-from fsdp_conformance.judge import judge
+from fsdp_conformance.judge import Observed, judge
 from fsdp_conformance.outcome.endings import class_of
 from fsdp_conformance.outcome.records import CaseRecord, RankExit, RankReport
-from fsdp_conformance.run_settings import RunOrder, order_from_json
+from fsdp_conformance.run_settings import RunOrder, RunSettings, order_from_json
 from fsdp_conformance.verdict import Verdict
 
 #: A runner is replaced after this many examples, so that what an engine leaks does not add up.
@@ -127,16 +127,17 @@ def _run_in(directory: Path, example: Example, order: RunOrder) -> tuple[CaseRec
     description = _description(order)
     record = judge(
         case,
-        declared=description.declared(order.device),
-        reports=reports,
-        exits=[
-            RankExit(rank=rank, pid=os.getpid(), exitcode=0, time=time.monotonic(), reported=True)
-            for rank in range(example.world_size)
-        ],
-        implementation=order.settings.implementation,
-        device=order.device,
-        ranks="simulated",
-        seconds=time.monotonic() - began,
+        Observed(
+            reports=reports,
+            exits=[
+                RankExit(rank=rank, pid=os.getpid(), exitcode=0, time=time.monotonic(), reported=True)
+                for rank in range(example.world_size)
+            ],
+            declared=description.declared(order.device),
+            device=order.device,
+            seconds=time.monotonic() - began,
+        ),
+        RunSettings(implementation=order.settings.implementation, ranks="simulated"),
     )
     return record, reports
 

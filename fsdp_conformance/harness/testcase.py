@@ -16,13 +16,12 @@ import sys
 import tempfile
 import time
 import unittest
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -32,15 +31,14 @@ from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
-from fsdp_conformance.harness.order import CaseOrder, Debugged, FirstGroup, packed
-from fsdp_conformance.harness.processes.launcher import Launch, launch
-from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, describe_error, destroy_process_group
+from fsdp_conformance.harness.order import Debugged, FirstGroup
+from fsdp_conformance.harness.rank import describe_error, destroy_process_group
 from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
-from fsdp_conformance.harness.torchrun.worker import CaseMeeting
-from fsdp_conformance.outcome.endings import Attribution, Ending, attribute
-from fsdp_conformance.outcome.mismatch import differing_calls
 from fsdp_conformance.outcome.records import RankError, RankExit, RankReport
 from fsdp_conformance.run_settings import TorchrunWorker
+
+if TYPE_CHECKING:
+    from fsdp_conformance.harness.processes.launcher import Launch
 
 
 class ShardedTrainingTestCase(MultiProcessTestCase):
@@ -137,58 +135,17 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         Raises ConfigError for deadlines that do not nest and for a world without ranks, and EnvironmentUnavailable if
         there are too few devices.
         """
+        from fsdp_conformance.harness import controller
+
         if int(self.world_size) < 1:
             raise ConfigError(
                 [f"world_size must be a positive integer, got {self.world_size}"], where=type(self).__qualname__
             )
         self._move_store()
-        owner = type(self)
-        meeting = self._meet_workers()
-        if meeting is not None and not meeting.takes_part:
-            return
-        self._launch = launch(
-            CaseOrder(
-                module=owner.__module__,
-                qualname=owner.__qualname__,
-                test_name=self._current_test_name(),
-                file_name=self.file_name,
-                directory=Path(self._directory.name),
-                world_size=int(self.world_size),
-                device_type=self.device_type,
-                deadlines=self.deadlines,
-                determinism=self.determinism,
-                variables={**self.preload_environment, **self.rank_environment},
-                preload=(*devices.preload(self.device_type), owner.__module__, *self.preload),
-                preload_environment={
-                    **self.preload_environment,
-                    **devices.preload_environment(self.device_type, shared=self.share_devices),
-                },
-                payload=packed(self.launch_payload),
-                options={"fake_pg": getattr(self, "fake_pg", False)},
-                imports_main=owner.__module__ == "__main__",
-                reuse=self.reuse_ranks and not self.simulated_ranks and self.torchrun_worker is None,
-                simulated=self.simulated_ranks,
-                share_devices=self.share_devices,
-                slots_per_device=self.slots_per_device,
-                group=self.first_group,
-                name=meeting.name if meeting is not None else "",
-                worker=self.torchrun_worker,
-                debugged=self.debugged,
-                first_part=self.first_part,
-            ),
-            meeting,
-        )
-        self.processes = self._launch.processes
-        self.pid_to_pipe = self._launch.pipes
-
-    def _meet_workers(self) -> CaseMeeting | None:
-        """The meeting with the other torchrun workers. Raises EnvironmentUnavailable if one of them is missing."""
-        if self.torchrun_worker is None:
-            return None
-        meeting = CaseMeeting(self.torchrun_worker, self.id(), int(self.world_size))
-        if meeting.takes_part:
-            meeting.begin(self.deadlines.case_s)
-        return meeting
+        self._launch = controller.start(self, self._current_test_name(), Path(self._directory.name))
+        if self._launch is not None:
+            self.processes = self._launch.processes
+            self.pid_to_pipe = self._launch.pipes
 
     def _join_processes(self, fn: Any) -> None:
         """Wait for the ranks, and conclude from their reports and exits."""
@@ -210,24 +167,9 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         By default as torch's harness does: a skip code raises SkipTest, and anything but a report from every rank
         raises RuntimeError with the first rank to fail as headline.
         """
-        found = attribute(reports, exits)
-        raised = any(report is not None and report.error is not None for report in reports)
-        if not raised and self._test_function in self.skip_return_code_checks:
-            return
-        special = getattr(self, "special_return_code_checks", {})  # since torch 2.7
-        if not raised and self._test_function in special:
-            expected = special[self._test_function]
-            self.assertEqual(
-                expected, exits[0].exitcode, msg=f"Expected exit code {expected} but got {exits[0].exitcode} on rank 0"
-            )
-            return
-        if found.first is not None:
-            raise RuntimeError(failure_text(found, reports, exits, elapsed_s=self._elapsed_s))
-        for note in found.notes:
-            warnings.warn(f"{self.id()}: {note}", stacklevel=2)
-        first = reports[0]
-        if first is not None and first.not_run is not None:
-            raise unittest.SkipTest(first.not_run)
+        from fsdp_conformance.harness import controller
+
+        controller.conclude(self, self._test_function, reports, exits, elapsed_s=self._elapsed_s)
 
     def _end_ranks(self) -> None:
         if self._launch is not None:
@@ -275,9 +217,13 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     @property
     def device(self) -> torch.device:
         """The device that this rank computes on: the one with its number on this host."""
+        return devices.device_of(self.device_type, self.local_rank)
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its host."""
         run = context.current().run
-        local_rank = run.order.environment["LOCAL_RANK"] if run is not None and run.order.case.worker else self.rank
-        return devices.device_of(self.device_type, int(local_rank))
+        return int(run.order.environment["LOCAL_RANK"]) if run is not None and run.order.case.worker else self.rank
 
     @property
     def init_method(self) -> str:
@@ -293,42 +239,3 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
             world_size=int(self.world_size),
             timeout=timedelta(seconds=context.running().order.case.collective_timeout_s),
         )
-
-
-def failure_text(
-    found: Attribution,
-    reports: Sequence[RankReport | None],
-    exits: Sequence[RankExit],
-    *,
-    elapsed_s: float,
-) -> str:
-    """
-    Why a case failed: the first failure, its consequences, then the evidence rank by rank.
-
-    The lines that begin with "Process" are those of torch's harness, and tests look for them.
-    """
-    lines = [found.headline]
-    lines += [differing_calls(exits)] if found.is_hang and differing_calls(exits) else []
-    lines += [f"  then {sentence}" for sentence in found.consequences]
-    first = found.first.rank if found.first is not None else 0
-    for index in sorted(range(len(exits)), key=lambda index: (index != first, index)):
-        report, end = reports[index], exits[index]
-        ending = found.endings[index].ending
-        if ending in (Ending.FINISHED, Ending.LEFT_OUT):
-            continue
-        if report is not None and report.error is not None:
-            lines.append(
-                f"Process {index} exited with error code {ERROR_EXIT_CODE} and exception:\n{report.error.traceback}"
-            )
-        elif end.ended_by_controller:
-            lines.append(f"Process {index} terminated or timed out after {elapsed_s:.1f} seconds")
-        else:
-            lines.append(f"Process {index} exited with code {end.exitcode} before it reported")
-        if end.stack:
-            lines.append(f"Python stacks of rank {index}:\n{end.stack.rstrip()}")
-        if end.last_collectives:
-            lines.append(f"Last collectives of rank {index}:")
-            lines += [f"  {line}" for line in end.last_collectives]
-        if end.output.strip():
-            lines.append(f"Output of rank {index} ends with:\n{end.output.rstrip()}")
-    return "\n".join(lines)

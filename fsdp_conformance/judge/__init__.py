@@ -14,15 +14,15 @@ another rank's ending explains ("connection closed by peer"); it is never the he
 `contract/choices.md`, section "Verdicts", gives the order in which reasons are weighed, and why.
 """
 
-from fsdp_conformance.judge.drill import SWALLOWED, drilled
+from fsdp_conformance.judge.drill import drilled
 from fsdp_conformance.judge.evidence import contradictions, keep_evidence
-from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFUSAL, judge
+from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFUSAL, Observed, judge
 
 __all__ = [
     "ENDINGS",
     "LOUD_REFUSAL",
-    "SWALLOWED",
     "WRONGFUL_REFUSAL",
+    "Observed",
     "contradictions",
     "drilled",
     "judge",

@@ -18,15 +18,12 @@ from collections.abc import Sequence
 from fsdp_conformance.contract.gate import decided
 from fsdp_conformance.outcome.endings import Ending, RankEnding, attribute
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit, RankReport
-from fsdp_conformance.stress import EXIT_CODE, STRUCK, Failure
+from fsdp_conformance.stress import EXIT_CODE, STRUCK, SWALLOWED, Failure
 from fsdp_conformance.verdict import Verdict
 
 #: Whose sentence says that other ranks end in bounded time, and that exceptions arrive unchanged.
 REQUIREMENT = "R160"
 CHECK = "injected failure"
-
-#: A measurement of a rank whose case took an exception for a refusal after the rank had been made to fail.
-SWALLOWED = "injected failure taken for a refusal"
 
 #: How a rank ends that was made to fail, and a part of what is said about it.
 _EXPECTED = {
@@ -62,10 +59,14 @@ def drilled(
         return decided(
             record, Verdict.DISABLED, "the case expects exceptions, and took the injected one for one of them"
         )
-    found = attribute(reports, exits)
-    problems = [*_of_first(found.first, failure, rank), *_of_peers(found.endings, rank), *_of_processes(alive)]
+    attribution = attribute(reports, exits)
+    problems = [
+        *_of_first(attribution.first, failure, rank),
+        *_of_peers(attribution.endings, rank),
+        *_of_processes(alive),
+    ]
     record.findings = [
-        Finding(requirement=REQUIREMENT, check=CHECK, message=text, rank=about, detail=found.headline or None)
+        Finding(requirement=REQUIREMENT, check=CHECK, message=text, rank=about, detail=attribution.headline or None)
         for about, text in problems
     ]
     record.comparisons, record.elements = 4, 0
@@ -78,7 +79,7 @@ def drilled(
 
 
 def _of_first(first: RankEnding | None, failure: Failure, rank: int) -> list[tuple[int, str]]:
-    """Whether the rank that was made to fail failed first, and how."""
+    """Problems with the first failure: it must be that of the rank that was made to fail, in the way it was made to."""
     if first is None:
         return [(rank, f"failure ({failure}): expected rank {rank} to fail, got no failure")]
     ending, phrase = _EXPECTED[failure]

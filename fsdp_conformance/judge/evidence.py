@@ -1,8 +1,8 @@
 """
-What a record keeps of its ranks' reports, and whether the verdict in it follows from that.
+The part of the ranks' reports that a record keeps, and whether its verdict follows from that.
 
 A run file can be edited, so a verdict that would do an implementation good is derived again from the record's evidence.
-Verdicts against it need no proof: nobody gains by adding them.
+Verdicts against it need no proof: adding them gains nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.gate import declined_flags, device_for
-from fsdp_conformance.judge.verdicts import judge
+from fsdp_conformance.judge.verdicts import Observed, judge
 from fsdp_conformance.outcome.endings import shutdown_note
 from fsdp_conformance.outcome.records import CaseRecord, RankReport
 from fsdp_conformance.run_settings import RunSettings
@@ -46,9 +46,9 @@ def contradictions(
         return []
     problems = []
     # Ranks that lose a peer are what a refusal leads to.
-    found = len(record.findings) + (len(record.consequences) if record.verdict is Verdict.PASS else 0)
-    if found:
-        problems.append(f"{record.verdict} with {found} finding{'s' if found > 1 else ''}")
+    number = len(record.findings) + (len(record.consequences) if record.verdict is Verdict.PASS else 0)
+    if number:
+        problems.append(f"{record.verdict} with {number} finding{'s' if number > 1 else ''}")
     device = device_for(case, settings)
     if record.evidence:
         return problems + _of_ranks(record, case, device, declared)
@@ -72,9 +72,12 @@ def _of_ranks(record: CaseRecord, case: Case, device: str, declared: Callable[[s
     by_rank = {report.rank: report for report in record.evidence}
     again = judge(
         case,
-        declared=declared(device),
-        reports=[by_rank.get(rank) for rank in range(case.world_size)],
-        exits=record.exits,
+        Observed(
+            reports=[by_rank.get(rank) for rank in range(case.world_size)],
+            exits=record.exits,
+            declared=declared(device),
+        ),
+        RunSettings(),
     )
     if len(by_rank) != len(record.evidence) or set(by_rank) - set(range(case.world_size)):
         problems.append(f"reports of ranks {sorted(report.rank for report in record.evidence)}")

@@ -103,9 +103,9 @@ def _digest_finding(case: Case, label: str, by_digest: dict[str, list[int]], rep
 def _parse_label(label: str) -> tuple[str, int | None, str | None]:
     """("params", 2, "0.weight") of "params step 2 0.weight"."""
     name = label.partition(" ")[0]
-    found = _STEP.search(label)
-    rest = (label[found.end() :] if found else label[len(name) :]).strip()
-    return name, int(found[1]) if found else None, rest or None
+    match = _STEP.search(label)
+    rest = (label[match.end() :] if match else label[len(name) :]).strip()
+    return name, int(match[1]) if match else None, rest or None
 
 
 def _digest_requirement(case: Case, label: str, reports: Sequence[RankReport]) -> str:

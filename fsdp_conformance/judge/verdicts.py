@@ -25,6 +25,7 @@ from fsdp_conformance.outcome.endings import (
 )
 from fsdp_conformance.outcome.mismatch import differing_calls
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankError, RankExit, RankReport
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.verdict import Verdict
 
 #: The requirement that forbids training on silently, and hanging instead of refusing.
@@ -57,7 +58,7 @@ WRONGFUL_REFUSAL = "wrongful refusal"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What a verdict is derived from."""
+    """The grounds of a verdict."""
 
     case: Case
     level: str | None
@@ -69,37 +70,28 @@ class Evidence:
     """The reports that arrived."""
 
 
-def judge(
-    case: Case,
-    *,
-    declared: frozenset[str],
-    reports: Sequence[RankReport | None],
-    exits: Sequence[RankExit],
-    implementation: str = "",
-    device: str = "cpu",
-    ranks: str = "processes",
-    backend: str = "",
-    stress_seed: int | None = None,
-    stress_failure: str = "",
-    seconds: float = 0.0,
-    level: str | None = None,
-) -> CaseRecord:
-    """
-    The record of a case that ran.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """How a case ran. `reports` and `exits` have one entry per rank, in rank order."""
 
-    `reports` and `exits` have one entry per rank, in rank order; a report that never arrived is None. `level` is the
-    primary requirement's (M, C or S), by default as the contract has it.
+    reports: Sequence[RankReport | None]
+    """A report that never arrived is None."""
+    exits: Sequence[RankExit]
+    declared: frozenset[str] = frozenset()
+    """The flags that the implementation declares on the device."""
+    device: str = "cpu"
+    """The type of device that the ranks used."""
+    seconds: float = 0.0
+
+
+def judge(case: Case, observed: Observed, settings: RunSettings, *, level: str | None = None) -> CaseRecord:
     """
-    record = empty_record(
-        case,
-        implementation,
-        device,
-        ranks=ranks,
-        backend=backend,
-        stress_seed=stress_seed,
-        stress_failure=stress_failure,
-        seconds=seconds,
-    )
+    The record of a case that ran in a run with these settings.
+
+    `level` is the primary requirement's (M, C or S), by default as the contract has it.
+    """
+    reports, exits, declared = observed.reports, observed.exits, observed.declared
+    record = empty_record(case, settings, observed.device, seconds=observed.seconds)
     record.exits = list(exits)
     problem = _malformed(case, reports, exits)
     if problem:
@@ -112,13 +104,13 @@ def judge(
         undeclared=_undeclared(case, declared, arrived),
         reports=arrived,
     )
-    found = attribute(reports, exits)
-    failures = _failures(found)
+    attribution = attribute(reports, exits)
+    failures = _failures(attribution)
     # A rank that failed has recorded only part of its digests.
     digests = digest_findings(case, arrived) if not failures else []
     record.findings, left_out = sorted_and_folded(arrived, digests, world_size=case.world_size)
     _collect(record, arrived)
-    record.notes += found.notes
+    record.notes += attribution.notes
     if left_out:
         record.notes.append(f"{left_out} further findings were left out of this record")
     headline = _headline(failures, arrived)
@@ -130,9 +122,9 @@ def judge(
     return record
 
 
-def _failures(found: Attribution) -> list[RankEnding]:
+def _failures(attribution: Attribution) -> list[RankEnding]:
     """The ranks that failed, without those that only stopped at their own findings."""
-    return [failure for failure in found.failures if failure.ending is not Ending.FOUND]
+    return [failure for failure in attribution.failures if failure.ending is not Ending.FOUND]
 
 
 def _headline(failures: Sequence[RankEnding], reports: Sequence[RankReport]) -> RankEnding | None:
@@ -148,8 +140,8 @@ def _headline(failures: Sequence[RankEnding], reports: Sequence[RankReport]) -> 
         is_explained = all(failure.ending not in CAUSES for failure in failures)
     else:
         # Findings alone do not end a body, so they explain a lost peer, but not a rank that never came.
-        found = any(report.findings for report in reports)
-        is_explained = found and all(failure.ending is Ending.LOST_PEER for failure in failures)
+        has_findings = any(report.findings for report in reports)
+        is_explained = has_findings and all(failure.ending is Ending.LOST_PEER for failure in failures)
     return None if is_explained else failures[0]
 
 
@@ -158,10 +150,10 @@ def _malformed(case: Case, reports: Sequence[RankReport | None], exits: Sequence
     size = case.world_size
     if len(reports) != size or len(exits) != size:
         return f"expected {size} reports and {size} exits, got {len(reports)} and {len(exits)} [{case.id}]"
-    said = [report.rank if report is not None else index for index, report in enumerate(reports)]
+    senders = [report.rank if report is not None else index for index, report in enumerate(reports)]
     ended = [end.rank for end in exits]
-    if said != list(range(size)) or ended != said:
-        return f"evidence must be in rank order, got reports of ranks {said} and exits of ranks {ended} [{case.id}]"
+    if senders != list(range(size)) or ended != senders:
+        return f"evidence must be in rank order, got reports of ranks {senders} and exits of ranks {ended} [{case.id}]"
     return ""
 
 
@@ -172,10 +164,10 @@ def _level(case: Case) -> str | None:
 
 
 def _undeclared(case: Case, declared: frozenset[str], reports: Sequence[RankReport]) -> list[str]:
-    asked = dict.fromkeys(case.needs)
+    flags = dict.fromkeys(case.needs)
     for report in reports:
-        asked.update(dict.fromkeys(report.asked))
-    return [flag for flag in asked if flag not in declared]
+        flags.update(dict.fromkeys(report.asked))
+    return [flag for flag in flags if flag not in declared]
 
 
 def _collect(record: CaseRecord, reports: Sequence[RankReport]) -> None:
@@ -255,7 +247,7 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding
 
 
 def _who_raised(evidence: Evidence, headline: RankEnding) -> str | None:
-    """Whether the exception depends on the rank: the same one everywhere comes from the configuration or the step."""
+    """The ranks that raised: the same exception everywhere comes from the configuration or the step."""
     errors = {report.rank: report.error for report in evidence.reports if report.error is not None}
     raised = {rank: error for rank, error in errors.items() if kind_of_error(error) is Ending.RAISED}
     size = evidence.case.world_size
@@ -271,26 +263,26 @@ def _who_raised(evidence: Evidence, headline: RankEnding) -> str | None:
 
 def _judge_refusal(record: CaseRecord, evidence: Evidence, rank: int, error: RankError) -> None:
     """A refusal is right if the case asks for a flag that is not declared, and if every rank refuses."""
-    said, flag = first_line(error.message), error.capability
+    text, flag = first_line(error.message), error.capability
     trained = [report.rank for report in evidence.reports if report.error is None]
     optional = flag is not None and flag in CAPABILITIES and flag not in evidence.declared
     requirement = evidence.case.requirements[0]
     if trained:
         requirement = LOUD_REFUSAL
-        message = f"rank {rank} refused ({said}), but {ranks_in_words(trained)} went on training: all ranks must refuse"
+        message = f"rank {rank} refused ({text}), but {ranks_in_words(trained)} went on training: all ranks must refuse"
     elif (evidence.undeclared and (flag is None or flag in evidence.undeclared)) or (
         evidence.level == "C" and optional
     ):
         names = [flag] if flag is not None else list(evidence.undeclared)
         record.measurements["undeclared"] = names
-        decided(record, Verdict.UNSUPPORTED, f"{', '.join(names)} is not declared and was refused: {said}")
+        decided(record, Verdict.UNSUPPORTED, f"{', '.join(names)} is not declared and was refused: {text}")
         return
     elif flag is not None and flag in evidence.declared:
-        message = f"refused although {flag} is declared: {said}"
+        message = f"refused although {flag} is declared: {text}"
     elif flag is not None:
-        message = f"refused although the case does not ask for {flag}: {said}"
+        message = f"refused although the case does not ask for {flag}: {text}"
     else:
-        message = f"refused although everything the case asks for is declared or mandatory: {said}"
+        message = f"refused although everything the case asks for is declared or mandatory: {text}"
     record.findings.insert(0, Finding(requirement=requirement, check=WRONGFUL_REFUSAL, message=message, rank=rank))
     decided(record, Verdict.FAIL, message)
 
@@ -326,8 +318,8 @@ def _judge_not_run(record: CaseRecord, reports: Sequence[RankReport]) -> None:
     absent = [report for report in reports if report.not_run is not None]
     ran = [report.rank for report in reports if report.not_run is None and report.error is None]
     if ran:
-        said = f"rank {absent[0].rank} did not ({absent[0].not_run})"
-        decided(record, Verdict.ERROR_SUITE, f"ranks disagree on whether to run: {said}, {ranks_in_words(ran)} did")
+        absence = f"rank {absent[0].rank} did not ({absent[0].not_run})"
+        decided(record, Verdict.ERROR_SUITE, f"ranks disagree on whether to run: {absence}, {ranks_in_words(ran)} did")
         return
     # A certificate accepts only what the manifest names: a rank that names nothing is not excused.
     record.measurements.setdefault("absent", ["unnamed"])
@@ -357,7 +349,7 @@ def _judge_unmet(record: CaseRecord, reports: Sequence[RankReport]) -> None:
 
 
 def _is_one_of(line: str, ops: Sequence[str]) -> bool:
-    """Whether a line of a schedule is a collective of training of one of these kinds."""
+    """True if a line of a schedule is a collective of training of one of these kinds."""
     phase, _, rest = line.partition(" ")
     return phase != "setup" and rest.partition(" ")[0] in ops
 

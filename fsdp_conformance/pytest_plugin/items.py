@@ -33,7 +33,7 @@ class Cases:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """
-        Keep the selected cases: the largest world first, and within one size those that may wait for a deadline.
+        Keep the selected cases: the largest world first, and within one size those that start early.
 
         The order is the same in every worker.
         """
@@ -48,7 +48,7 @@ class Cases:
         chosen = saved | (_kept_ids(config) if len(saved) < len(found) else set())
         kept = sorted(
             ((item, case) for item, case in found if case.id in chosen),
-            key=lambda pair: (-pair[1].world_size, not pair[1].may_wait, pair[1].id),
+            key=lambda pair: (-pair[1].world_size, not pair[1].starts_early, pair[1].id),
         )
         cases = {item for item, _ in found}
         items[:] = [item for item, _ in kept] + [item for item in items if item not in cases]

@@ -68,9 +68,9 @@ class AllReduce(Reference):
 def gathered(values: list[Tensor]) -> list[Tensor]:
     """The scalars of all ranks, each of which has one. Collective."""
     (own,) = values
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    return found
+    received = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, own)
+    return received
 
 
 def _gradient_or_zeros(param: nn.Parameter) -> Tensor:

@@ -63,10 +63,10 @@ class DDP(Reference):
         # frozen later, and never reduce any that is unfrozen later. A new one broadcasts rank 0's parameters and
         # buffers, which is wrong in mid-training, when buffers differ between ranks. torch 2.6 cannot be told not to.
         buffers = list(self.replicas[0].module.buffers())
-        kept = [buffer.clone() for buffer in buffers]
+        before = [buffer.clone() for buffer in buffers]
         self.wrapped = self._wrap()
         with torch.no_grad():
-            for buffer, value in zip(buffers, kept, strict=True):
+            for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:

@@ -49,11 +49,11 @@ class Replica:
     contributions: list[list[Gradients]] = field(default_factory=list)
     """By step and micro-batch: the gradient of this rank's loss alone, if requested."""
     scale: float = 1.0
-    """What the next loss is multiplied by."""
+    """The factor of the next loss."""
     num_good: int = 0
     """Steps since the scale last changed, all of them without an overflow."""
     saved: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
-    """What the last checkpoint has: the states of the module and of the optimizers."""
+    """The last checkpoint: the states of the module and of the optimizers."""
 
 
 class Reference(ABC):
@@ -73,15 +73,15 @@ class Reference(ABC):
         source: str | None = None,
     ) -> None:
         if regime.optimizer not in {*workload.optimizers, *workload.optimizer_sets}:
-            known = ", ".join(sorted({*workload.optimizers, *workload.optimizer_sets}))
-            raise ConfigError([f"optimizer must be one of {known}, got {regime.optimizer!r}"], where=workload.name)
+            names = ", ".join(sorted({*workload.optimizers, *workload.optimizer_sets}))
+            raise ConfigError([f"optimizer must be one of {names}, got {regime.optimizer!r}"], where=workload.name)
         self.workload = workload
         self.regime = regime
         self.world_size = world_size
         self.device = torch.device(device)
         self.dtype = dtype or getattr(torch, workload.dtype)
         self.sets_to_none = True
-        """Whether gradients are None after a step, and not zero."""
+        """True if gradients are None after a step, and not zero."""
         self.replicas = [self._replica(rank, source or self.name) for rank in ranks]
         self.local_norms: list[Tensor] = []
         """Norms of the gradients that only one rank has, by rank, before the step."""
@@ -297,8 +297,8 @@ class Reference(ABC):
             batch = self._batch(replica, event.step, micro)
             if event.moment is Moment.FORWARD and micro == last:
                 fuse.arm("forward", code)
-                said = _raised_by(fuse, partial(replica.module, *batch.args, **batch.kwargs))
-                replica.history.caught.append(said)
+                text = _raised_by(fuse, partial(replica.module, *batch.args, **batch.kwargs))
+                replica.history.caught.append(text)
             else:
                 replica.module(*batch.args, **batch.kwargs)
         if event.moment is Moment.LOSS:

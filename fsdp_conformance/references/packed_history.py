@@ -44,7 +44,7 @@ def packed(value: Any) -> Packed:
     return Packed(structure, torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8))
 
 
-def unpacked(found: Packed) -> Any:
+def unpacked(packed: Packed) -> Any:
     """
     The value again: equal to the one that was packed, with storage of its own for each tensor.
 
@@ -57,15 +57,15 @@ def unpacked(found: Packed) -> Any:
         if tensor.device.type != "meta":
             return tensor
         size = tensor.numel() * tensor.element_size()
-        if begin + size > found.content.numel():
-            raise SuiteError(f"packed value: expected at least {begin + size} bytes, got {found.content.numel()}")
-        flat = found.content[begin : begin + size].clone()
+        if begin + size > packed.content.numel():
+            raise SuiteError(f"packed value: expected at least {begin + size} bytes, got {packed.content.numel()}")
+        flat = packed.content[begin : begin + size].clone()
         begin += size + -size % _ALIGNMENT
         return flat.view(tensor.dtype).view(tensor.shape)
 
-    value = convert(found.structure, put)
-    if begin != found.content.numel():
-        raise SuiteError(f"packed value: expected {begin} bytes, got {found.content.numel()}")
+    value = convert(packed.structure, put)
+    if begin != packed.content.numel():
+        raise SuiteError(f"packed value: expected {begin} bytes, got {packed.content.numel()}")
     return value
 
 

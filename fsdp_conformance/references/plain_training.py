@@ -1,5 +1,5 @@
 """
-What a checkpoint should contain: state dicts of the unwrapped model and its optimizer, trained in one process.
+The expected content of a checkpoint: state dicts of the unwrapped model and its optimizer, trained in one process.
 
 Every step adds the gradients of all ranks, and the number of ranks may change between steps, as it does for a training
 that is resumed elsewhere. There are no collectives, and nothing is shared with an engine.
@@ -54,7 +54,7 @@ def plain_training(
 
 
 def is_exact(workload: Workload, worlds: Sequence[int], optimizer: str) -> bool:
-    """Whether every correct training gives the same bits."""
+    """True if every correct training gives the same bits."""
     return (
         workload.exact
         and optimizer == "sgd"

@@ -42,7 +42,7 @@ _OPTIONAL = frozenset({"torch-ddp"})
 
 
 class Kind(StrEnum):
-    """What is compared."""
+    """A kind of values that are compared."""
 
     INITIAL = "initial"
     LOSS = "loss"
@@ -190,7 +190,7 @@ class References:
             else:
                 bounds[name] = BITWISE
         for has, names in groups.items():
-            found = calibrate(
+            calibrated = calibrate(
                 [expected[name] for name in names],
                 [[sample[name] for name in names] for sample, is_there in zip(samples, has, strict=True) if is_there],
                 bases=[bases.get(name, torch.zeros_like(expected[name])) for name in names] if bases else None,
@@ -199,7 +199,7 @@ class References:
                 model_scale=max(scales.values(), default=0.0),
                 floor=self._floor(),
             )
-            bounds |= zip(names, found, strict=True)
+            bounds |= zip(names, calibrated, strict=True)
         return bounds
 
     def _roundings(self, kind: Kind, step: int) -> tuple[dict[str, Tensor], int]:
@@ -219,23 +219,23 @@ class References:
         if kind is Kind.LOSS:
             largest = max(magnitude(loss) for record in self.expected.steps for loss in record.losses)
             return dict.fromkeys(values(self.expected, kind, step), largest)
-        known = self._scales_so_far.setdefault(kind, [])
+        so_far = self._scales_so_far.setdefault(kind, [])
         bases = self.expected.initial_params if kind is Kind.PARAMETER else {}
-        for earlier in range(len(known), step + 1):
-            scales = dict(known[-1]) if known else {}
-            found = {
+        for earlier in range(len(so_far), step + 1):
+            scales = dict(so_far[-1]) if so_far else {}
+            changes = {
                 name: value
                 for name, value in values(self.expected, kind, earlier).items()
                 if isinstance(value, Tensor) and value.is_floating_point()
             }
-            segments = Segments.of([*found.values()])
-            change_E = segments.join([*found.values()])
+            segments = Segments.of([*changes.values()])
+            change_E = segments.join([*changes.values()])
             if bases:
-                change_E -= segments.join([bases.get(name, torch.zeros_like(value)) for name, value in found.items()])
-            for name, size in zip(found, segments.largest(change_E), strict=True):
+                change_E -= segments.join([bases.get(name, torch.zeros_like(value)) for name, value in changes.items()])
+            for name, size in zip(changes, segments.largest(change_E), strict=True):
                 scales[name] = max(scales.get(name, 0.0), size)
-            known.append(scales)
-        return known[step]
+            so_far.append(scales)
+        return so_far[step]
 
     def _floor(self) -> float:
         dims = [dim for param in self.expected.initial_params.values() for dim in param.shape]
@@ -251,18 +251,18 @@ class References:
             figures["absent"] = dict(self.absent)
         if self.exact:
             return figures
-        known = [bound for bound in self._known(kind) if not bound.bitwise]
-        judged = [bound for bound in known if not bound.vanishing]
+        bounds = [bound for bound in self._known(kind) if not bound.bitwise]
+        judged = [bound for bound in bounds if not bound.vanishing]
         if judged:
             figures["noise"] = max(bound.noise for bound in judged)
             figures["widest bound"] = max(bound.relative for bound in judged)
-        figures["vanishing tensors"] = len(known) - len(judged)
+        figures["vanishing tensors"] = len(bounds) - len(judged)
         figures["indeterminate elements"] = sum(bound.indeterminate for bound in judged)
         return figures
 
     def _known(self, kind: Kind) -> Iterator[Bound]:
-        for (known, _), bounds in self._bounds.items():
-            if known is kind:
+        for (bounds_kind, _), bounds in self._bounds.items():
+            if bounds_kind is kind:
                 yield from (bound for bound in bounds.values() if bound is not None)
 
 
@@ -351,5 +351,5 @@ def _expected(
 
 
 def _is_like(sample: Any, expected: Tensor) -> bool:
-    """Whether a reference has such a tensor."""
+    """True if a reference has such a tensor."""
     return isinstance(sample, Tensor) and sample.shape == expected.shape

@@ -104,5 +104,5 @@ def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    found: torch.dtype | None = None if name is None else getattr(torch, name)
-    return found
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+    return dtype

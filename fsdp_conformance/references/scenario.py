@@ -1,5 +1,5 @@
 """
-What a reference's history depends on, as text: the workload, the regime, the world, and the state of the process.
+Everything that a reference's history depends on, as text: workload, regime, world, and the state of the process.
 
     scenario_sha256     the workload and the regime, by content: two workloads with one name may differ
     surroundings        settings of torch and variables that can change a result, as they are in this process
@@ -89,7 +89,7 @@ def surroundings() -> dict[str, str]:
 
 @functools.cache
 def machine() -> dict[str, str]:
-    """What computes: versions, torch's files by size and time, and the processor. The same for a process's life."""
+    """The machine: versions, torch's files by size and time, and the processor. The same for a process's life."""
     return {
         "python": sys.version,
         "platform": f"{sys.platform} {platform.machine()} {' '.join(platform.libc_ver())}",
@@ -105,9 +105,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
-    found = sorted({line for line in lines if line.partition(":")[0].strip() in wanted})
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+    fields = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
+    described = sorted({line for line in lines if line.partition(":")[0].strip() in fields})
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()
 
 
 def _files(root: Path, patterns: Iterable[str]) -> str:

@@ -47,10 +47,10 @@ class Segments:
 
     def largest(self, vector: Tensor) -> list[float]:
         """The largest absolute value of each tensor: 0 for an empty one, NaN if any element is."""
-        found = torch.zeros(len(self.shapes), dtype=torch.float64, device=vector.device)
-        return found.scatter_reduce_(0, self.tensor_of, vector.abs(), "amax").tolist()
+        zeros = torch.zeros(len(self.shapes), dtype=torch.float64, device=vector.device)
+        return zeros.scatter_reduce_(0, self.tensor_of, vector.abs(), "amax").tolist()
 
     def counts(self, mask_E: Tensor) -> list[int]:
         """How many elements of each tensor are True."""
-        found = torch.zeros(len(self.shapes), dtype=torch.int64, device=mask_E.device)
-        return found.index_add_(0, self.tensor_of, mask_E.long()).tolist()
+        zeros = torch.zeros(len(self.shapes), dtype=torch.int64, device=mask_E.device)
+        return zeros.index_add_(0, self.tensor_of, mask_E.long()).tolist()

@@ -75,21 +75,21 @@ class Offer:
         }
 
     def is_sampled(self, case: str, key: Mapping[str, str]) -> bool:
-        """Whether this case of this run trains the entry's references again."""
+        """True if this case of this run trains the entry's references again."""
         drawn = hashlib.sha256(f"{self.run}\n{case}\n{entry_name(key)}".encode()).digest()
         return int.from_bytes(drawn[:8], "big") % SPOT_CHECKS == 0
 
 
 def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer | None:
     """
-    What the environment says: a store in the variable's directory, or in `cache`; None if it says "off".
+    The store that the environment names: in the variable's directory, or in `cache`; None if it is "off".
 
     Raises ConfigError for a limit that is no number.
     """
-    said = os.environ.get(REFERENCES_STORE, "")
-    if said == "off":
+    setting = os.environ.get(REFERENCES_STORE, "")
+    if setting == "off":
         return None
-    directory = Path(said).absolute() if said else cache / "references"
+    directory = Path(setting).absolute() if setting else cache / "references"
     limit = _limit()
     known, wanted = ReferenceStore(directory, limit).names()
     return Offer(
@@ -103,7 +103,7 @@ def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer 
 
 
 def is_untouched(imported: Iterable[str]) -> bool:
-    """Whether these modules, which the warm process has imported, are the suite's own and torch's."""
+    """True if these modules, which the warm process has imported, are the suite's own and torch's."""
     return all(
         (name.partition(".")[0] in _HARMLESS and not name.startswith(_UNDER_TEST) and "/" not in name) or _is_case(name)
         for name in imported
@@ -111,15 +111,15 @@ def is_untouched(imported: Iterable[str]) -> bool:
 
 
 def _is_case(name: str) -> bool:
-    """Whether a module is one of our cases, which pytest imports as `suites.NAME` in a checkout: its file tells."""
+    """True if a module is one of our cases, which pytest imports as `suites.NAME` in a checkout: its file tells."""
     file = getattr(sys.modules.get(name), "__file__", None)
-    found = importlib.util.find_spec("fsdp_conformance.suites")
-    places = found.submodule_search_locations if found is not None else None
+    spec = importlib.util.find_spec("fsdp_conformance.suites")
+    places = spec.submodule_search_locations if spec is not None else None
     return file is not None and Path(file).resolve().parent in {Path(place).resolve() for place in places or ()}
 
 
 def _limit() -> int:
-    said = os.environ.get(REFERENCES_LIMIT, str(_LIMIT_MB))
-    if not said.isdecimal():
-        raise ConfigError([f"{REFERENCES_LIMIT} must be a number of MiB, got {said!r}"], where="environment")
-    return int(said) * 2**20
+    setting = os.environ.get(REFERENCES_LIMIT, str(_LIMIT_MB))
+    if not setting.isdecimal():
+        raise ConfigError([f"{REFERENCES_LIMIT} must be a number of MiB, got {setting!r}"], where="environment")
+    return int(setting) * 2**20

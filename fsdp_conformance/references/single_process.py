@@ -68,11 +68,11 @@ class SingleProcess(Reference):
         for name in self.replicas[0].params:
             if name in self.replicas[0].local:
                 continue
-            found = [replica.params[name].grad for replica in self.replicas]
-            template = next((grad for grad in found if grad is not None), None)
+            gradients = [replica.params[name].grad for replica in self.replicas]
+            template = next((grad for grad in gradients if grad is not None), None)
             mean = self._reduced.get(name)
             if template is not None:
-                grads = [torch.zeros_like(template) if grad is None else grad for grad in found]
+                grads = [torch.zeros_like(template) if grad is None else grad for grad in gradients]
                 mean = self.mean(name, grads, mean)
             self._reduced[name] = mean
             for replica in self.replicas:
@@ -88,9 +88,9 @@ class SingleProcess(Reference):
     def _keep_contributions(self) -> None:
         """The gradient of each rank's last backward alone: what it has now minus what it had before."""
         for replica in self.replicas:
-            kept = replica.contributions[-1]
+            sums = replica.contributions[-1]
             total = {name: None if p.grad is None else p.grad.detach().clone() for name, p in replica.params.items()}
-            kept.append(_difference(total, self._carried(replica)))
+            sums.append(_difference(total, self._carried(replica)))
 
     def _carried(self, replica: Replica) -> Gradients:
         """The rank's gradients before its last backward: the micro-batches since the last reduction."""

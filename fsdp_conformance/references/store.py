@@ -59,7 +59,7 @@ def entry_name(key: Mapping[str, str]) -> str:
 
 def section(content: Any) -> bytes:
     """
-    What one rank keeps, as bytes: equal for equal content, bit for bit. Raises NotShared for what cannot be written.
+    One rank's part of an entry, as bytes: equal for equal content. Raises NotShared for what cannot be written.
 
     The wall time of a training is left out.
     """
@@ -94,11 +94,11 @@ class ReferenceStore:
 
     def names(self) -> tuple[frozenset[str], frozenset[str]]:
         """The entries, and the marks."""
-        found: dict[str, set[str]] = {_ENTRY: set(), _MARK: set()}
+        names: dict[str, set[str]] = {_ENTRY: set(), _MARK: set()}
         with contextlib.suppress(OSError):
             for path in self.directory.iterdir():
-                found.get(path.suffix, set()).add(path.stem)
-        return frozenset(found[_ENTRY]), frozenset(found[_MARK])
+                names.get(path.suffix, set()).add(path.stem)
+        return frozenset(names[_ENTRY]), frozenset(names[_MARK])
 
     def read(self, key: Mapping[str, str], rank: int) -> bytes | None:
         """A rank's section of the entry with this key; None if there is no entry. Raises Refused."""
@@ -110,10 +110,10 @@ class ReferenceStore:
                 stated, header = file.readline().strip(), file.readline()
                 if hashlib.sha256(header).hexdigest().encode() != stated:
                     raise Refused("its header does not match its hash")
-                found = json.loads(header)
-                if found["key"] != dict(key):
+                content = json.loads(header)
+                if content["key"] != dict(key):
                     raise Refused("its key is another one")
-                about = found["sections"][rank]
+                about = content["sections"][rank]
                 file.seek(about["begin"], os.SEEK_CUR)
                 data = file.read(about["size"])
             if len(data) != about["size"] or hashlib.sha256(data).hexdigest() != about["sha256"]:
@@ -171,15 +171,15 @@ class ReferenceStore:
 
     def _trim(self) -> None:
         """Remove the entries that were not used for longest, and what writers that were killed have left."""
-        found = []
+        entries = []
         for path in self.directory.iterdir():
             with contextlib.suppress(OSError):
                 about = path.stat()
-                found.append((about.st_mtime_ns, about.st_size, path))
-        total = sum(size for _, size, _ in found)
+                entries.append((about.st_mtime_ns, about.st_size, path))
+        total = sum(size for _, size, _ in entries)
         if total <= self.limit:
             return
-        for _, size, path in sorted(found):
+        for _, size, path in sorted(entries):
             if total <= _FULL * self.limit:
                 return
             if path.suffix in (_ENTRY, _PARTIAL):

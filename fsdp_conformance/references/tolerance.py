@@ -48,6 +48,8 @@ VANISHING_ULPS = 64.0
 #: Smallest relative difference of a gradient that a seeded fault has been measured to cause.
 WEAKEST_FAULT = 1.5e-3
 
+_EPS = torch.finfo(torch.float32).eps
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
@@ -70,7 +72,7 @@ class Bound:
 
     @property
     def bitwise(self) -> bool:
-        """Whether the values must be equal."""
+        """True if the values must be equal."""
         return self.limit is None
 
     def text(self) -> str:
@@ -92,6 +94,23 @@ def floor_of(terms: int, dtype: torch.dtype = torch.float32) -> float:
     return FLOOR_ULPS * torch.finfo(dtype).eps * math.sqrt(max(terms, 1))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """How far the references of one tensor are from its float64 values; absolute, largest over its elements."""
+
+    scale: float
+    largest: float
+    """The noise, without half of the rounding."""
+    quiet: float
+    """The noise without that of indeterminate elements."""
+    rounding: float
+    """One ulp of the parameter for each time it was rounded."""
+    loud: bool
+    """True if some element's bound would be above the ceiling."""
+    indeterminate: int
+    """Number of elements that are judged by their own noise: 0 if they are more than half of the tensor."""
+
+
 def calibrate(
     expected: Sequence[Tensor],
     samples: Sequence[Sequence[Tensor]],
@@ -105,25 +124,38 @@ def calibrate(
     """
     The bounds for tensors whose float64 values are `expected`. `samples` has the values of each float32 reference.
 
-    Each bound depends on its own tensor alone; together they take a few calls instead of a dozen each. Changes are
-    measured from `bases`; `roundings` is how often a value was rounded since. `scales` replace the tensors' own, and
-    `model_scale` is the largest scale of any tensor of the kind at the step.
+    For each element, with the figures of its tensor from `bound_of`:
+
+        limit = max(relative * scale, NOISE_FACTOR * noise of the element) + rounding of the element
+
+    A tensor that is expected not to change (scale 0) is allowed no rounding. Each bound depends on its own tensor
+    alone; all are computed together because a few calls are faster than a dozen for each. Changes are measured from
+    `bases`; `roundings` is how often a value was rounded since. `scales` replace the tensors' own, and `model_scale` is
+    the largest scale of any tensor of the kind at the step.
     """
-    eps = torch.finfo(torch.float32).eps
     segments = Segments.of(expected)
     expected_E = segments.join(expected)  # E: the elements of all tensors
     base_E = torch.zeros_like(expected_E) if bases is None else segments.join(bases)
     scales = segments.largest(expected_E - base_E) if scales is None else scales
-    scale_E = segments.spread(scales)
-    rounding_E = roundings * eps * torch.maximum(expected_E.abs(), base_E.abs())
+    rounding_E = roundings * _EPS * torch.maximum(expected_E.abs(), base_E.abs())
     distances = [(segments.join(sample) - expected_E).abs() for sample in samples]
     noise_E = torch.stack(distances).amax(0) if distances else torch.zeros_like(expected_E)
     noise_E = (noise_E - rounding_E / 2).clamp_min(0)
-    loud = segments.counts(NOISE_FACTOR * noise_E + rounding_E > CEILING * scale_E)
+    noises = _noises(segments, scales, noise_E, rounding_E)
+    bounds = [bound_of(noise, model_scale=model_scale, floor=floor) for noise in noises]
+    limit_E = torch.maximum(segments.spread([bound.relative * bound.scale for bound in bounds]), NOISE_FACTOR * noise_E)
+    may_round_E = segments.spread([bound.scale for bound in bounds]) != 0
+    limit_E = torch.where(may_round_E, limit_E + rounding_E, limit_E)
+    return [replace(bound, limit=limit) for bound, limit in zip(bounds, segments.split(limit_E), strict=True)]
+
+
+def _noises(segments: Segments, scales: Sequence[float], noise_E: Tensor, rounding_E: Tensor) -> list[Noise]:
+    """The figures of each tensor."""
+    scale_E = segments.spread(scales)
     loud_E = NOISE_FACTOR * noise_E > CEILING * scale_E
-    sizes = [shape.numel() for shape in segments.shapes]
     indeterminate = [
-        0 if count * 2 > size else count for count, size in zip(segments.counts(loud_E), sizes, strict=True)
+        0 if count * 2 > shape.numel() else count
+        for count, shape in zip(segments.counts(loud_E), segments.shapes, strict=True)
     ]
     quiet_E = torch.where(loud_E & (segments.spread(indeterminate) > 0), 0.0, noise_E)
     figures = zip(
@@ -131,38 +163,42 @@ def calibrate(
         segments.largest(noise_E),
         segments.largest(quiet_E),
         segments.largest(rounding_E),
-        loud,
+        segments.counts(NOISE_FACTOR * noise_E + rounding_E > CEILING * scale_E),
         indeterminate,
         strict=True,
     )
-    bounds, least, rounded = [], [], []
-    for scale, noise, quiet, rounding, is_loud, count in figures:
-        if is_loud and scale <= VANISHING_ULPS * eps * model_scale:
-            limit = NOISE_FACTOR * max(noise, eps * model_scale)
-            bounds.append(Bound(relative=limit, scale=1.0, noise=noise, vanishing=True))
-        elif scale == 0.0:
-            # No change is expected. Any noise would have made the tensor vanishing, unless no tensor changes.
-            limit = 0.0
-            bounds.append(Bound(noise=noise))
-        else:
-            relative = max(NOISE_FACTOR * (quiet / scale), floor)
-            limit = relative * scale
-            bounds.append(
-                Bound(
-                    relative=relative,
-                    scale=scale,
-                    noise=quiet / scale,
-                    floor=floor,
-                    indeterminate=count,
-                    inconclusive=relative + rounding / scale > CEILING,
-                    rounding=rounding / scale,
-                )
-            )
-        least.append(limit)
-        rounded.append(bounds[-1].scale != 0.0)
-    limit_E = torch.maximum(segments.spread(least), NOISE_FACTOR * noise_E)
-    limit_E = torch.where(segments.spread(rounded) != 0, limit_E + rounding_E, limit_E)
-    return [replace(bound, limit=limit) for bound, limit in zip(bounds, segments.split(limit_E), strict=True)]
+    return [
+        Noise(scale=scale, largest=largest, quiet=quiet, rounding=rounding, loud=bool(loud), indeterminate=count)
+        for scale, largest, quiet, rounding, loud, count in figures
+    ]
+
+
+def bound_of(noise: Noise, *, model_scale: float, floor: float) -> Bound:
+    """
+    The bound of a tensor, without the limits of its elements:
+
+        relative = max(NOISE_FACTOR * quiet / scale, floor)
+
+    It is inconclusive if `relative + rounding / scale` is above the ceiling. A vanishing tensor has an absolute bound,
+    NOISE_FACTOR * max(noise, eps * model_scale), stored as `relative` with scale 1.
+    """
+    if noise.loud and noise.scale <= VANISHING_ULPS * _EPS * model_scale:
+        limit = NOISE_FACTOR * max(noise.largest, _EPS * model_scale)
+        return Bound(relative=limit, scale=1.0, noise=noise.largest, vanishing=True)
+    if noise.scale == 0.0:
+        # No change is expected. Any noise would have made the tensor vanishing, unless no tensor changes.
+        return Bound(noise=noise.largest)
+    relative = max(NOISE_FACTOR * (noise.quiet / noise.scale), floor)
+    rounding = noise.rounding / noise.scale
+    return Bound(
+        relative=relative,
+        scale=noise.scale,
+        noise=noise.quiet / noise.scale,
+        floor=floor,
+        indeterminate=noise.indeterminate,
+        inconclusive=relative + rounding > CEILING,
+        rounding=rounding,
+    )
 
 
 def magnitude(tensor: Tensor) -> float:

@@ -2,7 +2,7 @@
 What happens between training steps or inside one, besides training: an evaluation, a new learning rate, an exception.
 
 An event is frozen data: an action at a point. A point is a step, a moment in it, and for moments that a step has once
-for each micro-batch, its number. `Regime.events` holds the events of a run. `driver.session` makes them happen to an
+for each micro-batch, its number. `Regime.events` holds the events of a run. `driver.events` makes them happen to an
 implementation, `references.loop` applies their effect to the references, and each does so on its own. Standard library
 only. `workload.every_point` makes regimes with an action at every point where it is legal.
 """

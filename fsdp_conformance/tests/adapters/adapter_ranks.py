@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.driver import session
+from fsdp_conformance.driver.task import Conditions, Observer, World
+from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, Reference, differences
@@ -24,9 +26,8 @@ class RankTestCase(RecordedRanks):
         workload: Workload = PLAIN,
         regime: Regime | None = None,
         *,
-        on_setup: Callable[[Adapter], object] | None = None,
-        on_gradients: Callable[[Adapter, int], object] | None = None,
-        faults: Any = (),
+        faults: Sequence[Fault] = (),
+        observer: Observer | None = None,
         **plan: Any,
     ) -> TrainingHistory:
         """Train; `plan` are fields of the plan, of which the workload gives the rest."""
@@ -38,11 +39,9 @@ class RankTestCase(RecordedRanks):
             workload,
             session.plan_for(workload, regime, Plan(**plan)),
             regime,
-            rank=self.rank,
-            world_size=self.world_size,
-            on_setup=on_setup,
-            on_gradients=on_gradients,
-            faults=faults,
+            World(rank=self.rank, size=self.world_size),
+            observer,
+            Conditions(faults=faults),
         )
 
     def divergences(

@@ -12,6 +12,7 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.vendors.deepspeed_zero import DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3
 from fsdp_conformance.driver.smoke import CHECKS, smoke
+from fsdp_conformance.driver.task import Observer
 from fsdp_conformance.errors import AdapterNotFound, Unsupported
 from fsdp_conformance.fixtures import optimizers
 from fsdp_conformance.plan import Offload, Plan, Sharding
@@ -109,7 +110,7 @@ class Stages(RankTestCase):
         for name in STAGES:
             values = {key: value.detach() * 0.5 for key, value in PLAIN.build(0).named_parameters()}
             adapter = registry.load(name)()
-            history = self.run_training(adapter, on_setup=partial(_write, values=values))
+            history = self.run_training(adapter, observer=Observer(on_setup=partial(_write, values=values)))
             for key, value in values.items():
                 torch.testing.assert_close(history.initial_params[key], value, rtol=0, atol=0, msg=f"{name} {key}")
             state = adapter.full_optim_state()
@@ -134,7 +135,7 @@ class Stages(RankTestCase):
                 lambda adapter, state=state: adapter.load_full_state_dict(state),
             ):
                 loaded = registry.load(name)()
-                found = self.run_training(loaded, on_setup=load).initial_params
+                found = self.run_training(loaded, observer=Observer(on_setup=load)).initial_params
                 for key, value in expected.items():
                     torch.testing.assert_close(found[key], value, rtol=0, atol=0, msg=f"{name} {key}")
             with self.assertRaisesRegex(RuntimeError, "Missing key"):

@@ -14,6 +14,7 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.vendors.torch_fsdp1 import default_replicas
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2, reshard_after_forward, reshard_option
+from fsdp_conformance.driver.task import Observer
 from fsdp_conformance.errors import AdapterError, ConfigError, Unsupported
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.plan import BackwardPrefetch, InitMode, Offload, Plan, Sharding
@@ -123,7 +124,7 @@ class Parity(RankTestCase):
         """Values that are written after the wrap are where training starts."""
         for name in ENGINES:
             values = {key: value.detach() * 0.5 for key, value in PLAIN.build(0).named_parameters()}
-            history = self.run_training(name, on_setup=partial(_write, values=values))
+            history = self.run_training(name, observer=Observer(on_setup=partial(_write, values=values)))
             for key, value in values.items():
                 torch.testing.assert_close(history.initial_params[key], value, rtol=0, atol=0)
 
@@ -240,7 +241,7 @@ class Placement(RankTestCase):
         for name in ("torch-fsdp2", "torch-fsdp1"):
             adapter: Any = registry.load(name)()
             seen: list[bool] = []
-            self.run_training(adapter, on_setup=partial(_watch, seen=seen))
+            self.run_training(adapter, observer=Observer(on_setup=partial(_watch, seen=seen)))
             self.assertEqual([True] * 3, seen, name)
             self.assertEqual([], [unit for unit in ("", *PLAIN.units) if adapter.unit_is_unsharded(unit)], name)
 
@@ -263,7 +264,7 @@ class Placement(RankTestCase):
     def test_a_wrapped_module_is_refused(self) -> None:
         """FSDP2 refuses a second wrap."""
         with self.assertRaisesRegex(AssertionError, "applied to a module once"):
-            self.run_training("torch-fsdp2", on_setup=lambda adapter: adapter.wrap_again())
+            self.run_training("torch-fsdp2", observer=Observer(on_setup=lambda adapter: adapter.wrap_again()))
 
     def test_model_without_parameters(self) -> None:
         """Nothing to optimise is not an error."""

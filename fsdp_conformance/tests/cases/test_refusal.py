@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.cases.checks import CaseChecks
+from fsdp_conformance.cases.rank import CaseRank
 from fsdp_conformance.cases.refusal import why_no_refusal
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.errors import ConfigError, Unsupported
 from fsdp_conformance.outcome.records import RankReport
+from fsdp_conformance.references.reference_set import References
+from fsdp_conformance.workload.definition import Regime, Workload
 
 NAMES = ("replicas", "mesh")
 
@@ -69,24 +72,22 @@ def test_breakdowns(act: Callable[[], object], why: str) -> None:
     assert (why_no_refusal(raised(act), NAMES) or "").endswith(why)
 
 
-class Judged(CaseChecks):
-    """A case without ranks that notes what it shows to somebody who debugs it."""
+def _here() -> CaseRank:
+    """A case without ranks, about a refusal."""
+    case = Case(id="R054/a-mesh", requirements=("R054",), chapter="F", title="A mesh is refused", world_size=1)
+    return CaseRank(
+        case=case,
+        rank=0,
+        world_size=1,
+        device_type="cpu",
+        local_rank=0,
+        declared=frozenset(),
+        report=RankReport(rank=0),
+    )
 
-    def __init__(self) -> None:
-        self.rank = 0
-        self.report = RankReport(rank=0)
-        self.examined: list[BaseException] = []
 
-    @property
-    def case(self) -> Case:
-        """About a refusal."""
-        return Case(id="R054/a-mesh", requirements=("R054",), chapter="F", title="A mesh is refused", world_size=1)
-
-    def note_refusal(self) -> None:
-        """Nothing trains."""
-
-    def examine(self, error: BaseException) -> None:
-        self.examined.append(error)
+def _no_references(workload: Workload, regime: Regime | None) -> References:
+    raise AssertionError("a refusal needs no references")
 
 
 @pytest.mark.parametrize(
@@ -96,14 +97,16 @@ class Judged(CaseChecks):
 )
 def test_what_is_no_refusal_is_shown_to_a_debugger(error: Exception, excused: bool, shown: bool) -> None:
     """`debug --pdb` stops where the case has caught what it holds against the engine, and nowhere else."""
-    case = Judged()
+    here = _here()
+    examined: list[BaseException] = []
+    checks = CaseChecks(here, references=_no_references, examine=examined.append)
 
     def refuse() -> None:
         raise error
 
-    with case.refusal("R054", "a mesh", names=NAMES) as outcome:
+    with checks.refusal("R054", "a mesh", names=NAMES) as outcome:
         outcome.excused = excused
         refuse()
 
-    assert case.examined == ([error] if shown else [])
-    assert bool(case.report.findings) is shown
+    assert examined == ([error] if shown else [])
+    assert bool(here.report.findings) is shown

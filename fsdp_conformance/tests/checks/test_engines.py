@@ -11,6 +11,7 @@ from fsdp_conformance.checks import communication, partition
 from fsdp_conformance.checks.groups import groups_used
 from fsdp_conformance.checks.order import execution_order, steady_schedule
 from fsdp_conformance.driver import session
+from fsdp_conformance.driver.task import World
 from fsdp_conformance.fixtures import experts, frozen, models, probes
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome.records import Finding
@@ -33,7 +34,7 @@ class EngineTestCase(RecordedRanks):
         regime = regime or Regime()
         wanted = session.plan_for(workload, regime, Plan(**plan))
         adapter = registry.load(spec)()
-        history = session.train(adapter, workload, wanted, regime, rank=self.rank, world_size=self.world_size)
+        history = session.train(adapter, workload, wanted, regime, World(rank=self.rank, size=self.world_size))
         return history, wanted
 
     def witness(self, history: TrainingHistory, plan: Plan) -> list[Finding]:

@@ -16,6 +16,7 @@ from fsdp_conformance.explore.example import Example
 from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.mutants import ALL, MUTANTS
 from fsdp_conformance.outcome.records import Finding
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.verdict import Verdict
 from studies import explore_power, explore_reach
@@ -71,7 +72,7 @@ def test_the_engine_without_the_defect() -> None:
 
 
 def _outcome(verdict: Verdict) -> Outcome:
-    record = empty_record(case_for(Example()), "an-engine", "cpu")
+    record = empty_record(case_for(Example()), RunSettings(implementation="an-engine"), "cpu")
     record.verdict = verdict
     record.findings = [Finding(requirement="R003", check="gradient parity", message="no")] * (verdict is Verdict.FAIL)
     return Outcome(record=record)

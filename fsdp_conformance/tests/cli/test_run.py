@@ -388,13 +388,13 @@ def test_missing_workers_are_the_environment(suite: mini_suite.MiniSuite, tmp_pa
 _LARGE = '''
 import unittest
 
-from fsdp_conformance.cases.declaration import conformance_case
+from fsdp_conformance.cases.declaration import DeclaresCases, conformance_case
 from fsdp_conformance.contract.case import case_of
 from fsdp_conformance.tests.report.evidence import a_record
 from fsdp_conformance.verdict import Verdict
 
 
-class Large(unittest.TestCase):
+class Large(DeclaresCases, unittest.TestCase):
     record = None
 
     @conformance_case("R001", chapter="A", axes={"k": (1, 2)}, world_size=2)

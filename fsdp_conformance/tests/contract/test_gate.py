@@ -10,7 +10,7 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.contract.gate import SIMULATED_ENVIRONMENTS, Gated, Place, empty_record, gate
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.run_settings import SHARED_DEVICES, RunSettings
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case
 from fsdp_conformance.verdict import Verdict
 
@@ -139,7 +139,7 @@ def test_any_world_fits_where_ranks_share_devices() -> None:
 
 def test_the_line_to_run_a_case_again_shares_devices_too() -> None:
     """Otherwise it would not run here."""
-    record = empty_record(a_case(), "mine.py:Mine", "cuda", ranks=SHARED_DEVICES)
+    record = empty_record(a_case(), RunSettings(implementation="mine.py:Mine", share_devices=True), "cuda")
 
     assert record.ranks == "sharing devices"
     assert record.repro.endswith("--device cuda --share-devices --case R001/probe-ws2")
@@ -192,7 +192,7 @@ def test_a_case_that_needs_processes_is_not_simulated() -> None:
 
 def test_a_record_begins_without_a_verdict() -> None:
     """One that is never decided is the suite's own mistake."""
-    assert empty_record(a_case(), "torch-fsdp2", "cpu") == CaseRecord(
+    assert empty_record(a_case(), RunSettings(), "cpu") == CaseRecord(
         case="R001/probe-ws2",
         requirements=["R001", "R003"],
         chapter="A",

@@ -19,6 +19,7 @@ from fsdp_conformance.checks.parity import parity
 from fsdp_conformance.driver import pipeline_stage, session
 from fsdp_conformance.driver.pipeline import Pipeline
 from fsdp_conformance.driver.pipeline_stage import too_old
+from fsdp_conformance.driver.task import Conditions, Observer, World
 from fsdp_conformance.engine.errors import StructureMismatch
 from fsdp_conformance.engine.fully_sharded.checkpoint import load_checkpoint
 from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable, SuiteError, Unsupported
@@ -91,7 +92,9 @@ class Trains(RankTestCase):
             "torch-fsdp2",
             pipeline.pipeline(2),
             Regime(steps=1, micro_batches=2, pipeline="1f1b"),
-            on_setup=lambda adapter: seen.append({name.split(".")[0] for name in adapter.full_params()}),
+            observer=Observer(
+                on_setup=lambda adapter: seen.append({name.split(".")[0] for name in adapter.full_params()})
+            ),
             stages=STAGES,
         )
         self.assertEqual([{STAGES[self.rank]}], seen)
@@ -200,7 +203,8 @@ class Refuses(RankTestCase):
 
     def _unobserved(self, adapter: Adapter, workload: Workload, regime: Regime) -> TrainingHistory:
         plan = session.plan_for(workload, regime, Plan(stages=STAGES))
-        return session.train(adapter, workload, plan, regime, rank=self.rank, world_size=2, observe=False)
+        world, conditions = World(rank=self.rank, size=2), Conditions(observe=False)
+        return session.train(adapter, workload, plan, regime, world, conditions=conditions)
 
 
 def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from fsdp_conformance.adapters.sharded import full_copy, local_part
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.checks.streams import same_undisturbed
-from fsdp_conformance.driver import session
-from fsdp_conformance.driver.session import plan_for, storage_bytes
+from fsdp_conformance.driver import recorder, session
+from fsdp_conformance.driver.recorder import storage_bytes
+from fsdp_conformance.driver.session import plan_for
+from fsdp_conformance.driver.task import Conditions, Observer, World
 from fsdp_conformance.driver.watch import Watch
 from fsdp_conformance.errors import ConfigError, Unsupported
 from fsdp_conformance.faults.delay import CollectiveDelay, PointDelay
@@ -175,7 +177,7 @@ class Accelerator(Watch):
 @contextlib.contextmanager
 def watched(moments: list[str]) -> Iterator[None]:
     """A loop that writes down when it waits for the device, and when it reads from it."""
-    fetched = session._fetched
+    fetched = recorder._fetched
 
     def fetch(value: Any) -> Any:
         if value and moments[-1:] != ["fetched"]:
@@ -183,8 +185,8 @@ def watched(moments: list[str]) -> Iterator[None]:
         return fetched(value)
 
     with (
-        unittest.mock.patch.object(session, "watch_for", return_value=Accelerator(moments)),
-        unittest.mock.patch.object(session, "_fetched", fetch),
+        unittest.mock.patch.object(recorder, "watch_for", return_value=Accelerator(moments)),
+        unittest.mock.patch.object(recorder, "_fetched", fetch),
     ):
         yield
 
@@ -206,7 +208,10 @@ class Loop(RankTestCase):
             gradient_to_none=("head.bias",),
         )
         self.run_training(
-            adapter, regime=regime, faults=[DiaryFault(adapter)], on_setup=lambda seen: adapter.note("on_setup")
+            adapter,
+            regime=regime,
+            faults=[DiaryFault(adapter)],
+            observer=Observer(on_setup=lambda seen: adapter.note("on_setup")),
         )
 
         self.assertEqual(
@@ -326,7 +331,12 @@ class Loop(RankTestCase):
         """For timing: losses of every step and the parameters at the end, and nothing is gathered in between."""
         adapter = Diary()
         history = session.train(
-            adapter, PLAIN, plan_for(PLAIN, Regime()), Regime(), rank=self.rank, world_size=2, observe=False
+            adapter,
+            PLAIN,
+            plan_for(PLAIN, Regime()),
+            Regime(),
+            World(rank=self.rank, size=2),
+            conditions=Conditions(observe=False),
         )
         self.assertEqual([True, True, False], [record.params == {} for record in history.steps])
         self.assertEqual(2, len([entry for entry in adapter.entries if entry.startswith("full_params")]))
@@ -340,9 +350,14 @@ class Loop(RankTestCase):
         with watched(moments):
             plan = plan_for(RICH, regime, Plan())
             found = session.train(
-                UnderWatch(moments), RICH, plan, regime, rank=self.rank, world_size=self.world_size, undisturbed=True,
-                on_step=lambda step: moments.append(f"step {step}"),
-            )  # fmt: skip
+                UnderWatch(moments),
+                RICH,
+                plan,
+                regime,
+                World(rank=self.rank, size=self.world_size),
+                Observer(after_step=lambda adapter, step: moments.append(f"step {step}")),
+                Conditions(undisturbed=True),
+            )
         self.assertEqual(["full_params", "step 0", "step 1", "fetched", "full_params", "step 2"], moments)
         self.assertEqual([[2, 2, 2]] * 2, [[len(record.losses) for record in run.steps] for run in (usual, found)])
         result = same_undisturbed(usual, found, "R075")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from fsdp_conformance.capability import CAPABILITIES
-from fsdp_conformance.driver.session import EVENT_FLAGS
+from fsdp_conformance.driver.events import EVENT_FLAGS
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.explore.example import (
     PLAIN,

@@ -16,6 +16,7 @@ from fsdp_conformance.explore.exploration import Budget, Exploration, Explorer
 from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.explore.signature import Signature, signature_of
 from fsdp_conformance.outcome.records import CaseRecord, Finding
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload.events import Action
 
@@ -23,7 +24,7 @@ ALL = frozenset(CAPABILITIES)
 
 
 def _record(example: Example, verdict: Verdict, *findings: Finding, traceback: str = "") -> CaseRecord:
-    record = empty_record(case_for(example), "an-engine", "cpu")
+    record = empty_record(case_for(example), RunSettings(implementation="an-engine"), "cpu")
     record.verdict, record.findings, record.traceback = verdict, list(findings), traceback
     return record
 

@@ -20,7 +20,12 @@ from fsdp_conformance.tests.guards.checkout import Module
 pytestmark = checkout.required
 
 #: Import cycles that stay, each with its reason. At most three.
-ALLOWED_CYCLES: dict[frozenset[str], str] = {}
+ALLOWED_CYCLES: dict[frozenset[str], str] = {
+    frozenset({"fsdp_conformance.cases.base", "fsdp_conformance.cases.controller"}): (
+        "the base class imports the half that no rank needs when a case is set up; that half names the class in types"
+    ),
+    frozenset({"fsdp_conformance.harness.testcase", "fsdp_conformance.harness.controller"}): "the same, without cases",
+}
 
 #: Parts that may use private names of others: tests look inside, and a mutant breaks what it derives from.
 _MAY_LOOK_INSIDE = frozenset({"tests", "mutants"})

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_conformance.judge import SWALLOWED, drilled
+from fsdp_conformance.judge import drilled
 from fsdp_conformance.outcome.endings import STOPPED
 from fsdp_conformance.outcome.records import CaseRecord, RankError, RankExit, RankReport
-from fsdp_conformance.stress import Failure
+from fsdp_conformance.stress import SWALLOWED, Failure
 from fsdp_conformance.verdict import Verdict
 
 _WHERE = "all_gather #3 of training"

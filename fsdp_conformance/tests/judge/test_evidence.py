@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.judge import contradictions, judge, keep_evidence
+from fsdp_conformance.judge import Observed, contradictions, judge, keep_evidence
 from fsdp_conformance.judge.evidence import COMMON
 from fsdp_conformance.outcome.records import CaseRecord, RankReport
 from fsdp_conformance.run_settings import RunSettings
@@ -17,7 +17,8 @@ from fsdp_conformance.verdict import Verdict
 def judged(*reports: RankReport, declared: str = "", **case: Any) -> CaseRecord:
     """The record of a case in which the ranks reported this, with its evidence."""
     made = a_case(**case)
-    record = judge(made, declared=frozenset(declared.split()), reports=reports, exits=exits(len(reports)))
+    flags = frozenset(declared.split())
+    record = judge(made, Observed(reports=reports, exits=exits(len(reports)), declared=flags), RunSettings())
     return keep_evidence(record, reports)
 
 

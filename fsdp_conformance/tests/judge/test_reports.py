@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.judge import contradictions, judge, keep_evidence
+from fsdp_conformance.judge import Observed, contradictions, judge, keep_evidence
 from fsdp_conformance.judge.findings import MAX_FINDINGS
 from fsdp_conformance.outcome.records import CaseRecord, CheckCount, Finding, RankReport
 from fsdp_conformance.run_settings import RunSettings
@@ -18,11 +18,8 @@ def judged(*reports: RankReport, declared: str = "", **case: Any) -> CaseRecord:
     """The verdict on ranks that all reported and ended well."""
     return judge(
         a_case(world_size=len(reports), **case),
-        declared=frozenset(declared.split()),
-        reports=reports,
-        exits=exits(len(reports)),
-        implementation="torch-fsdp2",
-        seconds=1.5,
+        Observed(reports=reports, exits=exits(len(reports)), declared=frozenset(declared.split()), seconds=1.5),
+        RunSettings(),
     )
 
 
@@ -30,7 +27,8 @@ def test_comparisons_that_all_held_pass() -> None:
     """PASS says how much was looked at, over all ranks."""
     reports = [a_report(0, comparisons=4), a_report(1, comparisons=3)]
 
-    assert judge(a_case(), declared=frozenset(), reports=reports, exits=exits(2)) == CaseRecord(
+    observed = Observed(reports=reports, exits=exits(2))
+    assert judge(a_case(), observed, RunSettings(implementation="")) == CaseRecord(
         case="R001/probe-ws2",
         requirements=["R001", "R003"],
         chapter="A",
@@ -49,13 +47,8 @@ def test_the_record_says_what_the_case_ran_on() -> None:
     """Where it is not the default, the command to run it again asks for it."""
     record = judge(
         a_case(),
-        declared=frozenset(),
-        reports=[a_report(0), a_report(1)],
-        exits=exits(2),
-        implementation="torch-fsdp2",
-        device="cuda",
-        ranks="simulated",
-        seconds=1.5,
+        Observed(reports=[a_report(0), a_report(1)], exits=exits(2), device="cuda", seconds=1.5),
+        RunSettings(ranks="simulated"),
     )
 
     assert (record.device, record.ranks, record.seconds) == ("cuda", "simulated", 1.5)

@@ -23,6 +23,7 @@ from fsdp_conformance import contract
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.contract.case import ENVIRONMENTS
+from fsdp_conformance.driver.task import Observer
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.mutants import ALL, MUTANTS
@@ -237,7 +238,7 @@ class Values(RankTestCase):
 
         written = replace(PLAIN, build=halved)
         for adapter, right in ((SeamFSDP2, True), (mutant("writes-after-wrap-lost"), False)):
-            history = self.run_training(adapter, on_setup=lambda seen: seen.write_params(values))
+            history = self.run_training(adapter, observer=Observer(on_setup=lambda seen: seen.write_params(values)))
             self.assertEqual(right, not self.divergences(history, written), adapter.__name__)
 
     def test_dropped_gradients_are_stepped(self) -> None:
@@ -441,10 +442,10 @@ class Manners(RankTestCase):
     def test_a_second_wrap(self) -> None:
         """FSDP2 refuses it; the mutant averages once more."""
         with self.assertRaisesRegex(AssertionError, "applied to a module once"):
-            self.run_training(SeamFSDP2, on_setup=lambda adapter: adapter.wrap_again())
+            self.run_training(SeamFSDP2, observer=Observer(on_setup=lambda adapter: adapter.wrap_again()))
         wrong = mutant("wraps-twice-silently")
         self.assert_trains(wrong)
-        history = self.run_training(wrong, on_setup=lambda adapter: adapter.wrap_again())
+        history = self.run_training(wrong, observer=Observer(on_setup=lambda adapter: adapter.wrap_again()))
         self.assertTrue(any("step 0 gradient" in line for line in self.divergences(history)))
 
     def test_attributes_and_copies(self) -> None:

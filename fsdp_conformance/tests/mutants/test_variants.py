@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.driver.task import Observer
 from fsdp_conformance.fixtures import models, transformer
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.mutants import MUTANTS, VARIANTS
@@ -112,7 +113,7 @@ class Differences(RankTestCase):
             storages.append({part.untyped_storage().data_ptr() for part in parts if part.numel()})
 
         adapter: Any = variant("keeps-gradients-flat")()
-        self.run_training(adapter, on_gradients=look)
+        self.run_training(adapter, observer=Observer(on_gradients=look))
         self.assertEqual([1] * len(storages), [len(each) for each in storages])
         self.assertTrue(storages)
         adapter = variant("groups-parameters")()
@@ -131,8 +132,8 @@ class Differences(RankTestCase):
                 parameter.grad.to_local().fill_(float("nan"))
 
         with self.assertRaisesRegex(FloatingPointError, "is not finite on rank"):
-            self.run_training(variant("validates-gradients"), on_gradients=spoil)
-        self.run_training("torch-fsdp2", on_gradients=spoil)
+            self.run_training(variant("validates-gradients"), observer=Observer(on_gradients=spoil))
+        self.run_training("torch-fsdp2", observer=Observer(on_gradients=spoil))
 
 
 @pytest.mark.slow

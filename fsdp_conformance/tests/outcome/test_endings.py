@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.judge import judge
+from fsdp_conformance.judge import Observed, judge
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit, RankReport
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import (
     LOST_PEER,
     TIMED_OUT,
@@ -31,10 +32,12 @@ def judged(
     """The verdict on a case whose ranks came to these ends."""
     return judge(
         a_case(world_size=len(ranks), **case),
-        declared=frozenset(declared.split()),
-        reports=[report for report, _ in ranks],
-        exits=[end for _, end in ranks],
-        implementation="torch-fsdp2",
+        Observed(
+            reports=[report for report, _ in ranks],
+            exits=[end for _, end in ranks],
+            declared=frozenset(declared.split()),
+        ),
+        RunSettings(),
         level=level,
     )
 
@@ -583,7 +586,7 @@ def test_a_rank_that_says_not_here_does_not_explain_an_exception() -> None:
 def test_missing_evidence_is_the_suites_error(num_reports: int, num_exits: int) -> None:
     """A report and an exit for each rank, or nothing is judged."""
     reports = [a_report(rank) for rank in range(num_reports)]
-    record = judge(a_case(world_size=3), declared=frozenset(), reports=reports, exits=exits(num_exits))
+    record = judge(a_case(world_size=3), Observed(reports=reports, exits=exits(num_exits)), RunSettings())
 
     assert record.verdict is Verdict.ERROR_SUITE
     assert record.reason == (f"expected 3 reports and 3 exits, got {num_reports} and {num_exits} [R001/probe-ws3]")
@@ -593,7 +596,7 @@ def test_missing_evidence_is_the_suites_error(num_reports: int, num_exits: int) 
 def test_evidence_out_of_order_is_the_suites_error(order: tuple[list[int], list[int]]) -> None:
     """Reports are read by their place."""
     reports, ends = ([a_report(rank) for rank in order[0]], [an_exit(rank) for rank in order[1]])
-    record = judge(a_case(), declared=frozenset(), reports=reports, exits=ends)
+    record = judge(a_case(), Observed(reports=reports, exits=ends), RunSettings())
 
     assert record.verdict is Verdict.ERROR_SUITE
 

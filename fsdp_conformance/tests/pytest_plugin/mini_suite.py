@@ -23,7 +23,7 @@ import json, os, threading, time, unittest
 from pathlib import Path
 
 from fsdp_conformance import run_settings
-from fsdp_conformance.cases.declaration import conformance_case
+from fsdp_conformance.cases.declaration import DeclaresCases, conformance_case
 from fsdp_conformance.contract.case import case_of
 from fsdp_conformance.contract.gate import Place, gate
 from fsdp_conformance.report.recorder import version_of
@@ -32,7 +32,7 @@ from fsdp_conformance.verdict import Verdict
 
 ACTS = json.loads(os.environ.get("MINI_SUITE", "{}"))
 
-class Mini(unittest.TestCase):
+class Mini(DeclaresCases, unittest.TestCase):
     record = None
 
     @classmethod
@@ -92,7 +92,7 @@ class Parity(Mini):
         """Losses equal DDP's."""
         self.act()
 
-    @conformance_case("R188", chapter="A", world_size=2, timeout_s=30)
+    @conformance_case("R188", chapter="A", world_size=2, timeout_s=30, starts_early=True)
     def test_it_shards(self):
         """Each rank holds its share."""
         self.act()

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile, profile_of
-from fsdp_conformance.judge import judge, keep_evidence
+from fsdp_conformance.judge import Observed, judge, keep_evidence
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Scope, State, certify
 from fsdp_conformance.report.terminal import verdict_words
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.certificates import (
     CASES,
     PARITY,
@@ -537,7 +538,7 @@ def inapplicable(case: str) -> CaseRecord:
     unmet = {"delay of 15 ms before every all_gather": ["all_gather"]}
     reports = [a_report(rank, unmet=unmet, schedule=["#1 issued all_reduce"]) for rank in range(2)]
     record = keep_evidence(
-        judge(a_case(requirements=[case[:4]]), declared=frozenset(), reports=reports, exits=exits(2)), reports
+        judge(a_case(requirements=[case[:4]]), Observed(reports=reports, exits=exits(2)), RunSettings()), reports
     )
     record.environment = dict(LOADED)
     return record

@@ -19,6 +19,7 @@ from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cases import places
 from fsdp_conformance.checks.streams import stream_control, stream_safety
 from fsdp_conformance.contract.gate import Place
+from fsdp_conformance.driver.task import Observer
 from fsdp_conformance.driver.watch import AcceleratorWatch, SimulatedWatch, Watch, watch_for
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import deep
@@ -178,7 +179,9 @@ class OnTheSimulatedAccelerator(RankTestCase):
         checking = extension.Checker
         with checker.wait_filter(count):
             regime = Regime(micro_batches=2, eval_before=(1,), eval_between=(1,), idle_forwards=1, keep_outputs=True)
-            self.run_training(TorchFSDP2, PLAIN, regime, on_setup=lambda adapter: waits.clear(), **self.PLAN)
+            self.run_training(
+                TorchFSDP2, PLAIN, regime, observer=Observer(on_setup=lambda adapter: waits.clear()), **self.PLAN
+            )
 
         self.assertEqual([], waits)
 

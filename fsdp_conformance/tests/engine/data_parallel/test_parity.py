@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_conformance.adapters.vendors.reference_data_parallel import ReferenceDataParallel
 from fsdp_conformance.driver import session
+from fsdp_conformance.driver.task import World
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.fixtures.registry import workload_by_name, workload_names
 from fsdp_conformance.harness.context import log
@@ -47,7 +48,7 @@ class ParityTestCase(ReducerTestCase):
     ) -> TrainingHistory:
         adapter = ReferenceDataParallel() if search else _WithoutSearch()
         plan = session.plan_for(workload, regime, Plan(extra=options))
-        history = session.train(adapter, workload, plan, regime, rank=self.rank, world_size=self.world_size)
+        history = session.train(adapter, workload, plan, regime, World(rank=self.rank, size=self.world_size))
         adapter.close()
         return history
 

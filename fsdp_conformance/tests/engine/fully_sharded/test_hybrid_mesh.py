@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_conformance.adapters.vendors.reference import Reference
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.driver import session
+from fsdp_conformance.driver.task import World
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
@@ -76,7 +77,7 @@ class CubeTestCase(RankTestCase):
         workload, regime = _apart(probes.exact_nested(), training), Regime(steps=2)
         plan = session.plan_for(workload, regime, Plan(sharding=Sharding.HYBRID, replicas=2))
         adapter.mesh = cube["replicate", "shard"]
-        got = session.train(adapter, workload, plan, regime, rank=rank, world_size=4)
+        got = session.train(adapter, workload, plan, regime, World(rank=rank, size=4))
         expected = single_process_reference(
             workload, regime, rank=rank, world_size=4, device="cpu", dtype=torch.float32
         )

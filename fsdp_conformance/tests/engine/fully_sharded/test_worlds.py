@@ -16,6 +16,7 @@ import torch
 
 from fsdp_conformance.adapters.vendors.reference import Reference
 from fsdp_conformance.driver.session import train
+from fsdp_conformance.driver.task import World
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.harness.simulated_ranks import ranks as simulated_ranks
 from fsdp_conformance.history.training import TrainingHistory
@@ -69,7 +70,7 @@ def trained_beside_ddp(rank: int, world_size: int, plans: list[Plan]) -> dict[st
     found = {}
     for plan in plans:
         adapter = Reference()
-        run = train(adapter, workload, plan, regime, rank=rank, world_size=world_size)
+        run = train(adapter, workload, plan, regime, World(rank=rank, size=world_size))
         assert len(run.steps) == len(expected.steps), "as many steps as DDP"
         found[repr(plan)] = differences(run, expected)
         adapter.close()

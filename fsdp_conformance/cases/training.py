@@ -1,0 +1,191 @@
+"""Driving the implementation under test from a case's body: its adapters, and the trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.cases.rank import CaseRank
+from fsdp_conformance.cases.references import CaseReferences
+from fsdp_conformance.checks.result import CheckResult
+from fsdp_conformance.checks.streams import stream_safety
+from fsdp_conformance.driver import session
+from fsdp_conformance.driver.task import Conditions, Observer, World
+from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.harness.rank import destroy_process_group
+from fsdp_conformance.harness.recording import process_group
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.plan import Plan
+from fsdp_conformance.workload.definition import Regime, Workload
+
+if TYPE_CHECKING:
+    from fsdp_conformance.faults.fault import Fault
+
+#: The hooks of an observer, which a body names like other options of a training.
+_HOOKS = frozenset(field.name for field in fields(Observer))
+
+
+class CaseTraining:
+    """
+    The adapters of a case, and its trainings, on one rank.
+
+    `check` adds the result of a check to the report. `hazards` are the requirements that kinds of hazards violate in
+    this case: see `checks.streams`.
+    """
+
+    def __init__(
+        self,
+        here: CaseRank,
+        implementation: str,
+        *,
+        references: CaseReferences,
+        new_directory: Callable[[], Path],
+        check: Callable[[CheckResult], object],
+        hazards: Mapping[str, str],
+    ) -> None:
+        self._here = here
+        self._implementation = implementation
+        self._references = references
+        self._new_directory = new_directory
+        self._check = check
+        self._hazards = hazards
+
+    def subject(self) -> Adapter:
+        """A new adapter of the implementation under test."""
+        # Only here does code under test enter the process, with what finds it.
+        from fsdp_conformance.adapters import cuda_names, registry
+
+        here = self._here
+        here.engine_entered = True
+        with here.blaming("adapter"):
+            chosen = registry.load(self._implementation)
+            cuda_names.provide(chosen, here.device_type)
+            adapter = chosen()
+        # The code that this rank has loaded, not the code that the controller was told of.
+        here.report.environment["adapter"] = registry.source_sha256(type(adapter))
+        here.subjects.append(adapter)
+        return adapter
+
+    def drop(self, adapter: Adapter) -> None:
+        """Close an adapter that the case has finished with. The caller must hold no reference to its engine."""
+        with process_group.log().phase("close"), self._here.blaming("implementation"):
+            adapter.close()
+        self._here.subjects.remove(adapter)
+
+    def drop_all(self) -> None:
+        """Close all adapters, and forget the references."""
+        self._references.forget()
+        for adapter in list(self._here.subjects):
+            self.drop(adapter)
+
+    def close(self) -> None:
+        """Close all adapters after the goodbye."""
+        with process_group.log().phase("close"):
+            for adapter in self._here.subjects:
+                adapter.close()
+        self._here.subjects.clear()
+        self._references.forget()
+
+    def leave_peers(self) -> None:
+        """
+        End all communication of this rank, as a rank that has failed does, so that peers that wait for it notice.
+
+        Engines are not closed, because that may communicate. The caller must hold no reference to one.
+        """
+        self._here.subjects.clear()
+        destroy_process_group()
+
+    def train(
+        self,
+        /,
+        workload: Workload,
+        plan: Plan | None = None,
+        regime: Regime | None = None,
+        *,
+        faults: Sequence[Fault] = (),
+        adapter: Adapter | None = None,
+        **options: Any,
+    ) -> TrainingHistory:
+        """
+        Train the workload through the adapter. Options are hooks of `driver.task.Observer`, fields of
+        `driver.task.Conditions`, and `on_step`, which is called with a step before the hook `after_step`.
+
+        Every fault must strike on the ranks that it names: one that does not has tested nothing. If the engine issued
+        no collective that it could have struck, the report says so; otherwise raises SuiteError.
+        """
+        here = self._here
+        if adapter is None and not faults:
+            self._references.before_engine(workload, regime)
+        plan = plan or here.plan(workload)
+        observer, conditions = _split(options)
+
+        def after_step(trained: Adapter, step: int) -> None:
+            here.steps_trained += 1
+            observer.after_step(trained, step)
+
+        flags = plan.capabilities() | workload.capabilities
+        here.report.asked += sorted(flags - set(here.report.asked))
+        with here.blaming("implementation"):
+            run = session.train(
+                adapter or self.subject(),
+                workload,
+                plan,
+                regime or Regime(),
+                World(rank=here.rank, size=here.world_size),
+                replace(observer, after_step=after_step),
+                Conditions(**{"new_directory": self._new_directory, **conditions, "faults": faults}),
+            )
+        here.report.schedule += [record.line() for record in run.collectives]
+        self._require_strikes(faults, run)
+        here.report.seconds["training"] = here.report.seconds.get("training", 0.0) + run.seconds
+        if run.checked_accesses is not None:
+            self._check(stream_safety(run, self._hazards))
+        return run
+
+    def _require_strikes(self, faults: Sequence[Fault], run: TrainingHistory) -> None:
+        """Raise SuiteError for a fault that never struck; report one that had no collective to strike."""
+        here = self._here
+        unmet = {text: ops for fault in faults for text, ops in fault.unmet(here.rank, run.collectives).items()}
+        here.report.unmet |= {text: sorted(ops) for text, ops in unmet.items()}
+        silent = [text for fault in faults for text in fault.silent(here.rank) if text not in unmet]
+        if silent:
+            raise SuiteError(
+                "; ".join(f"{text} never struck" for text in silent) + f" [{here.case.id}, rank {here.rank}]"
+            )
+
+    def train_without_waits(
+        self, workload: Workload, plan: Plan | None, regime: Regime | None, **options: Any
+    ) -> TrainingHistory:
+        """One step of the same training on the simulated accelerator, with every wait dropped."""
+        from fsdp_conformance.simulator import checker
+
+        here = self._here
+        observer, conditions = _split(options)
+        with checker.without_waits(here.device.index), here.blaming("implementation"):
+            return session.train(
+                self.subject(),
+                workload,
+                plan or here.plan(workload),
+                (regime or Regime()).undisturbed(steps=1),
+                World(rank=here.rank, size=here.world_size),
+                observer,
+                Conditions(**{**conditions, "observe": False}),
+            )
+
+
+def _split(options: Mapping[str, Any]) -> tuple[Observer, dict[str, Any]]:
+    """The hooks among the options of a training, and its conditions. A hook that is None is left out."""
+    observer = Observer(**{name: hook for name, hook in options.items() if name in _HOOKS and hook is not None})
+    conditions = {name: value for name, value in options.items() if name not in _HOOKS}
+    on_step = conditions.pop("on_step", None)
+    if on_step is None:
+        return observer, conditions
+
+    def after_step(adapter: Adapter, step: int) -> None:
+        on_step(step)
+        observer.after_step(adapter, step)
+
+    return replace(observer, after_step=after_step), conditions

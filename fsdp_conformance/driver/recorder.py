@@ -1,0 +1,263 @@
+"""
+The recorder of a training: labels, times, bytes, and the values of each step.
+
+On an accelerator nothing within a step makes the host wait: losses and outputs stay on the device until the step's
+observation. A wait orders everything before it, so a loop that waits would hide races. On the simulated accelerator,
+observations are suspended: they order nothing. On a real one an observation waits, and hides the races between steps;
+there an `undisturbed` run, which observes only its end, shows what they do.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance.adapters.names import OriginalNames
+from fsdp_conformance.adapters.sharded import full_copy, materialise_norm
+from fsdp_conformance.adapters.structures import map_tensors, moved
+from fsdp_conformance.driver.pipeline import Pipeline
+from fsdp_conformance.driver.task import Task
+from fsdp_conformance.driver.watch import watch_for
+from fsdp_conformance.harness import context
+from fsdp_conformance.harness.accounting import Part
+from fsdp_conformance.harness.recording import process_group
+from fsdp_conformance.history.memory import MemoryMark, Point
+from fsdp_conformance.history.training import StepRecord, TrainingHistory
+
+#: Kinds of `Adapter.local_tensors` whose bytes are counted while gradients exist.
+_BEFORE_STEP = frozenset({"grads"})
+
+
+class Recorder:
+    """Writes the history of one rank."""
+
+    names: OriginalNames
+    """Of the model that was built; set when it has been."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.history = TrainingHistory(
+            source=task.adapter.display_name(), rank=task.world.rank, world_size=task.world.size
+        )
+        self.declared = task.adapter.declared()
+        self.watch = watch_for(task.device)
+        self.pipeline: Pipeline | None = None
+        self._log = process_group.log()
+        self._begin = len(self._log.records)
+        self._losses: list[Tensor] = []
+        """Those of the current step, on the device."""
+        self._unread: list[tuple[StepRecord, list[Tensor]]] = []
+        """Of an undisturbed run: the steps so far, and their losses on the device."""
+        self._evaluated: list[Any] = []
+
+    # --- labels and times --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        """Label collectives, and accesses on the simulated accelerator."""
+        with self._log.phase(name, step), self.watch.label(name):
+            yield
+
+    @contextmanager
+    def observing(self, step: int | None = None) -> Iterator[None]:
+        """Reads inside are for the history only: they neither count as training nor order it."""
+        with self._log.phase("observe", step), self.watch.suspended():
+            yield
+        if self.watch.counts_bytes and not self.task.conditions.undisturbed:
+            self.watch.reset_peak()
+
+    @contextmanager
+    def timed(self, step: int) -> Iterator[None]:
+        """Count the time inside the block as training."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.task.reads_values or (self.task.is_last(step) and not self.task.conditions.undisturbed):
+                # The observation that follows waits anyway.
+                self.watch.synchronise()
+            self.history.seconds += time.perf_counter() - begin
+
+    def mark(self, point: Point, step: int | None = None) -> None:
+        """Note the bytes that are allocated, and the peak since the last mark."""
+        if not self.watch.counts_bytes or self.task.conditions.undisturbed:
+            return
+        gc.collect()  # Otherwise the count would depend on when Python happened to collect garbage last.
+        allocated, peak = self.watch.allocated_bytes(), self.watch.peak_bytes()
+        self.history.memory.append(MemoryMark(point=point, step=step, allocated=allocated, peak=peak))
+        self.watch.reset_peak()
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> StepRecord:
+        """The record of a step, which is now part of the history."""
+        record = StepRecord(step=step, losses=[])
+        self.history.steps.append(record)
+        return record
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Keep a loss of the current step."""
+        self._losses.append(_copied(loss))
+
+    def add_output(self, record: StepRecord, output: Any) -> None:
+        """Keep an output of a step, if the regime asks for that."""
+        if self.task.regime.keep_outputs:
+            record.outputs.append(_copied(output))
+
+    def add_evaluation(self, output: Any) -> None:
+        """Keep an output of an evaluation."""
+        self._evaluated.append(_copied(output))
+
+    def record_setup(self) -> None:
+        """Record the values before training."""
+        self.history.requires_grad = self._requires_grad()
+        with self.observing():
+            self.history.initial_params = self._whole(self.task.adapter.full_params())
+            self.history.initial_buffers = self._buffers()
+
+    def record_gradients(self, record: StepRecord) -> None:
+        """Record the gradients of a step, and let the observer see them."""
+        task, step = self.task, record.step
+        with self.observing(step):
+            # With the optimizer in backward, the gradients are gone. Scaled ones are not kept: they may be infinite or
+            # NaN, and no two NaNs are equal.
+            comparable = not task.regime.optimizer_in_backward and task.regime.init_scale is None
+            if task.reads_values and "full_grads" in self.declared and comparable:
+                record.grads = self._whole(task.adapter.full_grads())
+            task.observer.on_gradients(task.adapter, step)
+            if task.is_last(step) and not task.conditions.undisturbed:
+                self._weigh(lambda kind: kind in _BEFORE_STEP)
+
+    def record_step(self, record: StepRecord, norm: Any) -> None:
+        """Record the values after a step; in an undisturbed run, only after the last one."""
+        task, step = self.task, record.step
+        if task.conditions.undisturbed:
+            self._unread.append((record, self._losses))
+            self._losses = []
+            if not task.is_last(step):
+                return
+        with self.observing(step):
+            self._fetch(record)
+            record.grad_norm = None if norm is None else materialise_norm(torch.as_tensor(norm))
+            if task.regime.init_scale is not None:
+                record.loss_scale = torch.tensor(task.adapter.loss_scale(), dtype=torch.float64)
+            if task.reads_values or task.is_last(step):
+                record.params = self._whole(task.adapter.full_params())
+                record.buffers = self._buffers()
+
+    def finish(self) -> None:
+        """Count the bytes this rank holds, and those that an unsharded run would hold."""
+        with self.observing():
+            if not self.task.conditions.undisturbed:
+                self._weigh(lambda kind: kind not in _BEFORE_STEP)
+        self.history.final_requires_grad = self._requires_grad()
+        with context.working(Part.SUITE):
+            self.history.full_bytes = self._unsharded_bytes()
+
+    def close(self) -> None:
+        """Record collectives and order, even if the run raised: a failure's report quotes them."""
+        if self.watch.checks_order:
+            with context.working(Part.SUITE):
+                self.history.hazards = self.watch.hazards()
+                self.history.checked_accesses = self.watch.accesses()
+                self.history.checked_streams = self.watch.streams()
+        records = self._log.records[self._begin :]
+        self.history.collectives = [record for record in records if record.phase != "observe"]
+
+    def _fetch(self, record: StepRecord) -> None:
+        """Copy losses and outputs from the device to the host."""
+        record.losses = _fetched(self._losses)
+        if self.pipeline is not None:
+            record.losses = self.pipeline.losses(record.losses)
+        for earlier, losses in self._unread:
+            earlier.losses, earlier.outputs = _fetched(losses), _fetched(earlier.outputs)
+        record.outputs = _fetched(record.outputs)
+        self.history.eval_outputs += _fetched(self._evaluated)
+        self._losses, self._evaluated, self._unread = [], [], []
+
+    def _whole(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Values by name, in a pipeline those of all stages. Collective."""
+        return values if self.pipeline is None else self.pipeline.joined(values)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers as the adapter gives them, or else as user code finds them in the wrapped module."""
+        if "full_buffers" in self.declared:
+            return self._whole(self.task.adapter.full_buffers())
+        try:
+            buffers = self.names.buffers_of(self.task.adapter.module())
+        except NotImplementedError:
+            self.history.shows_buffers = False
+            return {}
+        return self._whole({name: full_copy(buffer) for name, buffer in buffers.items()})
+
+    def _requires_grad(self) -> dict[str, bool]:
+        try:
+            parameters = self.task.adapter.parameters()
+        except NotImplementedError:
+            # An adapter may expose no module; then its flags are unknown.
+            return {}
+        return {name: parameter.requires_grad for name, parameter in parameters.items()}
+
+    def _weigh(self, is_weighed: Callable[[str], bool]) -> None:
+        for kind, tensors in self.task.adapter.local_tensors().items():
+            if is_weighed(kind):
+                self.history.held_bytes[kind] = storage_bytes(tensors)
+                self.history.shown_bytes[kind] = sum(tensor.nbytes for tensor in tensors)
+
+    def _unsharded_bytes(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state of one unsharded, trained copy."""
+        workload, regime = self.task.workload, self.task.regime
+        model = workload.build(self.task.world.rank)
+        parameters = list(model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        state: list[Tensor] = []
+        if trained:
+            build = workload.optimizer_sets.get(regime.optimizer)
+            optimizers = (
+                [workload.optimizers[regime.optimizer](trained)]
+                if build is None
+                else build({name: value for name, value in model.named_parameters() if value.requires_grad})
+            )
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            for optimizer in optimizers:
+                optimizer.step()
+            state = [
+                value
+                for optimizer in optimizers
+                for entries in optimizer.state.values()
+                for value in entries.values()
+                if isinstance(value, Tensor) and value.numel() > 1
+            ]
+        return {
+            "params": storage_bytes(parameters),
+            "grads": storage_bytes(parameter.grad for parameter in trained if parameter.grad is not None),
+            "optim": storage_bytes(state),
+        }
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, counting a storage once however many views it has."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.detach().untyped_storage()
+        # An empty storage has no unique address.
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _copied(value: Any) -> Any:
+    """A loss or an output with every tensor detached and copied on its device; structure and types are unchanged."""
+    return map_tensors(value, lambda tensor: tensor.detach().clone())
+
+
+def _fetched(value: Any) -> Any:
+    """A copy of `value` with all tensors on the CPU."""
+    return moved(value, torch.device("cpu"))
