@@ -74,7 +74,7 @@ def test_the_texts_are_what_others_read(root: Path, capsys: pytest.CaptureFixtur
     assert f'"{SPEC}"' in lines[1]
     assert (parsed.implementation, parsed.profile, parsed.expectations) == ("$ADAPTER", "$PROFILE", EXPECTATIONS)
     assert f'ADAPTER: "{SPEC}"' in written[WORKFLOW]
-    assert f"path: {parsed.report}\n" in written[WORKFLOW]
+    assert f"path: {parsed.report_dir}\n" in written[WORKFLOW]
     assert f"fsdp-conformance[xdist]=={fsdp_conformance.__version__}" in written[WORKFLOW]
     assert f"the {quick} cases that find most" in written[WORKFLOW]
     assert told.count(f"{quick} cases") == 1
