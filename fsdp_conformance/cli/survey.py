@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fsdp_conformance.adapters.registry import AdapterDescription, description_from_answer
+from fsdp_conformance import codec
+from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.cli.child import answers
 from fsdp_conformance.contract.gate import Place
 from fsdp_conformance.errors import AdapterNotFound, EnvironmentUnavailable
@@ -108,5 +109,6 @@ def survey_from(replies: Iterable[dict[str, Any]], implementation: str) -> Surve
             f"Import its module by hand to see why. Its output ends with:\n{died['output'].rstrip()}"
         )
     return Survey(
-        machine=Machine.from_json(by_kind["machine"]), description=description_from_answer(by_kind["implementation"])
+        machine=Machine.from_json(by_kind["machine"]),
+        description=codec.typed(AdapterDescription, by_kind["implementation"]),
     )
