@@ -29,7 +29,7 @@ DEFAULT_SEED = 1
 
 
 class Provocation(StrEnum):
-    """What a stress run does to a rank."""
+    """The ways in which a stress run disturbs a rank."""
 
     LATE = "late completion"
     """The outputs of an asynchronous collective come with its own `wait()`, and no earlier."""

@@ -85,7 +85,7 @@ class DrawnCase(ConformanceTestCase):
 
     @cached_property
     def order(self) -> RunOrder:
-        """What the run was asked for; in a rank it comes with the example."""
+        """The order for the run; in a rank it comes with the example."""
         return order_from_json(_order_text(self.launch_payload))
 
     def _spawn_processes(self) -> None:
@@ -155,7 +155,7 @@ class DrawnCase(ConformanceTestCase):
     def _check_sharding(
         self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan, adapter: Adapter
     ) -> None:
-        """What can be told from bytes and traffic, where the schedule lets it be told."""
+        """Check bytes and traffic, where the schedule determines them."""
         regime = example.regime
         disturbed = regime.frozen_at or regime.eval_between or regime.events
         usual = uses_all(example) and not example.model.calls and not disturbed
@@ -175,7 +175,7 @@ class DrawnCase(ConformanceTestCase):
 
 
 def payload(order: str, example: Example) -> str:
-    """What the ranks of an example are sent."""
+    """The JSON that the ranks of an example receive."""
     return json.dumps({"order": json.loads(order), "example": example.to_json()})
 
 
@@ -225,7 +225,7 @@ def _order_text(sent: Any) -> str:
 
 def _declines(error: Exception, example: Example, steps_trained: int) -> bool:
     """
-    Whether an exception is the engine's way to say that it does not offer a combination.
+    True if an exception is the engine's way to decline a combination.
 
     It must come before anything was trained, and be made for it. Two backwards through one forward may be rejected
     wherever the second one fails (R156).

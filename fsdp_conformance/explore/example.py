@@ -98,13 +98,13 @@ def used_blocks(example: Example, step: int) -> set[int]:
 
 
 def uses_all(example: Example) -> bool:
-    """Whether every block runs in every step."""
+    """True if every block runs in every step."""
     known = set(range(len(example.model.blocks)))
     return all(used_blocks(example, step) == known for step in range(example.regime.steps))
 
 
 def _mixes_frozen(example: Example) -> bool:
-    """Whether a unit has frozen and trainable parameters at once."""
+    """True if a unit has both frozen and trainable parameters."""
     shapes, units = example.model.shapes(), example.plan.units
     schedule = [tuple(name for name in shapes if example.model.is_frozen(name))]
     schedule += [names for _, names in example.regime.frozen_at]
@@ -156,7 +156,7 @@ PLAIN: dict[str, str] = {
 
 
 def features(example: Example) -> frozenset[str]:
-    """What is not plain about an example, as `axis: value`."""
+    """The axes of an example that do not have their plainest value, as `axis: value`."""
     return frozenset(f"{axis}: {value}" for axis, value in axes(example).items() if value != PLAIN[axis])
 
 

@@ -38,7 +38,7 @@ _RUN_ANYWAY = 10
 
 
 class Runs(Protocol):
-    """What runs an example."""
+    """Runs examples."""
 
     def run(self, example: Example) -> Outcome: ...
 
@@ -59,7 +59,7 @@ class Failure:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What is not plain about the smallest example."""
+        """The features of the smallest example."""
         return features(self.example)
 
 
@@ -77,14 +77,14 @@ class Budget:
         self.began = self.clock()
 
     def is_over(self, ran: int) -> bool:
-        """Whether no further example is to be drawn."""
+        """True if no further example is to be drawn."""
         late = self.seconds is not None and self.clock() - self.began >= self.seconds
         return late or (self.max_examples is not None and ran >= self.max_examples)
 
 
 @dataclass(kw_only=True, slots=True)
 class Exploration:
-    """What an exploration has done and found."""
+    """The counts and failures of an exploration."""
 
     failures: list[Failure] = field(default_factory=list)
     ran: int = 0
@@ -189,7 +189,7 @@ class Explorer:
             self._conclude(self._round)
 
     def _fails(self, example: Example) -> bool:
-        """Whether an example fails in a way that is new, or in the way that is being shrunk."""
+        """True if an example fails in a new way, or in the way that is being shrunk."""
         current = self._round
         assert current is not None, "an attempt belongs to a round"
         if current.target is not None:
@@ -221,7 +221,7 @@ class Explorer:
         return True
 
     def _shrinks(self, example: Example, current: _Round) -> bool:
-        """Whether another example fails in the same way. One that is not simpler is not run, and counts as passing."""
+        """True if another example fails in the same way. One that is not simpler is not run, and counts as passing."""
         if example.digest in current.failing:
             return True
         if example.digest in current.tried or current.smallest is None:

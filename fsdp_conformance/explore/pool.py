@@ -45,7 +45,7 @@ _NOT_JUDGED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of one example."""
+    """The result of one example."""
 
     record: CaseRecord | None = None
     rejected: str = ""
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the example speaks against the engine."""
+        """True if the example is evidence against the engine."""
         return self.record is not None and not self.rejected and not self.declined and self.record.verdict not in FINE
 
 
@@ -200,7 +200,7 @@ class WarmWorker:
 
 
 def outcome_of(record: CaseRecord, seconds: float) -> Outcome:
-    """What a record says of an example. Raises SuiteError for a verdict on ourselves, AdapterError on the adapter."""
+    """The outcome that a record shows. Raises SuiteError if the suite is at fault, AdapterError if the adapter is."""
     # The reference engine refuses by errors of this package, which elsewhere are mistakes of the suite.
     declined = declined_by(record.measurements) if record.verdict in (Verdict.FAIL, Verdict.ERROR_SUITE) else None
     if declined is not None and not _all_stopped_alike(record):
@@ -215,7 +215,7 @@ def outcome_of(record: CaseRecord, seconds: float) -> Outcome:
 
 
 def _all_stopped_alike(record: CaseRecord) -> bool:
-    """Whether every rank declined: nothing else was found, and no rank went on."""
+    """True if every rank declined: there are no findings, and no rank went on."""
     said = record.measurements["declined"]
     everywhere = not isinstance(said, dict) or len(said) == record.world_size
     return everywhere and len(record.findings) <= 1

@@ -31,7 +31,7 @@ from fsdp_conformance.workload.units import local_names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What the ranks of one example are compared with, in rank order."""
+    """The references for the ranks of one example, in rank order."""
 
     workload: Workload
     """The example's workload; models and batches are made once and copied."""

@@ -1,5 +1,5 @@
 """
-What makes two failures the same one: the requirement, the check and its likely cause, or where the engine raised.
+Signatures that tell failures apart: the requirement, the check and its likely cause, or where the engine raised.
 
 Numbers, names of parameters and ranks are left out, because they belong to the example and not to the defect.
 """

@@ -120,7 +120,7 @@ def _with_regime(example: Example, **changes: Any) -> Example:
 
 
 def _is_whole(example: Example) -> bool:
-    """Whether everything that is named is there, and what is tied has one shape."""
+    """True if every name in the example exists, and tied parameters have the same shape."""
     model, regime = example.model, example.regime
     untied = replace(model, ties=()).shapes()
     if any(untied.get(one, ()) != untied.get(other) for one, other in model.ties):

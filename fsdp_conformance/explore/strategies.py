@@ -1,5 +1,5 @@
 """
-What is drawn: Hypothesis strategies for examples of an engine that declares certain flags.
+Hypothesis strategies that draw examples for an engine that declares certain flags.
 
 Only what is declared is asked for. Every choice has its plainest value first, because Hypothesis shrinks towards it.
 Choices that no correct engine could be judged by are left out here, with the reason.
@@ -127,7 +127,7 @@ def _draw_use(draw: Draw, model: DrawnModel) -> DrawnModel:
 
 
 def _can_be_joined(model: DrawnModel) -> bool:
-    """Whether two blocks may be one unit: they have nothing inside, and always run in order, once."""
+    """True if two blocks may form one unit: they have nothing inside, and always run in order, once."""
     if len(model.blocks) < 2 or model.calls:
         return False
     return all(block.is_unit and not block.inner and block.repeat == 1 for block in model.blocks[:2])

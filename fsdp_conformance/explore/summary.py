@@ -36,7 +36,7 @@ class Told:
     signature: str
     record: CaseRecord
     confirmed: bool
-    """Whether it also fails on processes."""
+    """True if it also fails with a process for each rank."""
     shrinks: int
     drawn_features: int
     """How many axes of the example that was drawn were not plain."""
@@ -63,7 +63,7 @@ def failure_text(told: Told, *, width: int = WIDTH) -> str:
 
 
 def schedule_in_words(example: Example) -> Iterator[str]:
-    """What an example does, for readers who do not want to read JSON."""
+    """The steps of an example, for readers who do not want to read JSON."""
     model, plan, regime = example.model, example.plan, example.regime
     yield f"{example.world_size} ranks"
     yield f"units {', '.join(plan.units) or plan.auto_wrap or 'the root alone'}"

@@ -143,7 +143,7 @@ def _run_in(directory: Path, example: Example, order: RunOrder) -> tuple[CaseRec
 
 
 def _description(order: RunOrder) -> registry.AdapterDescription:
-    """What the order says of the adapter; if nothing, what the adapter says."""
+    """The description in the order; if there is none, the adapter's own."""
     if order.description:
         return codec.typed(registry.AdapterDescription, order.description)
     return registry.describe_here(order.settings.implementation)

@@ -61,7 +61,7 @@ class Controller:
 
     @pytest.hookimpl(trylast=True)
     def pytest_report_header(self) -> list[str]:
-        """What is being judged, by which cases."""
+        """The implementation that is judged, and the cases that judge it."""
         if self.recorder is None:
             return []
         order, profile = options.order_of(self.config), self.recorder.profile

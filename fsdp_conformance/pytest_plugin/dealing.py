@@ -41,19 +41,19 @@ class DevicesScheduling:
 
     @property
     def collection_is_completed(self) -> bool:
-        """Whether every worker has collected."""
+        """True if every worker has collected."""
         return len(self._collections) >= self._num_workers
 
     @property
     def tests_finished(self) -> bool:
-        """Whether every test has ended, or has been started by the last message to its worker."""
+        """True if every test has ended, or has been started by the last message to its worker."""
         if not self.collection_is_completed:
             return False
         return self._dispatch is None or not (self._dispatch.left or self._dispatch.at_hand)
 
     @property
     def has_pending(self) -> bool:
-        """Whether tests run or are left."""
+        """True if tests are running or are left to run."""
         dispatch = self._dispatch
         return dispatch is not None and bool(dispatch.left or dispatch.at_hand or dispatch.running)
 

@@ -55,7 +55,7 @@ class Slots:
         return world_size if world_size <= self.num_devices else 0
 
     def fits(self, world_size: int) -> bool:
-        """Whether a case of that world size can start now: no two of its ranks share a device."""
+        """True if a case of that world size can start now, with no two of its ranks on one device."""
         return sum(held < self.slots_per_device for held in self._held) >= self.needed(world_size)
 
     def take(self, world_size: int) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Start:
 class _Worker:
     at_hand: int | None = None
     is_large: bool = False
-    """Whether the case at hand was taken as the largest one left."""
+    """True if the case at hand was taken as the largest one left."""
     running: int | None = None
     runs_large: bool = False
     devices: tuple[int, ...] = ()
@@ -124,7 +124,7 @@ class Dispatch:
         return [worker.running for worker in self._workers.values() if worker.running is not None]
 
     def waits(self, name: Hashable) -> bool:
-        """Whether the worker has a case at hand that it has not started."""
+        """True if the worker has a case at hand that it has not started."""
         return name in self._workers and self._workers[name].at_hand is not None
 
     def join(self, name: Hashable) -> int | None:
@@ -134,7 +134,7 @@ class Dispatch:
         return worker.at_hand
 
     def starts(self) -> Iterator[Start]:
-        """What starts now, the largest case first."""
+        """The cases that start now, the largest first."""
         while (found := self._next_to_start()) is not None:
             name, worker, case = found
             for _, other, waiting in self._waiting():

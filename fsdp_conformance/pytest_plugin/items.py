@@ -1,4 +1,4 @@
-"""What happens to a conformance case in the process that runs it: selection, order, and its verdict as the outcome."""
+"""Hooks for conformance cases in the process that runs them: selection, order, and the verdict as the outcome."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Changes:
 
     @property
     def worse(self) -> bool:
-        """Whether something fails that did not, or is no longer judged."""
+        """True if a case fails that did not, or is no longer judged."""
         return bool(self.new or self.missing)
 
     def lines(self) -> list[str]:

@@ -44,7 +44,7 @@ Counts = Annotated[
 
 
 class State(StrEnum):
-    """What a run has shown of a case, or of a scope. A scope is in the first state that one of its cases is in."""
+    """The state of a case, or of a scope, after a run. A scope is in the first state that one of its cases is in."""
 
     FAILED = "failed"
     UNJUDGED = "not judged"
@@ -87,7 +87,7 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """What a run certifies; if nothing, why not."""
+    """The certificate of a run; without one, the reasons why there is none."""
 
     certified: bool
     private: bool
@@ -96,15 +96,15 @@ class Certificate:
     scopes: tuple[Scope, ...]
     """The base first, then extensions, then their combinations, each by name."""
     subject: dict[str, str]
-    """What was judged, by what: versions and hashes."""
+    """The implementation and the suite that judged it: versions and hashes."""
     declarations: tuple[str, ...]
-    """What the adapter declared that loosens a check or changes what runs, one phrase each."""
+    """The adapter's declarations that loosen a check or change what runs, one phrase each."""
     unobserved: tuple[RequirementId, ...]
     """Ids of the mandatory requirements that no case was seen to meet, from the whole register."""
     reasons: tuple[str, ...]
     """Why it is not certified; empty if it is."""
     remarks: tuple[str, ...]
-    """What else to know: SHOULD requirements that failed, reruns, scaled deadlines."""
+    """Further remarks: SHOULD requirements that failed, reruns, scaled deadlines."""
     counts: Counts
     """Number of cases for each verdict that occurs."""
     executed: int
@@ -123,7 +123,7 @@ class Certificate:
 
     @property
     def on_shared_devices(self) -> bool:
-        """Whether ranks shared devices."""
+        """True if ranks shared devices."""
         return any(reason.startswith(_SHARING) for reason in self.reasons)
 
     @property
@@ -153,7 +153,7 @@ class Certificate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shown:
-    """What a run has shown of one case."""
+    """The state of one case after a run."""
 
     entry: Entry
     state: State
@@ -204,7 +204,7 @@ def certify(
 
 
 def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, settings: RunSettings, contract: Contract) -> _Shown:
-    """What the run has shown of the case, from its record."""
+    """The state of the case, from its record."""
     if record is None:
         return _Shown(entry=entry, state=State.LEFT_OUT)
     found = _Shown(entry=entry, state=_STATE.get(record.verdict, State.UNJUDGED), verdict=record.verdict)
@@ -237,9 +237,9 @@ def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, settings: RunS
 
 def _is_silent(record: CaseRecord, entry: Entry) -> bool:
     """
-    Whether a failure counts whatever is declared (R000).
+    True if a failure counts whatever is declared (R000).
 
-    A case that asks for a capability only through its model runs for everybody. To declare that capability must not
+    A case that asks for a capability only through its model runs for every engine. To declare that capability must not
     turn wrong numbers into the failure of an extension.
     """
     if entry.scope in (BASE, ADVICE):
@@ -306,7 +306,7 @@ def _scopes(shown: Sequence[_Shown]) -> tuple[Scope, ...]:
 
 
 def _subject(run: RunFile) -> dict[str, str]:
-    """What was judged, and by what."""
+    """The implementation and the suite that judged it."""
     header = run.header
     implementation: Mapping[str, Any] = header.get("implementation") or {}
     environment: Mapping[str, Any] = header.get("environment") or {}
@@ -323,7 +323,7 @@ def _subject(run: RunFile) -> dict[str, str]:
 
 
 def _declarations(run: RunFile) -> list[str]:
-    """What the adapter declared that loosens a check or changes what runs."""
+    """The adapter's declarations that loosen a check or change what runs."""
     described: Mapping[str, Any] = run.header.get("implementation") or {}
     phrases = [f"shim: {shim}" for shim in described.get("shims", ())]
     if described.get("padding"):

@@ -24,7 +24,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What distinguishes two runs."""
+    """The differences between two runs."""
 
     old: str
     """Path of the run file."""

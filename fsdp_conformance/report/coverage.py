@@ -29,7 +29,7 @@ Declared = Callable[[str], frozenset[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What an engine's runs show of one requirement. A case counts for every requirement that it binds."""
+    """The results of an engine for one requirement. A case counts for every requirement that it binds."""
 
     passed: int = 0
     failed: int = 0

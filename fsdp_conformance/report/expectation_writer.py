@@ -27,7 +27,7 @@ _PREAMBLE = """\
 Failures that are known. An entry changes no verdict: it tells what is known from what is new.
 Written by `fsdp-conformance update-expectations`; correct the reasons, add links, and give entries a day to expire."""
 
-#: Verdicts that are mended, not expected.
+#: Verdicts to fix, not to expect.
 _NOT_OF_THE_ENGINE = frozenset({Verdict.ERROR_ADAPTER, Verdict.ERROR_SUITE})
 
 
@@ -44,13 +44,13 @@ class Update:
 
     @property
     def changes(self) -> bool:
-        """Whether there is something to write."""
+        """True if there is something to write."""
         return bool(self.added or self.removed)
 
 
 def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt.date) -> Update:
     """
-    What the file has to say so that the run is as expected. Comments and entries of other runs are kept.
+    The text of the file with which the run is as expected. Comments and entries of other runs stay.
 
     A case in which the adapter or the suite is wrong gets no entry: the list is for what is known of the engine. A glob
     of which only some cases still hold is replaced by entries for these. Expired entries stay: a person has to look at

@@ -1,4 +1,4 @@
-"""What a requirement or a case is about, and what a run found: the text of `fsdp-conformance explain`."""
+"""The text of `fsdp-conformance explain`: a requirement or a case, and the results of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def explain(
 
 def explain_json(subject: str, contract: Contract, profile: Profile, run: RunFile | None = None) -> dict[str, Any]:
     """
-    What the text is made of: the requirement, if it is one; the profile's cases; the run's records of them.
+    The data behind the text: the requirement, if it is one; the profile's cases; the run's records of them.
 
     Raises UsageError like `explain`.
     """
@@ -64,7 +64,7 @@ def _accuses(record: CaseRecord, requirement: str) -> bool:
 
 
 def _is_requirement(subject: str, contract: Contract, profile: Profile, records: Sequence[CaseRecord]) -> bool:
-    """Whether it is one, and not a case. Raises UsageError if it is neither."""
+    """True if `subject` is a requirement, False if it is a case. Raises UsageError if it is neither."""
     if subject in contract.requirements:
         return True
     if subject in profile.by_id or any(record.case == subject for record in records):
@@ -124,7 +124,7 @@ def _in_short(entries: Sequence[Entry], verdicts: Mapping[str, Verdict]) -> list
 
 
 def _pattern(entries: Sequence[Entry]) -> str:
-    """What the ids have in common, and the world sizes in braces."""
+    """The common part of the ids, with the world sizes in braces."""
     stems = list(dict.fromkeys(entry.id.rpartition("-ws")[0] for entry in entries))
     parts = [stem.split("-") for stem in stems]
     common = []

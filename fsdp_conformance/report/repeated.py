@@ -24,7 +24,7 @@ _FIELDS = (
 
 
 def differences(then: CaseRecord, now: CaseRecord) -> list[str]:
-    """What differs between two records of a case, one line each; empty if verdict and first finding are the same."""
+    """The differences between two records of a case, one line each; empty if verdict and first finding are the same."""
     found = [] if then.verdict is now.verdict else [f"verdict: {then.verdict}, now {now.verdict}"]
     before, after = _first(then), _first(now)
     if before is None or after is None:
@@ -43,7 +43,7 @@ def differences(then: CaseRecord, now: CaseRecord) -> list[str]:
 
 
 def has_failed(record: CaseRecord) -> bool:
-    """Whether the record is one of those that need attention."""
+    """True if the record needs attention."""
     return record.verdict not in FINE
 
 

@@ -257,7 +257,7 @@ def _unknown_keys(content: Mapping[str, Any]) -> list[str]:
 
 
 def _content(line: bytes, *keys: str) -> dict[str, Any]:
-    """What a line says. Raises ValueError unless it is an object that has these keys, with strings."""
+    """Parse a line. Raises ValueError unless it is an object that has these keys, with strings."""
     content = codec.parsed(line.decode())
     if not isinstance(content, dict):
         raise ValueError(f"it must be a JSON object, got {type(content).__name__}")

@@ -18,7 +18,7 @@ from fsdp_conformance.verdict import ACCUSING, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a run shows of one requirement: its cases by verdict. A case counts for its first requirement alone."""
+    """The results of a run for one requirement: its cases by verdict. A case counts for its first requirement alone."""
 
     passed: int = 0
     failed: int = 0

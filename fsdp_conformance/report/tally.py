@@ -1,5 +1,5 @@
 """
-What an engine's runs show of each case, small enough to keep in a repository.
+The results of an engine's runs, case by case, small enough to keep in a repository.
 
 Run files hold the evidence of every rank, some hundred megabytes. A tally is made from runs that verify; it keeps the
 verdict on each case, and a digest of what the case asked for, which tells later whether the verdict still speaks of it.
@@ -34,7 +34,7 @@ _ONE_OF_EACH = ("name", "version", "adapter", "torch", "device", "suite")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """What a run shows of one case."""
+    """The result of a run for one case."""
 
     verdict: Verdict
     digest: str
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """What the runs of one engine show."""
+    """The results of one engine's runs."""
 
     name: str
     version: str
@@ -119,7 +119,7 @@ class Tally:
 
 def added(former: Tally, later: Tally) -> Tally:
     """
-    What both show, the later one where both show a case.
+    The results of both; where both have a case, the later one counts.
 
     Raises UsageError unless they are of the same engine, version, adapter, torch and device. The suite may have grown:
     `Shown.digest` tells for each case whether it is still the one that was run.
@@ -138,7 +138,7 @@ def added(former: Tally, later: Tally) -> Tally:
 
 def tally(runs: Sequence[Verification], profile: Profile | None = None) -> Tally:
     """
-    What these runs show together: runs of one engine, in one version, on one machine's versions and device.
+    The results of several runs together: runs of one engine, in one version, on one machine's versions and device.
 
     Raises RunFileError for a run that did not finish, was edited or is of another list of cases than the profile of
     that name is now, and UsageError for runs that do not belong together or contradict each other.
@@ -208,7 +208,7 @@ def tally_from_json(text: str, *, where: str) -> Tally:
 
 
 def digest_of(entry: Entry) -> str:
-    """What the case asks for and judges, as a few digits: a verdict with other digits is about another case."""
+    """A short hash of what the case asks for and judges: a verdict with another hash is about another case."""
     asked = [entry.id, entry.requirements, entry.world_size, entry.needs, entry.environment]
     return hashlib.sha256(json.dumps(asked, separators=(",", ":")).encode()).hexdigest()[:_DIGITS]
 

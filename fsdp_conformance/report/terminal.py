@@ -108,7 +108,7 @@ def render_failure(record: CaseRecord, *, width: int = WIDTH) -> str:
 
 
 def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list[Field]:
-    """What there is to say about a case, in the order in which people read it; nothing is empty."""
+    """The fields that describe a case, in the order in which people read them; none is empty."""
     finding = most_telling(record.findings)
     fields = [Field("case", record.case + (f" · on {record.device}" if record.device not in ("", "cpu") else ""))]
     if finding is not None:

@@ -57,9 +57,9 @@ class Failing:
     last_pass: str
     """When the last run that passed it started; empty if none did."""
     changed: tuple[str, ...]
-    """What differs between that run and the first failing one: "torch 2.12.0 -> 2.13.0"."""
+    """The differences between that run and the first failing one: "torch 2.12.0 -> 2.13.0"."""
     is_new: bool
-    """Whether the newest run is the first that fails it."""
+    """True if the newest run is the first that fails it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class Trend:
 
     @property
     def new(self) -> tuple[Failing, ...]:
-        """What fails since the newest run."""
+        """The failures that are new in the newest run."""
         return tuple(failing for failing in self.failing if failing.is_new)
 
 

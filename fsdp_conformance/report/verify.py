@@ -14,7 +14,7 @@ from fsdp_conformance.status import Status
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What a run file shows."""
+    """The result of verifying a run file."""
 
     run: RunFile
     certificate: Certificate

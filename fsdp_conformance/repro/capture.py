@@ -1,5 +1,5 @@
 """
-What a case's body trains and compares, found out without ranks: the body runs once, and its trainings are noted.
+Capture what a case's body trains and compares, without ranks: the body runs once, and its trainings are recorded.
 
 A body that does anything else than train and compare for parity is refused by what it did first.
 """
@@ -48,7 +48,7 @@ class Training:
 
 @dataclass(slots=True)
 class Captured:
-    """What a body does."""
+    """The trainings and comparisons of a body."""
 
     trainings: list[Training] = field(default_factory=list)
     made: dict[int, Made] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Captured:
 
 
 def capture(bound: BoundCase, chosen: RunSettings) -> Captured:
-    """What rank 0 of the case would do. Raises NoScript for a body that does more than train and compare."""
+    """Capture what rank 0 of the case would do. Raises NoScript for a body that does more than train and compare."""
     captured = Captured()
     test = _instance(bound, captured, chosen)
     before = sys.getprofile()
@@ -108,7 +108,7 @@ def _instance(bound: BoundCase, captured: Captured, chosen: RunSettings) -> Any:
         captured.kept.append(workload)
 
     def nothing(self: Any, *args: Any) -> None:
-        """What stands for an adapter."""
+        """Stand in for a method of the adapter."""
 
     def refuse(name: str) -> Any:
         def refused(self: Any, *args: Any, **options: Any) -> None:

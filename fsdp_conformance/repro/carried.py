@@ -199,7 +199,7 @@ class _Members:
         self.adapter = adapter
         self.sources = sources
         self.unused = unused
-        """What the script's base class calls, but not in this training."""
+        """Methods that the script's base class calls, but not in this training."""
         self.classes = [each for each in adapter.__mro__ if each not in _ROOTS]
         self.found: dict[type, dict[str, str]] = {each: {} for each in self.classes}
         for each in (*self.classes, *_PROTOCOL):

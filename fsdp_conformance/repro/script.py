@@ -332,7 +332,7 @@ class _Section:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that are set before anything is imported."""
     changes: tuple[str, ...] = ()
-    """What the adapter changes in the engine or in torch."""
+    """The changes that the adapter makes to the engine or to torch."""
 
 
 def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
@@ -574,7 +574,7 @@ _MOMENTS = {
 
 
 def _extra(regime: Regime) -> dict[tuple[str, int, int], tuple[tuple[str, ...], ...]]:
-    """What happens besides training, by moment, step and micro-batch: its name in a script, and those of parameters."""
+    """The events besides training, by moment, step and micro-batch: each one's name in a script, and its parameters."""
     found: dict[tuple[str, int, int], tuple[tuple[str, ...], ...]] = {}
     for step in range(regime.steps):
         for event in regime.in_step(step):

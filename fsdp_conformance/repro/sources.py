@@ -118,7 +118,7 @@ class Sources:
 
 
 def names_of(node: ast.stmt) -> Iterator[str]:
-    """What a statement at the top of a module defines."""
+    """The names that a statement at the top of a module defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
     elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -163,7 +163,7 @@ class _Uses(ast.NodeVisitor):
 
 
 def _is_left_out(node: ast.AST) -> bool:
-    """Whether a statement is a call that a script leaves out."""
+    """True if a statement is a call that a script leaves out."""
     called = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
     name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
     return name in LEFT_OUT

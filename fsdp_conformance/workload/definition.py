@@ -1,5 +1,5 @@
 """
-What is trained: a model, its batches and its loss, as functions that every rank and every reference calls for itself.
+Workloads: a model, its batches and its loss, as functions that every rank and every reference calls for itself.
 
 Only the types are here; the models are in `fsdp_conformance.fixtures`.
 """
@@ -46,7 +46,7 @@ class BatchKey:
 
 
 class Fuse(Protocol):
-    """What makes a model's own code raise."""
+    """Makes a model's own code raise."""
 
     place: str
     """Where it is to raise; empty once it has."""
@@ -145,7 +145,7 @@ class Regime:
     optimizer_in_backward: bool = False
     """Each parameter has its own optimizer, which steps in a hook as soon as the gradient is there."""
     events: tuple[Event, ...] = ()
-    """What else happens, at any point of a step; events at one point in this order."""
+    """The other events, at any point of a step; events at one point happen in this order."""
     keep_outputs: bool = False
     """Record the model's outputs in the history."""
     unused_parameters: bool = False
@@ -191,7 +191,7 @@ class Regime:
             yield "backward", micro
 
     def is_reduced(self, micro: int) -> bool:
-        """Whether the gradients of micro-batch `micro` are reduced when its backward ends."""
+        """True if the gradients of micro-batch `micro` are reduced when its backward ends."""
         return not self.reduced or self.reduced[micro]
 
     def at(self, moment: Moment, step: int, micro: int = 0) -> list[Event]:
@@ -223,7 +223,7 @@ class Regime:
         return frozenset(name for event in self.in_step(step) if event.action is Action.DROP for name in event.names)
 
     def skips(self, step: int) -> bool:
-        """Whether the optimizer does not step."""
+        """True if the optimizer does not step."""
         return any(event.action is Action.SKIP for event in self.in_step(step))
 
     def attempts(self, step: int) -> list[tuple[Event, int]]:
@@ -235,7 +235,7 @@ class Regime:
         ]
 
     def happens(self, *actions: Action) -> bool:
-        """Whether any of the actions happens in the run."""
+        """True if any of the actions happens in the run."""
         return any(event.action in actions for step in range(self.steps) for event in self.in_step(step))
 
     def for_references(self) -> Regime:

@@ -1,5 +1,5 @@
 """
-What happens between training steps or inside one, besides training: an evaluation, a new learning rate, an exception.
+Events between training steps or inside one, besides training: an evaluation, a new learning rate, an exception.
 
 An event is frozen data: an action at a point. A point is a step, a moment in it, and for moments that a step has once
 for each micro-batch, its number. `Regime.events` holds the events of a run. `driver.events` makes them happen to an
@@ -36,7 +36,7 @@ _ANY = frozenset(Moment)
 
 
 class Action(StrEnum):
-    """What happens."""
+    """The kinds of events."""
 
     EVALUATE = "evaluate"
     """A forward in eval mode under no_grad; its output is compared."""
@@ -167,7 +167,7 @@ class Event:
         return self.value
 
     def happens_on(self, rank: int) -> bool:
-        """Whether it happens on this rank."""
+        """True if it happens on this rank."""
         return not self.ranks or rank in self.ranks
 
     def describe(self) -> str:

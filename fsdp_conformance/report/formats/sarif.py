@@ -59,7 +59,7 @@ def location(file: str, line: int, message: str = "") -> dict[str, Any]:
 
 
 def fingerprint(parts: Iterable[str]) -> dict[str, str]:
-    """What makes an alert the same one from run to run."""
+    """The fingerprint by which an alert is recognised from run to run."""
     return {"fsdpConformance/v1": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]}
 
 

@@ -1,5 +1,5 @@
 """
-What the page draws rather than tells: where tensors differ, which collectives ranks issued, how many bytes they held.
+The pictures on the page: where tensors differ, which collectives ranks issued, how many bytes they held.
 
 Each picture is a table of small marks with a sentence for each, so that it can be read without seeing colours.
 """
@@ -76,7 +76,7 @@ class Level:
 
     @property
     def exceeded(self) -> bool:
-        """Whether more was held than allowed."""
+        """True if more was held than allowed."""
         return self.bound is not None and self.held > self.bound
 
 
@@ -173,7 +173,7 @@ def _collective(line: str, form: re.Pattern[str], largest: int) -> Mark:
 
 
 def memory(records: Iterable[CaseRecord]) -> list[Memory]:
-    """What cases measured as bytes with a bound; the ones that exceed it come first."""
+    """Measurements in bytes that have a bound; the ones that exceed it come first."""
     found = [
         Memory(record.case, rank, quantity, levels)
         for record in records

@@ -116,7 +116,7 @@ class View:
 
 
 def view(run: RunFile, certificate: Certificate, *, changes: Changes | None = None, baseline: str = "") -> View:
-    """What the page of this run shows; `changes` are those since the run that `baseline` names."""
+    """The content of this run's page; `changes` are those since the run that `baseline` names."""
     implementation: Mapping[str, Any] = run.header.get("implementation") or {}
     engine = " ".join(str(implementation.get(key) or "") for key in ("name", "version")).strip()
     return View(
