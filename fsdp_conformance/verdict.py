@@ -42,7 +42,7 @@ class Verdict(StrEnum):
 
 _RANK = {verdict: index for index, verdict in enumerate(Verdict)}
 
-#: Verdicts that accuse nobody. What they are worth to a certificate, `report.certificate` decides: PASS earns a scope,
+#: Verdicts that accuse neither side. `report.certificate` decides what they mean for a certificate: PASS earns a scope,
 #: the others leave it out.
 CERTIFIABLE = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV})
 

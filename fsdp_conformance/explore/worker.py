@@ -59,7 +59,7 @@ _NOWHERE = RankFiles(output=os.devnull, stack=os.devnull, collectives=os.devnull
 
 
 class _NoController:
-    """In place of a pipe: nobody listens to what a rank says while it runs."""
+    """Stands in for a pipe: there is no reader for the messages of a running rank."""
 
     def send_bytes(self, message: bytes) -> None:
         """Nothing."""

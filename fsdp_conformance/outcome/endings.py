@@ -52,7 +52,7 @@ class Ending(StrEnum):
 #: Endings that explain all others, whenever they were noticed: among these the earliest counts.
 CAUSES = frozenset({Ending.FOUND, Ending.RAISED, Ending.DIED, Ending.EXITED})
 
-#: Endings of ranks that waited in vain, the best explanation first.
+#: Endings of ranks that waited for others, the best explanation first.
 _WAITED = (Ending.SUITE_LATE, Ending.STOPPED, Ending.STUCK, Ending.TIMED_OUT, Ending.LOST_PEER)
 
 #: The endings that are failures. A lower number explains a higher one; causes are equal.

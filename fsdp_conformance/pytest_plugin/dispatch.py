@@ -7,7 +7,7 @@ Which cases run at the same time on devices that ranks own: the largest world fi
 
 A worker always has its next case at hand: pytest-xdist starts a case only when the worker has been told what follows
 it. So the cases that can start at any moment are those that idle workers have at hand, and it matters who has what. As
-many workers as large cases fit take the largest case that is left. The others take the largest one that fits beside
+many workers as large cases fit take the largest case that is left. The others take the largest one that fits next to
 them.
 
 Small cases may overtake a large one that waits for devices, because devices should not idle. But only so often: after
@@ -193,7 +193,7 @@ class Dispatch:
         worker.at_hand = self._left.pop() if worker.is_large else self._pop_beside(largest, room)
 
     def _pop_beside(self, largest: int, room: int) -> int:
-        """The largest case that fits beside `room` cases of the largest world; the smallest case if none does."""
+        """The largest case that fits next to `room` cases of the largest world; the smallest case if none does."""
         gap = self.slots.total - largest * room
         fitting = [position for position, case in enumerate(self._left) if self.sizes[case] <= gap]
         if fitting:

@@ -1,5 +1,5 @@
 """
-Cases as tests of somebody's own test suite, next to their other tests:
+Cases as tests of a user's own test suite, next to their other tests:
 
     from fsdp_conformance import conformance_tests
 

@@ -68,7 +68,7 @@ def _conclusion(then: CaseRecord, again: Sequence[CaseRecord]) -> Iterator[str]:
     kinds = Counter(record.verdict for record in again)
     if 0 < failed < times:
         told = ", ".join(f"{count} {verdict}" for verdict, count in kinds.items())
-        yield f"flaky: {told}. A race, or memory that nobody has written: try `run --stress --case {then.case}`"
+        yield f"flaky: {told}. A race, or uninitialised memory: try `run --stress --case {then.case}`"
     elif failed and has_failed(then):
         yield (
             "certain: it failed every time"

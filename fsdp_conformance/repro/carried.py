@@ -317,7 +317,7 @@ def _bound(node: ast.stmt) -> list[str]:
 
 
 def _code_of(member: Any) -> CodeType | None:
-    """The code of a method, below its decorators; None for what is no function."""
+    """The code of a method, below its decorators; None for anything but a function."""
     function = getattr(member, "fget", None) or getattr(member, "__func__", member)
     return getattr(inspect.unwrap(function), "__code__", None)
 

@@ -153,7 +153,7 @@ def _compare_losses(trial: Trial) -> Result:
     record = run_case(plain_loss(), MUTANTS[trial.engine].spec)
     distance = difference(record)
     if distance is None:
-        # Nobody overlooks a training that ends in an exception.
+        # A training that ends in an exception cannot be overlooked.
         raised = record.verdict not in RAN or bool(record.findings)
         return Result(trial=trial, good=raised, strict=raised, text=f"{record.verdict}: {record.reason}")
     return Result(trial=trial, good=distance > USUAL, strict=distance > STRICT, text=f"losses differ by {distance:.3g}")

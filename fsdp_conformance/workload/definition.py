@@ -267,7 +267,7 @@ def every_point(
 
     The points of a step are its moments, with each micro-batch where a moment has one. A regime has the action at its
     points in every step, so that a trace that reaches the next step is seen there. Without `runs`, each point has a
-    regime of its own; with it, the points are dealt to that many regimes in turn, so that neighbours are apart.
+    separate regime; with it, the points are dealt to that many regimes in turn, so that neighbours are apart.
 
     `pending`: only the points at which a step's gradients are complete and wait for the optimizer, or all but these.
     `fields` are further fields of the events.

@@ -35,7 +35,7 @@ PLAN = plan_of(STAIRCASE)
 
 
 def messages(result: CheckResult) -> list[str]:
-    """What was found, the same in several steps once."""
+    """The messages of the findings, each one once even if several steps repeat it."""
     return list(dict.fromkeys(finding.message for finding in result.findings))
 
 
@@ -79,7 +79,7 @@ def full_sharding(
     kept: bool = False,
 ) -> list[CollectiveRecord]:
     """
-    What an engine issues that gathers the root first and then the units in their order, and scatters in reverse.
+    The collectives of an engine that gathers the root first and then the units in order, and scatters in reverse.
 
     The last micro-batch alone is reduced if the plan defers reduction. `kept`: no gathers in backward. Reduced shards
     are all-reduced over `replicas` if there are any.

@@ -79,7 +79,7 @@ def test_a_state_dict_in_any_order_is_right() -> None:
     ],
 )
 def test_a_damaged_state_dict_is_found(damage: Callable[[dict[str, Any]], object], told: str) -> None:
-    """One wrong name, shape, dtype, kind or element is a finding that says so."""
+    """One wrong name, shape, dtype, kind or element is a finding that names it."""
     state = _state().model
     damage(state)
     messages = [finding.message for finding in _judged(state).findings]

@@ -72,7 +72,7 @@ def test_silence_is_silence_over_one_rank_too() -> None:
 
 
 def frozen_run(records: Sequence[CollectiveRecord]) -> CheckResult:
-    """R072: frozen units of 336 and 624 bytes beside trainable ones of 624, 624 and 156."""
+    """R072: frozen units of 336 and 624 bytes with trainable ones of 624, 624 and 156."""
     workload = frozen.frozen_units()
     return communication.frozen_reductions(history(records), workload, plan_of(workload), requirement="R072")
 

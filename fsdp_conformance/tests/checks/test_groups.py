@@ -55,7 +55,7 @@ def test_hybrid_groups() -> None:
 
 
 def test_the_world_alone() -> None:
-    """Three ranks over the world pass; two of them, or nothing at all, are reported; one rank alone is no traffic."""
+    """Three ranks over the world pass; two of them, or nothing at all, are reported; one rank alone has no traffic."""
     right = full_sharding(STAIRCASE, PLAN, group=(0, 1, 2))
     aside = [*right, collective(Op.ALL_REDUCE, 4, step=1, group=(0, 1))]
     alone = [*right, collective(Op.ALL_REDUCE, 4, step=1, group=(0,))]

@@ -60,7 +60,7 @@ def test_no_all_reduce() -> None:
 
 @pytest.mark.parametrize(("op", "group"), [(Op.REDUCE_SCATTER, (0, 1, 2, 3)), (Op.ALL_REDUCE, (0, 1))])
 def test_the_wrong_group(op: Op, group: tuple[int, ...]) -> None:
-    """What runs elsewhere does not count."""
+    """Collectives in another group do not count."""
     message = messages(judged(changed(op, lambda record: replace(record, group=group))))[0]
 
     assert re.fullmatch(f"{op.value} in the (shard|replica) group: expected 6, got 0; .*", message)

@@ -24,7 +24,7 @@ def run(micro_batches: int = 1) -> TrainingHistory:
 
 
 def messages(got: TrainingHistory, losses: Losses = Losses.EQUAL, other: TrainingHistory | None = None) -> list[str]:
-    """What is found against an undisturbed run."""
+    """The messages of a comparison with an undisturbed run."""
     result = same_training(got, other or run(), what="one unit", requirement="R126", losses=losses)
     assert result.count.comparisons > 0
     return [f"{finding.step} {finding.fqn} {finding.message}" for finding in result.findings]

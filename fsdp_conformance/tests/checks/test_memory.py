@@ -71,7 +71,7 @@ def run(**changes: int) -> TrainingHistory:
 
 
 def holds(result: CheckResult) -> bool:
-    """Whether nothing was found, in at least one comparison."""
+    """True if there are no findings, from at least one comparison."""
     assert result.count.comparisons > 0
     return not result.findings
 
@@ -89,7 +89,7 @@ def test_sizes_are_those_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("held", "right"),
     [(SHARD, True), (int(SHARD * 1.1), True), (SHARD + FULL, False), (FULL, False), (0, False)],
-    ids=["a shard", "padding as declared", "a copy beside it", "the whole", "nothing"],
+    ids=["a shard", "padding as declared", "an extra copy", "the whole", "nothing"],
 )
 def test_shards_alone(held: int, right: bool) -> None:
     """A shard and the declared padding; more is a copy, nothing is not on the device at all."""
@@ -122,7 +122,7 @@ def test_where_the_optimizer_state_alone_is_sharded(held: int, grown: int, right
         (FULL + SHARD + SCALARS + 1, SHARD, False),
         (FULL, SHARD + SCALARS + 1, False),
     ],
-    ids=["parameters in full", "all sharded", "more than a shard beside them", "more than a shard of the gradients"],
+    ids=["parameters in full", "all sharded", "more than a shard as well", "more than a shard of the gradients"],
 )
 def test_where_the_gradients_are_sharded_and_the_parameters_are_not(held: int, grown: int, right: bool) -> None:
     """ZeRO-2 holds the parameters in full, the shard that its optimizer steps, and a shard of the gradients."""
@@ -196,10 +196,10 @@ def test_peaks_where_everything_is_kept() -> None:
 
 @pytest.mark.parametrize(("moment", "spare"), [("forward", 1), ("backward", 3)])
 def test_units_gathered_show_in_the_bytes(moment: str, spare: int) -> None:
-    """The declared number of units and the buffers beside them; one unit more is too many."""
-    beside = SHARD + (SHARD if moment == "backward" else 0) + PADDED_ROOT + ACTIVATIONS.forward_peak + SCALARS
+    """The declared number of units plus the buffers may be held; one unit more is too many."""
+    others = SHARD + (SHARD if moment == "backward" else 0) + PADDED_ROOT + ACTIVATIONS.forward_peak + SCALARS
     for units, right in ((2 + spare, True), (3 + spare, False)):
-        counted = [(moment, step, BASE + beside + step * STATE + units * PADDED_UNIT) for step in (0, 1)]
+        counted = [(moment, step, BASE + others + step * STATE + units * PADDED_UNIT) for step in (0, 1)]
         result = memory.units_gathered(
             run(), WORKLOAD, plan(), ACTIVATIONS, counted, world_size=2, most=2, padding=0.15
         )

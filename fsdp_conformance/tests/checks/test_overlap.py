@@ -1,4 +1,4 @@
-"""What may go beside computation, from clocks written by hand: lane 0 is the host, 1 computes, 2 communicates."""
+"""Collectives that may overlap computation, by clocks written by hand: lane 0 is the host, 1 computes, 2 communicates."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def backward(*, held: Iterable[int] = (), host: bool = False) -> Forward:
     return run
 
 
-def test_gathers_that_run_ahead_go_beside_computation() -> None:
+def test_gathers_that_run_ahead_overlap_computation() -> None:
     """All but the first, which has nothing before it."""
     result = forward().judged()
 
@@ -118,7 +118,7 @@ def test_gathers_that_wait_for_the_unit_before_them() -> None:
 
 
 def test_a_host_that_waits_for_the_device() -> None:
-    """What the host has waited for is known to all that it issues afterwards."""
+    """All that the host issues after a wait comes after the work that it waited for."""
     (finding,) = forward(waiting=range(1, UNITS + 1), host=True).judged().findings
     assert "the host waits for the device in between" == finding.likely
 
@@ -147,7 +147,7 @@ def test_each_phase_is_judged_by_itself() -> None:
 
 
 def test_bytes_count_and_flags_do_not() -> None:
-    """Small collectives that wait, as for a flag that ranks exchange, are no parameters."""
+    """Small collectives that wait, such as a flag that ranks exchange, do not count as parameters."""
     run = forward()
     for number in range(100, 120):
         run.collective(Op.ALL_GATHER, number=number, computed=UNITS, order=number, nbytes=8)
@@ -157,7 +157,7 @@ def test_bytes_count_and_flags_do_not() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, UNITS - 1])
 def test_few_buckets_are_no_judgement(count: int) -> None:
-    """An engine that sends everything at once has nothing to put beside anything; that is no pass."""
+    """An engine that sends everything at once has nothing to overlap, and does not pass."""
     run = Forward()
     for number in range(1, count + 1):
         run.collective(Op.ALL_GATHER, number=number, computed=0, order=number)

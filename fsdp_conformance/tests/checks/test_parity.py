@@ -29,7 +29,7 @@ def _findings(history: TrainingHistory, references: References, **options: bool)
 
 
 def _told(finding: Finding) -> str:
-    """What a person reads, field by field."""
+    """The fields that a person reads."""
     lines = [f"{finding.requirement} ({finding.check}): {finding.message}", finding.where()]
     for name in ("got", "expected", "ratio", "ulps", "bound", "differing", "elements", "call", "likely"):
         value = getattr(finding, name)
@@ -200,7 +200,7 @@ def test_a_parameter_that_follows_a_gradient_says_so() -> None:
 
 
 def test_a_difference_is_told_when_its_cause_cannot_be_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in the search for a cause is a bug in the suite, and the finding says so."""
+    """An error in the search for a cause is reported in the finding, as a bug in the suite."""
 
     def broken(evidence: object) -> None:
         raise KeyError("no such signature")
@@ -409,10 +409,10 @@ def test_results_go_into_a_report() -> None:
 
 
 class Texts(TestCase):
-    """What a person reads."""
+    """The texts that a person reads."""
 
     def test_a_summed_gradient(self) -> None:
-        """The sentence stands alone, the numbers stand beside it."""
+        """The sentence is complete without the numbers, which are separate."""
         references = references_of(probes.rank_coded())
         history = damaged(implementation_run(references))
 

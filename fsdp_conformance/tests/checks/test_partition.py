@@ -173,7 +173,7 @@ def test_an_engine_that_promises_no_resharding_may_keep_parameters() -> None:
 def test_a_degree_must_show(
     sharding: Sharding, right: tuple[int, int, int], wrong: tuple[int, int, int], named: str
 ) -> None:
-    """What the plan asks to be sharded is; one degree less fails."""
+    """Everything that the plan shards is sharded; one degree less fails."""
     assert findings(witness(run(*right), sharding)) == []
     assert findings(witness(run(*wrong), sharding))[0] == ("R188", named)
 

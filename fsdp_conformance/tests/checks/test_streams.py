@@ -107,7 +107,7 @@ def test_a_race_is_a_finding_with_its_argument() -> None:
     ],
 )
 def test_the_requirement_of_a_race(kind: HazardKind, then: str, now: str, expected: str) -> None:
-    """What the optimizer wrote and somebody reads too early is R074; pinned memory is R138; the rest is R075."""
+    """A read too early of something that the optimizer wrote is R074; pinned memory is R138; the rest is R075."""
     assert requirement_of(hazard(kind, then_label=then, now_label=now)) == expected
 
 

@@ -142,7 +142,7 @@ def test_a_gradient_that_is_missing_is_found() -> None:
 
 
 def test_shampoo_needs_matrices() -> None:
-    """What is flat is rejected when the optimizer is made."""
+    """Flat parameters are rejected when the optimizer is made."""
     with pytest.raises(ValueError, match=r"Shampoo needs matrices \(2D\), got a parameter of shape \(4,\)"):
         Shampoo([nn.Parameter(torch.zeros(4))], lr=0.5)
 

@@ -67,7 +67,7 @@ def test_nothing_is_guessed() -> None:
 
 
 def test_the_finding_carries_the_call() -> None:
-    """Gradient parity puts the collective beside the difference."""
+    """Gradient parity reports the collective together with the difference."""
     references = references_of(models.staircase())
     history = damaged(implementation_run(references))
     history.collectives = [_reduced(seq, 4 * size) for seq, size in enumerate((54, 598, 418, 270, 154, 70))]

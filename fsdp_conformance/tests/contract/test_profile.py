@@ -310,7 +310,7 @@ def test_a_profile_is_written_and_checked(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_selection_is_checked_against_the_cases_that_it_has(tmp_path: Path) -> None:
-    """The other cases of the suites are no difference."""
+    """The other cases of the suites do not count as a difference."""
     mini_suite.write(tmp_path)
     where = ["--suites", mini_suite.PACKAGE, "--output", str(tmp_path / "written.json")]
 

@@ -39,7 +39,7 @@ def requirement(**changes: Any) -> Requirement:
 
 
 def linted(*requirements: Requirement, **future: str) -> list[str]:
-    """What the lint says of a contract of these."""
+    """The lint's complaints about a contract of these requirements."""
     return lint(Contract({item.id: item for item in requirements}, future))
 
 

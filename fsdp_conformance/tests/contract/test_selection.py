@@ -12,7 +12,7 @@ from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case
 
-#: Case id to what it covers beside the requirement that it is named after.
+#: Case id to what it covers besides the requirement that it is named after.
 CASES = {
     "R001/probe-ws2": ("R003",),
     "R001/probe-ws3": ("R003",),

@@ -45,19 +45,19 @@ def own(rank: int, micro: int = 0) -> Tensor:
 
 
 def cause(evidence: Evidence, got: Tensor, **fields: Any) -> str:
-    """What is said if `got` is seen in place of the right tensor; a long text on two lines."""
+    """The likely cause if `got` is seen in place of the right tensor; a long text takes two lines."""
     told = str(likely(replace(evidence, got=got, **fields)))
     return told if len(told) <= 115 else told.replace(": ", ":\n    ", 1)
 
 
 def by_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Each rank's rows of its own tensor."""
+    """Each rank's rows from its own tensor."""
     parts = [torch.chunk(tensor, len(tensors))[rank] for rank, tensor in enumerate(tensors)]
     return torch.cat(parts)
 
 
 def flat(tensors: Sequence[Tensor], length: int) -> Tensor:
-    """Each rank's part of its own flat tensor, of that length."""
+    """Each rank's part, of that length, from its own flat tensor."""
     parts = [tensor.flatten()[rank * length : (rank + 1) * length] for rank, tensor in enumerate(tensors)]
     return torch.cat(parts).view(tensors[0].shape)
 
@@ -214,7 +214,7 @@ averaged twice, or one of 2 backwards missing, or divided by 4 instead of 2:
         )
 
     def test_coincidence_in_pieces(self) -> None:
-        """A single rank's gradient is no piece, and neither are pieces that are right."""
+        """A single rank's gradient does not count as a piece, nor do pieces that are right."""
         right = gradient()
         totals = [own(rank) for rank in range(3)]
         turned = by_rows([totals[1], totals[0], totals[2]])

@@ -20,7 +20,7 @@ def failed(case: str, likely: str = "", check: str = "gradient parity", **change
 
 
 def raised(case: str, line: int, verdict: Verdict = Verdict.FAIL) -> CaseRecord:
-    """A case in which the engine raised at a line of its own."""
+    """A case in which the engine raised at one of its own lines."""
     traceback = (
         "Traceback (most recent call last):\n"
         '  File "/x/site-packages/fsdp_conformance/driver/session.py", line 7, in run\n'
@@ -88,7 +88,7 @@ def test_frames_of_test_frameworks_are_nobodys_engine() -> None:
 
 
 def test_exceptions_without_a_line_of_the_engine_go_by_what_they_say() -> None:
-    """That every rank raised the same exception is no cause: two exceptions are two problems, one is one."""
+    """The same exception on every rank is not a cause: two exceptions are two problems, one is one."""
     likely = "every rank raised: the same exception"
     says = ["rank 0 raised RuntimeError: mixed", "rank 1 raised RuntimeError: mixed", "rank 0 raised KeyError: 'x'"]
     records = [
@@ -131,7 +131,7 @@ def test_without_a_common_cause_every_failure_is_told_in_full(others: list[CaseR
 
 
 def test_what_cannot_follow_is_told_in_full() -> None:
-    """A rank that died says something of its own, and values from before training follow from nothing."""
+    """The death of a rank is a separate problem, and wrong values before training have no earlier cause."""
     common = [failed(f"R003/{name}-ws2", f"{SUMMED}: 2") for name in "abc"]
     crash = a_record("R145/x-ws2", Verdict.CRASH, a_finding("R145", check="process end", likely=""))
     before = a_record("R019/x-ws2", Verdict.FAIL, a_finding("R001", check="initial parity", phase="init", likely=""))

@@ -14,7 +14,7 @@ def found(check: str, likely: str | None, *, step: int | None = 0, **fields: Any
 
 
 def told(*findings: Finding) -> str | None:
-    """What the most telling one names."""
+    """The headline of these findings."""
     finding = most_telling(findings)
     return None if finding is None else finding.likely
 
@@ -102,7 +102,7 @@ def test_losses_must_be_unanimous() -> None:
 
 
 def test_causes_are_read_from_an_explanation() -> None:
-    """Up to the colon; a description is no cause."""
+    """The headline is the text up to the colon; a description is not a cause."""
     assert causes_in("summed over ranks, or counted twice: got / expected = 2, which is 2") == (
         "summed over ranks", "counted twice",
     )  # fmt: skip

@@ -40,7 +40,7 @@ def loss(
 
 
 def cause(history: TrainingHistory, found: References, kind: Kind) -> str | None:
-    """What is said of the first finding of a kind, which must differ."""
+    """The likely cause of the first finding of a kind; there must be one."""
     return kind_parity(kind, history, found).findings[0].likely
 
 

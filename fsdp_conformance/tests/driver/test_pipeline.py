@@ -145,10 +145,10 @@ class _RaisesAtTheEnd(TorchFSDP2):
 
 @needs_schedules
 class Refuses(RankTestCase):
-    """What cannot be a pipeline, on every rank, before anything is built."""
+    """Pipelines that every rank refuses, before anything is built."""
 
     def refused(self, problem: str, workload: Workload | None = None, **fields: Any) -> None:
-        """The ConfigError says so; `fields` are those of the plan, or a regime."""
+        """Require a ConfigError with this text; `fields` are those of the plan, or a regime."""
         regime = fields.pop("regime", Regime(micro_batches=2, pipeline="1f1b"))
         with self.assertRaisesRegex(ConfigError, problem):
             self.run_training("torch-fsdp2", workload or pipeline.pipeline(2), regime, **{"stages": STAGES, **fields})
@@ -208,7 +208,7 @@ class Refuses(RankTestCase):
 
 
 def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedules without the option are left alone, and the message says so."""
+    """Schedules without the option are left alone, and the message mentions it."""
     monkeypatch.setattr(pipeline_stage, "_SCHEDULES", {"1f1b": lambda stage, count, loss_fn: None})
     assert re.fullmatch("needs pipeline schedules with .*scale_grads, which torch .* does not have", too_old())
     with pytest.raises(EnvironmentUnavailable, match="scale_grads"):

@@ -286,7 +286,7 @@ class Loop(RankTestCase):
         self.assertIn("observe", {record.phase for record in process_group.log().records})
 
     def test_histories_alias_nothing(self) -> None:
-        """What was noted in a step does not change in later ones."""
+        """The record of a step does not change in later steps."""
         history = self.run_training("torch-fsdp2")
         storages = [
             tensor.data_ptr()
@@ -370,7 +370,7 @@ class Loop(RankTestCase):
         self.assertLessEqual({"synchronised", "counted", "fetched"}, set(moments))
 
     def test_an_exception_passes_and_faults_are_taken_out(self) -> None:
-        """What the implementation raises reaches the case; nothing stays installed."""
+        """An exception of the implementation reaches the case; nothing stays installed."""
         adapter = Failing()
         fault = PointDelay("after_loss", ranks=[1], milliseconds=1)
         with self.assertRaisesRegex(RuntimeError, "tired"):
@@ -412,7 +412,7 @@ class Loop(RankTestCase):
 
 
 class Parts(unittest.TestCase):
-    """What needs no ranks."""
+    """Tests that need no ranks."""
 
     def test_plan_for(self) -> None:
         """The workload's structure and the regime's demands are put into a plan; what the plan names stays."""

@@ -135,7 +135,7 @@ def test_events_move_to_the_first_step() -> None:
 
 
 def test_the_plainest_example_has_no_features() -> None:
-    """What everything shrinks to is plain on every axis."""
+    """The example that everything shrinks to is plain on every axis."""
     assert features(_planned(DrawnModel(), regime=Regime(steps=1))) == frozenset()
 
 
@@ -213,7 +213,7 @@ def test_the_words_of_an_axis(change: dict[str, object], axis: str, value: str) 
     ],
 )
 def test_other_text_is_refused(text: str) -> None:
-    """What is no example, or one of another version, raises ConfigError instead of training something else."""
+    """Text that is not an example of this version raises ConfigError instead of training something else."""
     with pytest.raises(ConfigError):
         example_from_json(text)
 

@@ -35,7 +35,7 @@ def _wrong(example: Example, check: str = "gradient parity", likely: str = "the 
 
 
 class _Engine:
-    """An engine that fails where a function says so."""
+    """An engine that fails where a function tells it to."""
 
     def __init__(self, judged: Callable[[Example], Outcome | None]) -> None:
         self.judged = judged
@@ -246,7 +246,7 @@ def test_the_engines_frame_is_part_of_the_signature() -> None:
 
 
 def test_the_summary_names_counts_and_reasons() -> None:
-    """What ran, what did not judge and why, and every value of every axis."""
+    """The summary shows what ran, what could not be judged and why, and every value of every axis."""
     text = summary({
         "ran": 9, "passed": 5, "rejected": {"not exact": 2}, "declined": {"ValueError: no": 1}, "left_out": 4,
         "covered": {"world size": {"2": 5, "3": 1}}, "shrinks": 7, "seconds": 30.0,

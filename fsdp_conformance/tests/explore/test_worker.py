@@ -74,7 +74,7 @@ def test_one_process_runs_many_examples() -> None:
 
 
 def test_a_correct_engine_has_no_failure() -> None:
-    """What is drawn for it passes, or is refused by it; hardly anything cannot be judged."""
+    """Examples drawn for it pass, or are refused by it; hardly any cannot be judged."""
     found = _explored("reference", examples=8)
 
     assert [str(failure.signature) for failure in found.failures] == []
@@ -195,7 +195,7 @@ def _raise(moment: Moment, micro: int = 0) -> tuple[Event, ...]:
     ],
 )
 def test_wrong_only_at_an_event(name: str, events: tuple[Event, ...], requirement: str) -> None:
-    """Each event shows an engine that is right without it, and says so by the requirement that names the defect."""
+    """Each event exposes an engine that is right without it, under the requirement that names the defect."""
     regime = Regime(steps=3, micro_batches=2, unused_parameters=True)
     plain = replace(_example(), regime=regime)
     with _worker(name) as worker:
@@ -228,7 +228,7 @@ def test_a_correct_engine_passes_at_every_moment_of_these_events() -> None:
 
 
 def test_a_correct_engine_passes_with_joined_blocks() -> None:
-    """Whether a unit of several modules is sharded can be asked of every engine that declares both."""
+    """Any engine that declares both can be asked to shard a unit of several modules."""
     joined = _example(DrawnModel(blocks=(DrawnBlock(), DrawnBlock()), joined=True))
     with _worker("reference") as worker:
         outcome = worker.run(joined)

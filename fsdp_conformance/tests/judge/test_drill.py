@@ -1,4 +1,4 @@
-"""A rank that was made to fail must be named, with the cause, and nobody may be left."""
+"""A rank that was made to fail must be named, with the cause, and no rank may be left running."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_failure_that_never_struck() -> None:
 
 
 def test_a_case_that_expects_exceptions() -> None:
-    """What it took for a refusal was the injected exception, so nothing can be said."""
+    """The case took the injected exception for a refusal, so there is no conclusion."""
     report, end = _LOST
     record = _drilled(Failure.RAISE, (replace(report, measurements={SWALLOWED: True}), end), _RIGHT[Failure.RAISE])
 

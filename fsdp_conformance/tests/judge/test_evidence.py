@@ -1,4 +1,4 @@
-"""What a record keeps of its ranks' reports, and which verdicts do not follow from it."""
+"""The evidence that a record keeps of its ranks' reports, and verdicts that do not follow from it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_rank_without_digests_keeps_none() -> None:
 
 
 def test_a_failure_keeps_nothing() -> None:
-    """Nobody gains by forging it."""
+    """There is nothing to gain from forging it."""
     record = judged(a_report(0, a_finding()), a_report(1))
 
     assert (record.verdict, record.evidence) == (Verdict.FAIL, [])

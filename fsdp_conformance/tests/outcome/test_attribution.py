@@ -31,7 +31,7 @@ def error(message: str = "boom", *, kind: str = "builtins.RuntimeError", time: f
 
 
 def report(rank: int, failure: RankError | None = None, **fields: object) -> RankReport:
-    """What a rank said."""
+    """The report of a rank."""
     return RankReport(rank=rank, error=failure, **fields)  # type: ignore[arg-type]
 
 
@@ -109,7 +109,7 @@ def test_how_a_rank_with_an_exception_ended(
     ],
 )
 def test_a_rank_that_the_suite_delayed(said: RankReport | None, exit_of_rank: RankExit, ending: Ending) -> None:
-    """The delay explains everything but an exception of its own and a death."""
+    """The delay explains everything except an exception of the rank's own code and a death."""
     assert ending_of(said, replace(exit_of_rank, suite_was_late=True)).ending is ending
 
 
@@ -173,7 +173,7 @@ def test_only_waiting_ranks_are_a_hang() -> None:
 
 
 def test_left_out_rank_keeps_its_reason() -> None:
-    """A skip is no failure; where another rank fails, it is told as what it is."""
+    """A skip is not a failure; where another rank fails, it is still reported as a skip."""
     skipped = (report(0, not_run="no gloo"), end(0, 86))
 
     assert told(skipped, (report(1, not_run="no gloo"), end(1, 86))).first is None
@@ -192,7 +192,7 @@ def test_left_out_rank_keeps_its_reason() -> None:
     ],
 )
 def test_messages_of_a_lost_peer(message: str) -> None:
-    """What gloo, NCCL and the stores say when a peer is gone is a consequence."""
+    """The errors of gloo, NCCL and the stores about a lost peer are consequences."""
     assert kind_of_error(error(message, kind="torch.distributed.DistBackendError")) == Ending.LOST_PEER
 
 
@@ -206,7 +206,7 @@ def test_messages_of_a_lost_peer(message: str) -> None:
     ],
 )
 def test_messages_of_a_timeout(message: str) -> None:
-    """What they say when a peer does not come is a hang."""
+    """Their errors about a peer that does not arrive are a hang."""
     assert kind_of_error(error(message)) == Ending.TIMED_OUT
 
 

@@ -120,7 +120,7 @@ def test_words_about_a_peer_in_an_error_of_its_own_are_no_consequence() -> None:
 
 
 def test_an_exception_after_findings_is_the_headline() -> None:
-    """What the implementation declares should not raise; the findings before it are kept."""
+    """A declared feature should not raise; the findings before the exception stay."""
     found = failed(0, an_error("boom"), a_finding())
     record = judged((found, an_exit(0)), raised(1, LOST_PEER))
 
@@ -154,13 +154,13 @@ def test_an_earlier_death_explains_a_later_exception() -> None:
     [
         ("adapter", Verdict.ERROR_ADAPTER),
         ("suite", Verdict.ERROR_SUITE),
-        ("somebody", Verdict.ERROR_SUITE),
+        ("unheard-of", Verdict.ERROR_SUITE),
         ("environment", Verdict.NOT_RUN_ENV),
         ("implementation", Verdict.FAIL),
     ],
 )
 def test_the_verdict_follows_the_blame(blame: str, verdict: Verdict) -> None:
-    """Whoever is to blame names the verdict; a blame that nobody knows is the suite's slip."""
+    """The verdict follows from whoever is to blame; an unknown blame is an error of the suite."""
     record = judged(raised(0, blame=blame), raised(1, blame=blame, time=2.0))
 
     assert record.verdict is verdict
@@ -198,7 +198,7 @@ def test_all_problems_of_an_adapter_are_in_the_reason() -> None:
 
 
 def test_references_that_disagree_judge_nobody() -> None:
-    """The exception class says so, whoever is blamed."""
+    """The exception class decides, whoever is blamed."""
     record = judged(
         raised(0, "DDP and float64 differ", kind="fsdp_conformance.errors.ReferencesDisagree", blame="suite"), well(1)
     )
@@ -220,7 +220,7 @@ def test_references_that_disagree_judge_nobody() -> None:
     ],
 )
 def test_a_process_that_ends_without_a_report_crashed(code: int, words: str) -> None:
-    """Whatever the code: exit code 0 before the report is no success."""
+    """Any exit before the report is a failure, even with exit code 0."""
     record = judged(well(0), (None, an_exit(1, code=code, **GONE)))
 
     assert record.verdict is Verdict.CRASH
@@ -281,7 +281,7 @@ def test_the_exit_code_of_a_rank_that_raised_is_no_note() -> None:
 
 @pytest.mark.parametrize("peer", [TIMED_OUT, LOST_PEER])
 def test_a_rank_kept_late_by_the_suite_explains_its_peers(peer: str) -> None:
-    """ERROR_SUITE: whatever the peers waited for in vain, the implementation is not accused."""
+    """The verdict is ERROR_SUITE: although the peers timed out, the implementation is not accused."""
     late = an_exit(1, suite_was_late=True)
 
     record = judged(raised(0, peer), (a_report(1), late))
@@ -389,7 +389,7 @@ def test_a_rank_that_still_runs_hangs() -> None:
 
 
 def test_a_hang_instead_of_a_refusal_fails_loud_refusal() -> None:
-    """What is not declared is refused by an exception, not by a hang."""
+    """A feature that is not declared has to be refused with an exception, not with a hang."""
     record = judged((None, stuck(0)), (None, stuck(1)), needs=("unused_divergent", "frozen_mixed"))
 
     assert record.verdict is Verdict.HANG
@@ -406,7 +406,7 @@ def test_a_hang_instead_of_a_refusal_fails_loud_refusal() -> None:
 
 @pytest.mark.parametrize(("message", "verdict"), [(TIMED_OUT, Verdict.HANG), (LOST_PEER, Verdict.FAIL)])
 def test_an_exception_about_a_peer_refuses_nothing(message: str, verdict: Verdict) -> None:
-    """A rank that waited in vain did not refuse what is not declared, although an exception ended it."""
+    """A rank that timed out did not refuse what is not declared, although an exception ended it."""
     record = judged(raised(0, message), raised(1, message), needs=("unused_divergent",))
 
     assert (record.verdict, record.findings[0].requirement) == (verdict, "R000")
@@ -467,7 +467,7 @@ def test_a_declared_flag_that_is_refused_is_a_defect() -> None:
 
 
 def test_a_mandatory_requirement_that_is_refused_is_a_defect() -> None:
-    """Nobody asked for anything optional."""
+    """The case asks for nothing optional."""
     record = judged(refused(0), refused(1))
 
     assert record.verdict is Verdict.FAIL
@@ -564,7 +564,7 @@ def test_findings_do_not_explain_a_rank_that_never_answered() -> None:
 
 @pytest.mark.parametrize("peer", [raised(1, LOST_PEER), raised(1, TIMED_OUT), (None, stuck(1))])
 def test_a_rank_that_says_not_here_explains_its_peers(peer: tuple[RankReport | None, RankExit]) -> None:
-    """NOT_RUN_ENV: the peers waited for it in vain."""
+    """The verdict is NOT_RUN_ENV: the peers timed out while they waited for it."""
     record = judged((a_report(0, comparisons=0, not_run="no pinned memory"), an_exit(0, code=72)), peer)
 
     assert (record.verdict, record.reason) == (Verdict.NOT_RUN_ENV, "no pinned memory")
@@ -572,7 +572,7 @@ def test_a_rank_that_says_not_here_explains_its_peers(peer: tuple[RankReport | N
 
 
 def test_a_rank_that_says_not_here_does_not_explain_an_exception() -> None:
-    """A cause is a cause, beside whoever was left out."""
+    """A cause counts as a cause even if other ranks were left out."""
     here = (a_report(0, comparisons=0, not_run="no pinned memory"), an_exit(0, code=72))
     record = judged(here, raised(1, LOST_PEER, time=1.0), raised(2, "boom", time=2.0))
 
@@ -605,7 +605,7 @@ def test_evidence_out_of_order_is_the_suites_error(order: tuple[list[int], list[
 
 
 def test_an_exception_of_one_rank_depends_on_the_rank() -> None:
-    """The others only lost it: the finding says so."""
+    """The finding reports that the others only lost it."""
     lost = failed(0, an_error(LOST_PEER, time=2.0)), an_exit(0, code=10)
 
     assert str(judged(lost, raised(1, "13 elements")).findings[0].likely).startswith("only rank 1 raised: ")

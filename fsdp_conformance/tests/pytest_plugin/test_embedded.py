@@ -1,4 +1,4 @@
-"""Cases as tests of somebody's own test suite."""
+"""Cases as tests of a user's own test suite."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from fsdp_conformance.tests.pytest_plugin import mini_suite
 from fsdp_conformance.tests.pytest_plugin.mini_suite import MiniSuite
 from fsdp_conformance.verdict import Verdict
 
-#: Each test is a run in processes of its own.
+#: Each test is a run in its own processes.
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 240
@@ -37,7 +37,7 @@ def suite(tmp_path: Path) -> MiniSuite:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a pytest run left."""
+    """The output of a pytest run."""
 
     status: int
     output: str
@@ -139,7 +139,7 @@ def test_a_test_that_loses_its_verdict_is_the_suites_error(suite: MiniSuite, act
 
 
 def test_a_case_that_pytest_skips_is_disabled(suite: MiniSuite) -> None:
-    """Whatever the mark; the run is incomplete, and pytest's status says so."""
+    """The mark makes no difference; the run is incomplete, and pytest's status shows it."""
     result = ran(suite, {"R001/probe-ws1": "mark-skip"})
 
     assert result.verdicts["R001/probe-ws1"] == "DISABLED"
@@ -411,7 +411,7 @@ def test_a_run_that_cannot_begin_says_why(suite: MiniSuite, options: tuple[str, 
 
 
 def test_a_run_that_is_interrupted_has_no_footer(suite: MiniSuite) -> None:
-    """What was judged before can be read."""
+    """The cases judged before the interruption can be read."""
     result = ran(suite, {"R017/elsewhere-ws2": "interrupt"})
 
     assert result.status == pytest.ExitCode.INTERRUPTED

@@ -304,7 +304,7 @@ def test_a_bound_of_an_unknown_tensor_is_the_suites_mistake() -> None:
 
 
 def test_histories_share_nothing_with_the_run() -> None:
-    """What is noted is a copy: a later step does not change an earlier record."""
+    """Histories hold copies: a later step does not change an earlier record."""
     history = _history(probes.exact_long())
 
     first, last = (history.steps[step].params["head.weight"] for step in (0, 2))

@@ -233,7 +233,7 @@ def test_ulps_are_counted_down_to_the_smallest_normal_number() -> None:
 
 
 def test_a_ratio_of_zero_has_no_sign() -> None:
-    """Nobody should look for a wrong sign in -0."""
+    """A zero shows no sign, so that -0 does not look like an error."""
     difference = compare(torch.tensor([0.0]), torch.tensor([-2.0], dtype=torch.float64), BITWISE)
 
     assert difference is not None

@@ -95,7 +95,7 @@ def test_another_profile_is_a_reason() -> None:
 
 
 def test_another_interpretation_is_a_reason() -> None:
-    """What a case means has changed since."""
+    """The meaning of a case has changed since."""
     run = a_run()
     run.header["interpretation"] = 0
 
@@ -183,7 +183,7 @@ def test_a_damaged_file_is_a_reason() -> None:
 
 
 def test_a_case_without_verdict_is_a_reason() -> None:
-    """It began, and nobody knows how it ended."""
+    """It began, and the file does not show how it ended."""
     run = a_run()
     run.started.append("R002/lost-ws2")
 
@@ -236,7 +236,7 @@ def test_cases_in_the_way_for_one_reason_are_one_reason() -> None:
 
 
 def test_the_implementation_is_to_blame_before_the_suite() -> None:
-    """What was seen of it was seen."""
+    """A finding against the implementation outranks an error of the suite."""
     certificate = certified(
         a_record(PARITY, Verdict.FAIL, a_finding("R001"), requirements=["R001"]),
         a_record(SHARDS, Verdict.ERROR_SUITE, requirements=["R188"]),
@@ -254,7 +254,7 @@ def test_a_run_that_is_also_incomplete_is_not_only_that() -> None:
 
 
 def test_a_failed_extension_is_a_failure_of_a_partial_run_too() -> None:
-    """It is no reason against the base, and the run is not without failures."""
+    """It is not a reason against the base, and the run still has failures."""
     parity, extension = a_case(requirements=["R001"]), a_case(requirements=["R137"], needs=["offload"])
     failing = a_record(extension.id, Verdict.FAIL, a_finding("R137"), requirements=["R137"])
     certificate = certified(failing, profile=a_profile(parity, extension), settings={"cases": ["R137"]})
@@ -317,7 +317,7 @@ def test_a_should_that_is_not_met_is_printed_and_does_not_refuse() -> None:
 
 @pytest.mark.parametrize("others", [["R000"], ["R070", "R000"], []])
 def test_a_should_case_that_shows_something_mandatory_refuses(others: list[str]) -> None:
-    """Wrong numbers are wrong wherever they are seen; a FAIL without findings is no excuse either."""
+    """Wrong numbers are wrong wherever they are seen; a FAIL without findings is not excused either."""
     findings = [a_finding(name) for name in others]
     certificate = certified(a_record("R070/probe-ws2", Verdict.FAIL, *findings, requirements=["R070"]))
 
@@ -325,7 +325,7 @@ def test_a_should_case_that_shows_something_mandatory_refuses(others: list[str])
 
 
 def test_a_should_case_that_hangs_refuses() -> None:
-    """Nobody may hang."""
+    """No engine may hang."""
     certificate = certified(a_record("R070/probe-ws2", Verdict.HANG, a_finding("R070"), requirements=["R070"]))
 
     assert not certificate.certified
@@ -352,7 +352,7 @@ def test_a_scope_that_is_passed_needs_no_example() -> None:
 
 
 def test_a_scope_that_was_not_run_is_not_passed() -> None:
-    """Whether the user switched its case off, or the case never ran."""
+    """The reason makes no difference: the user switched its case off, or the case never ran."""
     run = a_run()
     gone = next(record for record in run.records if record.case.startswith("R093"))
     run.records.remove(gone)
@@ -519,7 +519,7 @@ def test_combinations_are_scopes_of_their_own() -> None:
 
 
 def test_components_are_certified_without_a_base() -> None:
-    """Each of them completely; none of them is no certificate."""
+    """Each of them has to be complete; without any, there is no certificate."""
     cases = [a_case(requirements=["R166"], needs=("reducer",)), a_case(requirements=["R172"], needs=("bucketing",))]
     profile = a_profile(*cases)
     one = certified(unsupported("R172/probe-ws2"), profile=profile, flags="reducer")
@@ -623,7 +623,6 @@ def test_a_record_that_names_nothing_absent_blames_something_unnamed() -> None:
 
 
 def test_an_extension_that_this_machine_cannot_run_is_absent() -> None:
-    """And says so."""
     profile = a_profile(*CASES, a_case(requirements=["R137"], needs=("cpu_offload_params",), environment=("cuda",)))
     certificate = certified(not_here("R137/probe-ws2", "cuda"), profile=profile, flags="no_sync cpu_offload_params")
 
@@ -632,7 +631,7 @@ def test_an_extension_that_this_machine_cannot_run_is_absent() -> None:
 
 
 def test_a_machine_that_was_also_narrowed_is_not_to_blame() -> None:
-    """Another reason stands beside it."""
+    """Another reason is listed as well."""
     certificate = certified(
         not_here("R018/probe-ws2", "devices"), profile=a_profile(*CUDA_CASES), settings={"cases": ["R018"]}
     )

@@ -1,4 +1,4 @@
-"""What a certificate says of what was judged: versions, hashes, what loosens a check or changes the run."""
+"""The subject of a certificate: versions, hashes, and what loosens a check or changes the run."""
 
 from __future__ import annotations
 

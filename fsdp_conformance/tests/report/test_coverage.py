@@ -33,7 +33,7 @@ CONTRACT = replace(
 
 
 def shown(verdict: Verdict, case: str, *failed: str) -> Shown:
-    """What a run of the case as it is has shown."""
+    """The result of a run of the current case."""
     return Shown(verdict=verdict, digest=digest_of(PROFILE.by_id[case]), failed=failed)
 
 
@@ -132,7 +132,7 @@ def test_rows_that_are_empty_without_a_reason_are_named() -> None:
     assert [text.partition(" ")[0] for text in a_table(excused={}).problems] == ["R131"]
     stale = a_table(excused={"R131": "None yet.", "R001": "None yet."}).problems
     assert stale == ("R001 (Losses equal DDP's) has 2 cases for 2 adapters, and a reason why it has none",)
-    alone = coverage([], PROFILE.entries, {}, contract=CONTRACT, excused={"R131": "None yet.", "R117": "Nobody."})
+    alone = coverage([], PROFILE.entries, {}, contract=CONTRACT, excused={"R131": "None yet.", "R117": "No."})
     assert [text.partition(" ")[0] for text in alone.problems] == ["R001", "R003"]
     unkilled = coverage(
         [], profile_of("some", [a_case(requirements=("R131",))]).entries, {"plain": lambda device: frozenset()},
@@ -187,7 +187,7 @@ def test_runs_of_components_have_a_separate_table() -> None:
 
 
 def test_the_command_shows_runs_beside_the_contract(tmp_path: Path) -> None:
-    """Each requirement with a case; a run of a profile of one's own is refused, because its cases are nobody else's."""
+    """Each requirement with a case; a run of a private profile is refused, because no other run has its cases."""
     own = answered("scoreboard", "--coverage", str(test_tally.ran(tmp_path / "own").run.path))
     smoke = load_profile("smoke")
     path = str(test_tally.ran(tmp_path / "smoke", cases=tuple(smoke.by_id), profile=smoke).run.path)

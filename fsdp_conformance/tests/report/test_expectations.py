@@ -1,4 +1,4 @@
-"""What somebody expects of a run, next to what the run found; and the file, as it is written from a run."""
+"""The expectations of a run, compared with its results; and the file, as it is written from a run."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_entry_of_a_case_on_another_device_does_not_cover_it() -> None:
 
 
 def test_an_entry_that_names_no_case_is_a_surprise_with_a_hint() -> None:
-    """Otherwise nobody would ever notice that it is stale; a case that was left out is no reason."""
+    """Otherwise a stale entry would go unnoticed; a case that was left out does not make its entry stale."""
     found = judge(a_run(), [an_entry("R117/unsed-ws2"), an_entry()], profile_cases=(UNUSED, ORDER), today=TODAY)
 
     assert [surprise.sentence() for surprise in found.surprises] == [
@@ -259,7 +259,7 @@ def test_another_failure_of_a_case_is_new() -> None:
 
 
 def test_a_case_that_is_no_longer_judged_is_missing() -> None:
-    """Declined, not possible on this machine, or without a record; but not one that nobody asked for."""
+    """Declined, not possible on this machine, or without a record; but not one that was not selected."""
     found = since(a_record(UNUSED, Verdict.UNSUPPORTED), a_record(ORDER, Verdict.DISABLED))
 
     assert found.missing == (

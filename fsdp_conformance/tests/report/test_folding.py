@@ -87,7 +87,7 @@ def test_reports_fit_a_narrow_terminal() -> None:
 
 
 def test_files_do_not_depend_on_the_terminal(columns: Columns) -> None:
-    """What is not printed is folded at 120 columns."""
+    """Text that is not printed is folded at 120 columns."""
     columns("60")
     on_a_narrow_one = render_record(hung())
     columns("120")

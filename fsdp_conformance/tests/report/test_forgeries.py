@@ -1,7 +1,7 @@
 """
 Run files, profiles and declarations that were made to look better than the run was.
 
-Every forgery below hashes the whole file anew and rewrites the footer to match, as somebody would who knows how the
+Every forgery below hashes the whole file again and rewrites the footer to match, as a forger would who knows how the
 file is made. It must not verify as CERTIFIED.
 """
 
@@ -63,7 +63,7 @@ def written(directory: Path, profile: Profile, *, version: str = "1") -> Path:
 
 
 def forged(path: Path, profile: Profile, change: Callable[[Lines], None]) -> Verification:
-    """Change the lines, derive the footer from them, hash everything anew, and verify the result."""
+    """Change the lines, derive the footer from them, hash everything again, and verify the result."""
     lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
     for line in lines:
         del line["chain"]
@@ -99,7 +99,7 @@ def only_reason(found: Verification) -> str:
 
 
 def test_the_honest_run_is_certified(tmp_path: Path, profile: Profile) -> None:
-    """The control: hashing anew alone changes nothing."""
+    """The control: hashing again changes nothing."""
     found = forged(written(tmp_path, profile), profile, lambda lines: None)
 
     assert (found.certificate.word, found.discrepancies, found.status) == ("CERTIFIED", (), 0)

@@ -141,7 +141,7 @@ class TestBadge:
         assert self.words(counts={Verdict.PASS: 5}, expected=9) == ("5 of 9 cases ran", "#68707c")
 
     def test_no_name_is_taken_for_markup(self) -> None:
-        """The name of a profile may come from a file of somebody else's."""
+        """The name of a profile may come from another person's file."""
         assert "&lt;x&gt;" in badge.text(a_run([]), a_certificate(profile="<x>"))
 
 
@@ -212,7 +212,7 @@ class TestCommand:
         assert (found.status, "Choose another file with --output." in found.err) == (3, True)
 
     def test_an_edited_file_is_no_success(self, tmp_path: Path) -> None:
-        """The text is made, since somebody may want to look at it, but the status says that it proves nothing."""
+        """The text is written for anyone who wants to look at it, but the status shows that it proves nothing."""
         path = Path(smoke_run(tmp_path / "run").run.path)
         path.write_text(path.read_text().replace('"verdict":"PASS"', '"verdict":"FAIL"', 1))
         found = answered("export", str(path), "--format", "badge")

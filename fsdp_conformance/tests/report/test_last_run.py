@@ -36,7 +36,7 @@ def ran(verdicts: dict[str, Verdict], *, started: str = "", settings: RunSetting
 
 
 def test_what_failed_or_did_not_finish_is_selected() -> None:
-    """Verdicts that need nobody's attention are left out."""
+    """Verdicts that need no attention are left out."""
     fine = (Verdict.PASS, Verdict.XFAIL, Verdict.UNSUPPORTED, Verdict.DISABLED, Verdict.NOT_RUN_ENV)
     verdicts = {f"R001/{verdict.lower().replace('_', '-')}-ws2": verdict for verdict in Verdict}
     ran(verdicts, started="R001/cut-ws2")

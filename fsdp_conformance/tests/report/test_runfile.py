@@ -82,7 +82,7 @@ def test_a_run_comes_back_as_it_was(tmp_path: Path, profile: Profile) -> None:
 
 
 def test_each_line_is_on_disk_before_the_next_case_begins(tmp_path: Path, profile: Profile) -> None:
-    """What ends the run then leaves all that was judged."""
+    """A run that is ended at that point keeps every verdict."""
     run = a_run(tmp_path, profile, a_record())
 
     assert [record.case for record in read(run.path).records] == ["R001/probe-ws2"]
@@ -178,7 +178,7 @@ def test_last_points_to_the_newest_run(tmp_path: Path) -> None:
 
 
 def test_last_is_left_alone_where_it_is_no_link(tmp_path: Path) -> None:
-    """Somebody's directory of that name is not ours to replace."""
+    """A user's directory of that name is not ours to replace."""
     (tmp_path / "last" / "mine").mkdir(parents=True)
     (tmp_path / "run").mkdir()
     link_last(tmp_path / "run")
@@ -236,7 +236,7 @@ def whole(tmp_path: Path, profile: Profile) -> Path:
 
 
 def edited(path: Path, number: int, **changes: Any) -> None:
-    """Change fields of one line, from 0, as somebody who knows nothing of hashes would."""
+    """Change fields of one line, from 0, without fixing the hashes."""
     content = lines(path)
     content[number].update(changes)
     path.write_text("".join(encode(line) + "\n" for line in content), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is kept of runs."""
+"""Tallies: the results of runs, in a small file."""
 
 from __future__ import annotations
 
@@ -92,7 +92,6 @@ def test_several_runs_make_one_tally(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("key", "runs"), [("name", ("one", "two")), ("name", ())])
 def test_runs_of_several_engines_are_no_tally(key: str, runs: tuple[str, ...], tmp_path: Path) -> None:
-    """Nor is no run."""
     with pytest.raises(UsageError, match=f"must have the same {key}, got {', '.join(runs) or 'no run'}"):
         tally([ran(tmp_path / name, name=name) for name in runs], PROFILE)
 
@@ -112,7 +111,7 @@ def test_a_later_run_is_added(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["name", "version", "adapter", "torch", "device"])
 def test_a_run_of_something_else_is_not_added(key: str, tmp_path: Path) -> None:
-    """What it shows would be taken for the former engine's."""
+    """Its results would be taken for the former engine's."""
     former = tally([ran(tmp_path)], PROFILE)
 
     with pytest.raises(UsageError, match=rf"{key} must be that of the runs that .* has, .*, to be added .* got other"):

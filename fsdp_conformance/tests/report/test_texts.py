@@ -1,4 +1,4 @@
-"""What people read: failures, summaries, explanations, Markdown; word for word."""
+"""The texts that people read, word for word: failures, summaries, explanations, Markdown."""
 
 from __future__ import annotations
 
@@ -420,7 +420,7 @@ cases       1 of core-2026.11:
         )
 
     def test_a_case_is_explained(self) -> None:
-        """What it expects and binds, and everything that the run has on it."""
+        """The text has what it expects and binds, and everything that the run has on it."""
         record = hung()
         record.notes, record.measurements = ["a shim was used"], {"held_bytes": {"rank 0": 10}}
         record.traceback, record.schedule = "Traceback: boom\n", ["forward all_gather"]
@@ -461,7 +461,7 @@ closer: fsdp-conformance debug R067/uneven-ws2 --implementation torch-fsdp2""",
         )
 
     def test_a_run_in_markdown(self) -> None:
-        """What a nightly job shows."""
+        """The page that a nightly job shows."""
         records = [a_record(), a_record("R017/x-ws2", Verdict.NOT_RUN_ENV, chapter="B"), failed(), hung(), a_record()]
         self.assertText(
             markdown.summary(a_run(records), a_certificate()),
@@ -654,7 +654,7 @@ def test_the_cases_of_a_method_are_folded() -> None:
 
 
 def test_a_case_of_another_profile_is_explained_from_the_run() -> None:
-    """What the run has is shown."""
+    """The run's own data is shown."""
     text = explain("R003/rank-coded-ws2", contract.load(), a_profile(), a_run([failed()]))
 
     assert "profile     not a case of core-2026.11" in text

@@ -85,7 +85,7 @@ def test_since_when_it_fails(outcomes: str, new: bool, runs: int, passed: bool) 
 
 
 def test_without_a_change_of_versions_it_may_be_chance() -> None:
-    """The text says so instead of nothing."""
+    """The text says that there is nothing to show."""
     assert "no version: look for chance" in trend.text(nights(".F"))
     assert "never passed" in trend.text(nights("FF"))
 
@@ -102,7 +102,7 @@ def test_what_the_last_run_fixed(outcomes: str, fixed: bool) -> None:
     ("outcomes", "unsteady"), [(".F.", True), ("F.F", True), (".FF", False), ("F..", False), (".n.", False)]
 )
 def test_unsteady_cases(outcomes: str, unsteady: bool) -> None:
-    """What fails and passes in turn."""
+    """A case is unsteady if it fails and passes in turn."""
     assert (PROBE in nights(outcomes).unsteady) is unsteady
 
 
@@ -124,7 +124,7 @@ def test_a_case_that_became_slower() -> None:
 
 
 def test_short_cases_are_not_slower_by_chance() -> None:
-    """Three times a fifth of a second is no news."""
+    """Three times a fifth of a second is not worth reporting."""
     before = a_run(1, *_timed({PROBE: 0.2, OTHER: 0.2}))
     (found,) = trend.trends([before, a_run(2, *_timed({PROBE: 0.2, OTHER: 0.6}))])
 

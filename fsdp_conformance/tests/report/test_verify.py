@@ -54,7 +54,7 @@ def a_run(directory: Path, profile: Profile, verdict: Verdict = Verdict.PASS) ->
 
 
 def forged(path: Path, **changes: Any) -> None:
-    """Change the first case's line and hash the whole file anew, as somebody would who has read how it is done."""
+    """Change the first case's line and hash the whole file again, as a forger would who knows the format."""
     chain, lines = "fsdp-conformance run file", []
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
@@ -123,7 +123,7 @@ def test_a_verdict_that_was_edited_and_hashed_anew_contradicts_the_footer(tmp_pa
 
 
 def test_a_footer_that_promises_more_does_not_verify(tmp_path: Path, profile: Profile) -> None:
-    """What it says is compared."""
+    """The footer is compared with the derived certificate."""
     path = a_run(tmp_path, profile)
     forged(path, verdict="HANG")
     found = verify(path, profile)

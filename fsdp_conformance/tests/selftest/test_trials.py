@@ -1,4 +1,4 @@
-"""What the selftest plans to try, and what it makes of a trial."""
+"""The trials that the selftest plans, and how it judges their results."""
 
 from __future__ import annotations
 

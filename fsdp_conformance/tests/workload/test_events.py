@@ -64,7 +64,7 @@ def test_events_outside_the_run() -> None:
 
 
 def test_a_load_needs_a_save() -> None:
-    """A regime refuses to load what nobody has saved, whatever the order of its events is."""
+    """A regime refuses to load what was never saved, whatever the order of its events is."""
     save, load = _event(Action.SAVE, Moment.END, step=1), _event(Action.LOAD, Moment.END, step=1)
     before = _event(Action.LOAD, Moment.STEP, step=1)
 
@@ -122,7 +122,7 @@ def test_freezing_after_a_step() -> None:
 
 
 def test_regimes_for_references() -> None:
-    """What does nothing to replicated training is left out, so that such regimes are trained once."""
+    """Events without effect on replicated training are left out, so that such regimes are trained once."""
     plain = Regime(events=(_event(Action.EVALUATE, Moment.LOSS),))
     marked = Regime(events=(_event(Action.TOGGLE, Moment.STEP, ranks=(0,)), *plain.events))
     assert marked != plain

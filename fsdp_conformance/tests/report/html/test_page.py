@@ -82,7 +82,7 @@ def test_a_certified_run() -> None:
 
 
 def test_an_empty_run() -> None:
-    """Nothing has a verdict, and the page says so."""
+    """The page states that no case has a verdict."""
     shown = outline([], counts={}, executed=0)
 
     assert "No case has a verdict." in shown.text
@@ -99,7 +99,7 @@ def test_a_run_that_was_ended() -> None:
 
 
 def test_nothing_is_loaded() -> None:
-    """The file works without a network, and tells nobody that it was opened."""
+    """The file works without a network, and sends nothing when it is opened."""
     text = page(a_run([failed(), hung()]), a_certificate())
     shown = Outline(text)
 
@@ -168,7 +168,7 @@ def test_collectives_of_each_rank() -> None:
 
 
 def test_memory_against_its_bound() -> None:
-    """What exceeds a bound comes first and looks different; figures without a bound are not drawn."""
+    """Figures that exceed a bound come first and look different; figures without a bound are not drawn."""
     fine, over = a_record("R038/fine-ws2"), a_record("R038/over-ws2", Verdict.FAIL)
     fine.measurements = {"peak bytes": {"forward": 512, "forward, bound": 1024, "held": 3}}
     over.measurements = {
@@ -198,7 +198,7 @@ def test_odd_measurements_are_left_out(measured: Any) -> None:
 
 
 def test_changes_since_the_baseline() -> None:
-    """What is new is open, what is unchanged folded."""
+    """New failures are open, unchanged ones are folded."""
     changes = Changes(new=("R003/x-ws2: FAIL: boom",), fixed=(), unchanged=("R004/y-ws2: FAIL",), missing=())
     shown = Outline(page(a_run([failed()]), a_certificate(), changes=changes, baseline="results/before"))
 
