@@ -61,7 +61,7 @@ RAN = frozenset({Verdict.PASS, Verdict.XFAIL, Verdict.XPASS, Verdict.FAIL, Verdi
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """The verdict that outranks the others. Raises ValueError for no verdicts: PASS would claim what was not seen."""
-    found = list(verdicts)
-    if not found:
+    candidates = list(verdicts)
+    if not candidates:
         raise ValueError("worst() needs at least one verdict: a group without cases has none")
-    return max(found, key=_RANK.__getitem__)
+    return max(candidates, key=_RANK.__getitem__)

@@ -195,8 +195,8 @@ def run_on(example: Example, implementation: str, *, base: RunSettings) -> CaseR
     finally:
         run_settings.use(before, description)
     if test.record is None:
-        said = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
-        raise SuiteError(f"{test.case.id} on {implementation} ended without a record:\n" + "\n".join(said))
+        texts = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
+        raise SuiteError(f"{test.case.id} on {implementation} ended without a record:\n" + "\n".join(texts))
     return test.record
 
 
@@ -214,8 +214,8 @@ def bind(owner: type[DrawnCase], example: Example) -> None:
 
 def declined_by(measurements: Mapping[str, Any]) -> str | None:
     """Why the engine declined the combination, from a record's measurements; None if it did not."""
-    said = measurements.get(DECLINED)
-    return next(iter(said.values()), None) if isinstance(said, dict) else said
+    declines = measurements.get(DECLINED)
+    return next(iter(declines.values()), None) if isinstance(declines, dict) else declines
 
 
 def _order_text(sent: Any) -> str:

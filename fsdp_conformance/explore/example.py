@@ -78,7 +78,7 @@ def asks(example: Example) -> frozenset[str]:
     model, units = example.model, example.plan.units
     shapes = model.shapes()
     blocks = [block for _, block in model.walk()]
-    found = {
+    flags = {
         "scalar_params": any(not shape for shape in shapes.values()),
         "noncontiguous_params": any(
             block.transposed and any(len(shape) == 2 and min(shape) > 1 for shape in block.extras) for block in blocks
@@ -89,7 +89,7 @@ def asks(example: Example) -> frozenset[str]:
         "frozen_mixed": _mixes_frozen(example),
         "frozen_dynamic": bool(example.regime.frozen_at),
     }
-    return frozenset(flag for flag, needed in found.items() if needed)
+    return frozenset(flag for flag, needed in flags.items() if needed)
 
 
 def used_blocks(example: Example, step: int) -> set[int]:
@@ -99,8 +99,8 @@ def used_blocks(example: Example, step: int) -> set[int]:
 
 def uses_all(example: Example) -> bool:
     """True if every block runs in every step."""
-    known = set(range(len(example.model.blocks)))
-    return all(used_blocks(example, step) == known for step in range(example.regime.steps))
+    every_block = set(range(len(example.model.blocks)))
+    return all(used_blocks(example, step) == every_block for step in range(example.regime.steps))
 
 
 def _mixes_frozen(example: Example) -> bool:
@@ -162,7 +162,7 @@ def features(example: Example) -> frozenset[str]:
 
 def axes(example: Example) -> dict[str, str]:
     """The value of every axis."""
-    model, plan, regime, asked = example.model, example.plan, example.regime, asks(example)
+    model, plan, regime, flags = example.model, example.plan, example.regime, asks(example)
     return {
         "world size": str(example.world_size),
         "sharding": f"{plan.sharding}" + (f", {plan.replicas} replicas" if plan.replicas > 1 else ""),
@@ -171,8 +171,8 @@ def axes(example: Example) -> dict[str, str]:
         "nesting": _nesting(model),
         "shapes": _shapes(example),
         "extra shapes": _extras(model),
-        "ties": _ties(asked),
-        "frozen": _frozen(example, asked),
+        "ties": _ties(flags),
+        "frozen": _frozen(example, flags),
         "use": _use(example),
         "buffers": "counted" if any(block.counts for _, block in model.walk()) else "none",
         "optimizer": regime.optimizer,
@@ -241,18 +241,18 @@ def _extras(model: DrawnModel) -> str:
     return "single elements" if any(prod(shape) == 1 for shape in shapes) else "some"
 
 
-def _ties(asked: frozenset[str]) -> str:
-    if "shared_across_units" in asked:
+def _ties(flags: frozenset[str]) -> str:
+    if "shared_across_units" in flags:
         return "across units"
-    return "within a unit" if "shared_params" in asked else "none"
+    return "within a unit" if "shared_params" in flags else "none"
 
 
-def _frozen(example: Example, asked: frozenset[str]) -> str:
+def _frozen(example: Example, flags: frozenset[str]) -> str:
     if example.regime.frozen_at:
         return "changing"
     if not example.model.frozen:
         return "none"
-    return "mixed in a unit" if "frozen_mixed" in asked else "whole units"
+    return "mixed in a unit" if "frozen_mixed" in flags else "whole units"
 
 
 def _use(example: Example) -> str:

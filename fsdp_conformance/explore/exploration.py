@@ -199,9 +199,9 @@ class Explorer:
         if example.digest in current.seen:
             return False
         current.seen.add(example.digest)
-        known = next((failure for failure in self.found.failures if failure.needs <= features(example)), None)
-        if known is not None and int(example.digest, 16) % _RUN_ANYWAY:
-            known.seen += 1
+        earlier = next((failure for failure in self.found.failures if failure.needs <= features(example)), None)
+        if earlier is not None and int(example.digest, 16) % _RUN_ANYWAY:
+            earlier.seen += 1
             self.found.left_out += 1
             if self.found.left_out > 50 * (self.found.ran + 10):
                 self.found.fails_always = True

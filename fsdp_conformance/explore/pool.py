@@ -134,9 +134,9 @@ class WarmWorker:
                     self._runner = int(answer["ready"])
             if self._runner:
                 return
-            said = self._said()
+            output = self._said()
             self._end()
-        raise AdapterError(f"the implementation cannot be loaded in a process that runs examples:\n{said}")
+        raise AdapterError(f"the implementation cannot be loaded in a process that runs examples:\n{output}")
 
     def _start(self) -> None:
         self.starts += 1
@@ -170,9 +170,9 @@ class WarmWorker:
                 self._unread += part
             line, _, self._unread = self._unread.partition(b"\n")
             with suppress(ValueError):
-                found: dict[str, Any] = json.loads(line)
-                if found.get("digest", digest) == digest:
-                    return found
+                message: dict[str, Any] = json.loads(line)
+                if message.get("digest", digest) == digest:
+                    return message
 
     def _kill_runner(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -216,6 +216,6 @@ def outcome_of(record: CaseRecord, seconds: float) -> Outcome:
 
 def _all_stopped_alike(record: CaseRecord) -> bool:
     """True if every rank declined: there are no findings, and no rank went on."""
-    said = record.measurements["declined"]
-    everywhere = not isinstance(said, dict) or len(said) == record.world_size
+    declines = record.measurements["declined"]
+    everywhere = not isinstance(declines, dict) or len(declines) == record.world_size
     return everywhere and len(record.findings) <= 1

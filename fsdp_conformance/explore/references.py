@@ -79,14 +79,14 @@ def prepare(example: Example) -> Prepared:
 
 def orders_for(world_size: int, regime: Regime) -> tuple[Order, ...]:
     """The orders of adding and dividing that can differ: at one rank none does, and halving never rounds."""
-    found = [Order.SUM]
+    orders = [Order.SUM]
     if world_size > 2:
-        found.append(Order.REVERSED)
+        orders.append(Order.REVERSED)
     if world_size & (world_size - 1):
-        found += [Order.PREDIVIDED, Order.RECIPROCAL, Order.SPLIT]
+        orders += [Order.PREDIVIDED, Order.RECIPROCAL, Order.SPLIT]
     if regime.micro_batches > 1 and any(regime.is_reduced(micro) for micro in range(regime.micro_batches - 1)):
-        found.append(Order.ACCUMULATED)
-    return tuple(found)
+        orders.append(Order.ACCUMULATED)
+    return tuple(orders)
 
 
 def remembering(workload: Workload) -> Workload:

@@ -142,8 +142,8 @@ def _draw_ties(draw: Draw, declared: frozenset[str], model: DrawnModel) -> Drawn
     for other, shape in weights.items():
         for name in list(weights)[list(weights).index(other) + 1 :]:
             tied = replace(model, ties=((name, other),))
-            asked = asks(Example(model=tied, plan=Plan(units=tied.units())))
-            if weights[name] == shape and not {"shared_params", "shared_across_units"} & asked - declared:
+            flags = asks(Example(model=tied, plan=Plan(units=tied.units())))
+            if weights[name] == shape and not {"shared_params", "shared_across_units"} & flags - declared:
                 pairs.append((name, other))
     if not pairs:
         return model

@@ -42,17 +42,19 @@ class Told:
     """How many axes of the example that was drawn were not plain."""
 
 
-def failure_text(told: Told, *, width: int = WIDTH) -> str:
+def failure_text(failure: Told, *, width: int = WIDTH) -> str:
     """The block of a failure, folded at `width` columns: the report of its case, what it takes, what is trained."""
-    example = told.example
-    lines = [render_record(told.record, width=width)]
+    example = failure.example
+    lines = [render_record(failure.record, width=width)]
     plain = "nothing special: the plainest example fails"
     lines += _field(width, "takes", "; ".join(sorted(features(example))) or plain)
     lines += _field(
-        width, "shrunk", f"from {told.drawn_features} unusual axes to {len(features(example))}, in {told.shrinks} runs"
+        width,
+        "shrunk",
+        f"from {failure.drawn_features} unusual axes to {len(features(example))}, in {failure.shrinks} runs",
     )
     lines += _field(width, "trains", "; ".join(schedule_in_words(example)))
-    if not told.confirmed:
+    if not failure.confirmed:
         lines += _field(
             width,
             "beware",

@@ -254,12 +254,12 @@ def case_seconds(order: RunOrder) -> float:
 
 
 def _line_of(descriptor: int) -> str:
-    found = bytearray()
+    received = bytearray()
     while True:
         part = os.read(descriptor, 1)
         if not part or part == b"\n":
-            return found.decode()
-        found += part
+            return received.decode()
+        received += part
 
 
 def _say(answers: Any, content: dict[str, Any]) -> None:

@@ -132,8 +132,8 @@ def sizes_by_node_id(package: str) -> dict[str, int]:
     """The world size of each case of the suites, by the end of its node id: `test_a_parity.py::Parity::test_...`."""
     from fsdp_conformance.selftest.cases import bound_cases
 
-    found = {}
+    sizes = {}
     for bound in bound_cases(package):
         module = bound.owner.__module__.rpartition(".")[2]
-        found[f"{module}.py::{bound.owner.__qualname__}::{bound.method}"] = bound.case.world_size
-    return found
+        sizes[f"{module}.py::{bound.owner.__qualname__}::{bound.method}"] = bound.case.world_size
+    return sizes

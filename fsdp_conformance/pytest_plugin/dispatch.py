@@ -135,8 +135,8 @@ class Dispatch:
 
     def starts(self) -> Iterator[Start]:
         """The cases that start now, the largest first."""
-        while (found := self._next_to_start()) is not None:
-            name, worker, case = found
+        while (next_start := self._next_to_start()) is not None:
+            name, worker, case = next_start
             for _, other, waiting in self._waiting():
                 other.overtaken += self.sizes[waiting] > self.sizes[case]
             worker.running, worker.runs_large = case, worker.is_large
@@ -165,12 +165,12 @@ class Dispatch:
 
     def _waiting(self) -> list[tuple[Hashable, _Worker, int]]:
         """The idle workers with the case that each has at hand, the largest case first."""
-        found = [
+        waiting = [
             (name, worker, worker.at_hand)
             for name, worker in self._workers.items()
             if worker.running is None and worker.at_hand is not None
         ]
-        return sorted(found, key=lambda item: (-self.sizes[item[2]], item[2]))
+        return sorted(waiting, key=lambda item: (-self.sizes[item[2]], item[2]))
 
     def _next_to_start(self) -> tuple[Hashable, _Worker, int] | None:
         """The idle worker with the largest case that fits, unless a larger one has been overtaken too often."""

@@ -35,8 +35,8 @@ class Changes:
     def lines(self) -> list[str]:
         """The changes for people, what needs attention first; unchanged failures are only counted."""
         kinds = {"new": self.new, "fixed": self.fixed, "unchanged": self.unchanged, "missing": self.missing}
-        told = [f"{kind:<9}{sentence}" for kind in ("new", "missing", "fixed") for sentence in kinds[kind]]
-        return [*told, ", ".join(f"{len(sentences)} {kind}" for kind, sentences in kinds.items())]
+        listed = [f"{kind:<9}{sentence}" for kind in ("new", "missing", "fixed") for sentence in kinds[kind]]
+        return [*listed, ", ".join(f"{len(sentences)} {kind}" for kind, sentences in kinds.items())]
 
 
 def changes(run: RunFile, baseline: RunFile, *, selected: Collection[str]) -> Changes:

@@ -207,32 +207,32 @@ def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, settings: RunS
     """The state of the case, from its record."""
     if record is None:
         return _Shown(entry=entry, state=State.LEFT_OUT)
-    found = _Shown(entry=entry, state=_STATE.get(record.verdict, State.UNJUDGED), verdict=record.verdict)
+    shown = _Shown(entry=entry, state=_STATE.get(record.verdict, State.UNJUDGED), verdict=record.verdict)
     if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
         reason = "ran with a world size or requirements that are not those in the profile"
-        return replace(found, state=State.UNJUDGED, reason=reason)
+        return replace(shown, state=State.UNJUDGED, reason=reason)
     lies = contradictions(
         record, entry.case(), declared=lambda device: _declared(run, device), settings=settings
     ) or _another_subject(record, run)
     if lies:
-        return replace(found, state=State.UNJUDGED, reason=f"the record contradicts itself ({'; '.join(lies)})")
+        return replace(shown, state=State.UNJUDGED, reason=f"the record contradicts itself ({'; '.join(lies)})")
     match record.verdict:
         case Verdict.PASS:
-            return found
+            return shown
         case Verdict.FAIL if _only_should(record, contract):
-            return replace(found, state=State.PASSED, remark=f"SHOULD, not met: {record.case}: {record.reason}")
+            return replace(shown, state=State.PASSED, remark=f"SHOULD, not met: {record.case}: {record.reason}")
         case Verdict.UNSUPPORTED if record.measurements.get("inapplicable") and record.evidence:
-            return replace(found, state=State.INAPPLICABLE, remark=f"does not apply: {record.case}: {record.reason}")
+            return replace(shown, state=State.INAPPLICABLE, remark=f"does not apply: {record.case}: {record.reason}")
         case Verdict.UNSUPPORTED:
             flags = ", ".join(map(str, record.measurements.get("undeclared", ()))) or "something unnamed"
-            return replace(found, reason=f"declined ({flags})")
+            return replace(shown, reason=f"declined ({flags})")
         case Verdict.NOT_RUN_ENV:
             absent = ", ".join(map(str, record.measurements.get("absent", ()))) or "something unnamed"
-            return replace(found, reason=f"NOT_RUN_ENV (this machine lacks {absent})")
+            return replace(shown, reason=f"NOT_RUN_ENV (this machine lacks {absent})")
         case Verdict.DISABLED:
-            return replace(found, reason="incomplete: DISABLED")
-    silent = found.state is State.FAILED and _is_silent(record, entry)
-    return replace(found, reason=str(record.verdict), silent=silent)
+            return replace(shown, reason="incomplete: DISABLED")
+    silent = shown.state is State.FAILED and _is_silent(record, entry)
+    return replace(shown, reason=str(record.verdict), silent=silent)
 
 
 def _is_silent(record: CaseRecord, entry: Entry) -> bool:
@@ -244,10 +244,10 @@ def _is_silent(record: CaseRecord, entry: Entry) -> bool:
     """
     if entry.scope in (BASE, ADVICE):
         return entry.scope == ADVICE
-    named = any(finding.requirement == LOUD_REFUSAL for finding in record.findings)
+    names_refusal = any(finding.requirement == LOUD_REFUSAL for finding in record.findings)
     by_model = all(flag in CAPABILITIES and CAPABILITIES[flag].asked is Asked.MODEL for flag in entry.needs)
     refused = bool(record.findings) and record.findings[0].check == "refusal"
-    return named or (by_model and bool(entry.needs) and not refused)
+    return names_refusal or (by_model and bool(entry.needs) and not refused)
 
 
 def _another_subject(record: CaseRecord, run: RunFile) -> list[str]:
@@ -310,7 +310,7 @@ def _subject(run: RunFile) -> dict[str, str]:
     header = run.header
     implementation: Mapping[str, Any] = header.get("implementation") or {}
     environment: Mapping[str, Any] = header.get("environment") or {}
-    found = {
+    subject = {
         "implementation": implementation.get("name"),
         "version": implementation.get("version"),
         "adapter": implementation.get("source_sha256"),
@@ -319,7 +319,7 @@ def _subject(run: RunFile) -> dict[str, str]:
         "torch": environment.get("torch"),
         "python": environment.get("python"),
     }
-    return {key: str(value or "") for key, value in found.items()}
+    return {key: str(value or "") for key, value in subject.items()}
 
 
 def _declarations(run: RunFile) -> list[str]:
@@ -457,8 +457,10 @@ def _remarks(run: RunFile) -> list[str]:
     if settings.stress_seed is not None:
         remarks.append(f"stress with seed {settings.stress_seed}: {stress.in_words(stress.strikes_of(run.records))}")
     if settings.stress_failure:
-        told = [record.measurements[stress.STRUCK] for record in run.records if stress.STRUCK in record.measurements]
-        remarks.append(f"stress failure {settings.stress_failure}: struck {sum(map(bool, told))} of {len(told)} cases")
+        strikes = [record.measurements[stress.STRUCK] for record in run.records if stress.STRUCK in record.measurements]
+        remarks.append(
+            f"stress failure {settings.stress_failure}: struck {sum(map(bool, strikes))} of {len(strikes)} cases"
+        )
     simulated = sum(record.device == SIMULATED and record.comparisons > 0 for record in run.records)
     if simulated and settings.device != SIMULATED:
         remarks.append(f"{simulated} case{'s' if simulated > 1 else ''} ran on the simulated accelerator")

@@ -116,9 +116,9 @@ def coverage(
     engine.
     """
     contract, excused = contract or load(), {**uncovered(), **undeclared()} if excused is None else excused
-    named = [tally.name for tally in tallies]
-    if len(set(named)) != len(named):
-        raise UsageError(f"each engine must have one tally, got {', '.join(named)}")
+    names = [tally.name for tally in tallies]
+    if len(set(names)) != len(names):
+        raise UsageError(f"each engine must have one tally, got {', '.join(names)}")
     bound: dict[str, list[Entry]] = {name: [] for name in contract.requirements}
     for entry in entries:
         for name in entry.requirements:
@@ -244,8 +244,8 @@ def _kind(requirement: str, entry: Entry, shown: Shown | None) -> str:
     # Foretold or not, it is a failure.
     if shown.verdict in ACCUSING | {Verdict.XFAIL}:
         # A crash has no finding, and a finding may name R000: then the requirement that the case tests has failed.
-        named = set(shown.failed) & set(entry.requirements) or {entry.primary}
-        return "failed" if requirement in named else "unjudged"
+        accused = set(shown.failed) & set(entry.requirements) or {entry.primary}
+        return "failed" if requirement in accused else "unjudged"
     return "declined" if shown.verdict is Verdict.UNSUPPORTED else "unjudged"
 
 

@@ -60,7 +60,7 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
     entries = load_expectations(path) if exists else ()
     document = tomlkit.parse(path.read_text(encoding="utf-8")) if exists else _new_document()
     tables = document.get(TABLE)
-    kept = tables if isinstance(tables, AoT) else tomlkit.aot()
+    array = tables if isinstance(tables, AoT) else tomlkit.aot()
     removed, remaining, split = [], [], []
     # From the end, so that positions stay what they are.
     for index in reversed(range(len(entries))):
@@ -70,7 +70,7 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
             continue
         removed.append(entries[index].case)
         split += [_table(record, run, like=entries[index]) for record in holding]
-        del kept[index]
+        del array[index]
     remaining += [_expectation(table) for table in split]
     records = {record.case: record for record in run.records}
     missing = [
@@ -80,9 +80,9 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
     ]
     new = split + [_table(record, run) for record in missing if record.verdict not in _NOT_OF_THE_ENGINE]
     for table in new:
-        kept.append(table)
+        array.append(table)
     if TABLE not in document and new:
-        document.append(TABLE, kept)
+        document.append(TABLE, array)
     return Update(
         text=tomlkit.dumps(document),
         added=tuple(str(table["case"]) for table in new),
@@ -99,8 +99,8 @@ def _still_holding(
     entry: Expectation, run: RunFile, *, profile_cases: Sequence[str], today: dt.date
 ) -> list[CaseRecord] | None:
     """None if the entry can stay as it is; otherwise the cases for which it still holds."""
-    found = judge(run, [entry], profile_cases=profile_cases, today=today).surprises
-    wrong = {surprise.kind for surprise in found if surprise.kind in (Kind.UNMATCHED, Kind.CHANGED)}
+    surprises = judge(run, [entry], profile_cases=profile_cases, today=today).surprises
+    wrong = {surprise.kind for surprise in surprises if surprise.kind in (Kind.UNMATCHED, Kind.CHANGED)}
     if not wrong:
         return None
     device = str((run.header.get("settings") or {}).get("device"))

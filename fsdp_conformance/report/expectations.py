@@ -193,9 +193,9 @@ def what_happened(record: CaseRecord) -> str:
 
 def _problems(entry: Mapping[str, Any]) -> list[str]:
     """The problems of one entry."""
-    known = {field.name: field for field in fields(Expectation)}
-    problems = [f"unknown key {key!r}{_near(key, known)}" for key in entry if key not in known]
-    for name, field in known.items():
+    by_name = {field.name: field for field in fields(Expectation)}
+    problems = [f"unknown key {key!r}{_near(key, by_name)}" for key in entry if key not in by_name]
+    for name, field in by_name.items():
         value = entry.get(name)
         if value is None:
             problems += [f"{name} is missing"] if field.default is MISSING else []
@@ -211,8 +211,8 @@ def _problems(entry: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _near(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def _near(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -225,8 +225,8 @@ def _specifier(text: str) -> SpecifierSet | None:
 
 def _is_in(version: str, specifier: str) -> bool:
     """True if a version satisfies a specifier; an unknown version satisfies only the empty specifier."""
-    found = _specifier(specifier)
+    parsed = _specifier(specifier)
     try:
-        return not specifier or (found is not None and found.contains(Version(version), prereleases=True))
+        return not specifier or (parsed is not None and parsed.contains(Version(version), prereleases=True))
     except InvalidVersion:
         return False

@@ -25,21 +25,21 @@ _FIELDS = (
 
 def differences(then: CaseRecord, now: CaseRecord) -> list[str]:
     """The differences between two records of a case, one line each; empty if verdict and first finding are the same."""
-    found = [] if then.verdict is now.verdict else [f"verdict: {then.verdict}, now {now.verdict}"]
+    lines = [] if then.verdict is now.verdict else [f"verdict: {then.verdict}, now {now.verdict}"]
     before, after = _first(then), _first(now)
     if before is None or after is None:
         if before is not after:
-            found.append(f"first finding: {_told(before)}, now {_told(after)}")
+            lines.append(f"first finding: {_told(before)}, now {_told(after)}")
         elif then.verdict not in FINE and then.reason != now.reason:
-            found.append(f"reason: {then.reason}, now {now.reason}")
-        return found
+            lines.append(f"reason: {then.reason}, now {now.reason}")
+        return lines
     changed = [
         f"{name}: {getattr(before, field)}, now {getattr(after, field)}"
         for field, name in _FIELDS
         if getattr(before, field) != getattr(after, field)
     ]
     # The message repeats the values.
-    return found + (changed[:-1] if len(changed) > 1 and changed[-1].startswith("message: ") else changed)
+    return lines + (changed[:-1] if len(changed) > 1 and changed[-1].startswith("message: ") else changed)
 
 
 def has_failed(record: CaseRecord) -> bool:
@@ -67,8 +67,8 @@ def _conclusion(then: CaseRecord, again: Sequence[CaseRecord]) -> Iterator[str]:
     )
     kinds = Counter(record.verdict for record in again)
     if 0 < failed < times:
-        told = ", ".join(f"{count} {verdict}" for verdict, count in kinds.items())
-        yield f"flaky: {told}. A race, or uninitialised memory: try `run --stress --case {then.case}`"
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in kinds.items())
+        yield f"flaky: {verdicts}. A race, or uninitialised memory: try `run --stress --case {then.case}`"
     elif failed and has_failed(then):
         yield (
             "certain: it failed every time"

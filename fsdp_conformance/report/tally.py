@@ -113,8 +113,8 @@ class Tally:
         """The tally without these cases."""
         dropped = set(cases)
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        kept = {case: shown for case, shown in self.cases.items() if case not in dropped}
-        return Tally(**{**values, "cases": kept})
+        remaining = {case: shown for case, shown in self.cases.items() if case not in dropped}
+        return Tally(**{**values, "cases": remaining})
 
 
 def added(former: Tally, later: Tally) -> Tally:
@@ -148,9 +148,9 @@ def tally(runs: Sequence[Verification], profile: Profile | None = None) -> Tally
         raise RunFileError(f"a tally needs runs that verify: {'; '.join(problems)}")
     facts = [_facts(each) for each in runs]
     for key in _ONE_OF_EACH:
-        found = sorted({fact[key] for fact in facts})
-        if len(found) != 1:
-            raise UsageError(f"the runs of one tally must have the same {key}, got {', '.join(found) or 'no run'}")
+        distinct = sorted({fact[key] for fact in facts})
+        if len(distinct) != 1:
+            raise UsageError(f"the runs of one tally must have the same {key}, got {', '.join(distinct) or 'no run'}")
     cases: dict[str, Shown] = {}
     for each in runs:
         for case, shown in _cases(each, profile or _profile_now(each)):
@@ -187,7 +187,7 @@ def tally_from_json(text: str, *, where: str) -> Tally:
     try:
         data = json.loads(text)
         stated, layout = data.pop("sha256"), data.pop("format")
-        found = Tally(
+        result = Tally(
             **{key: str(data[key]) for key in (*_ONE_OF_EACH, "date")},
             declared=tuple(data["declared"]),
             declines_on=_by_device(data["declines_on"]),
@@ -204,13 +204,13 @@ def tally_from_json(text: str, *, where: str) -> Tally:
             f"sha256 of the content: expected {stated!s:.12}, got {_sha256(data)[:12]} [{where}]. "
             "Tallies are written from run files by ci/scoreboard, never by hand."
         )
-    return found
+    return result
 
 
 def digest_of(entry: Entry) -> str:
     """A short hash of what the case asks for and judges: a verdict with another hash is about another case."""
-    asked = [entry.id, entry.requirements, entry.world_size, entry.needs, entry.environment]
-    return hashlib.sha256(json.dumps(asked, separators=(",", ":")).encode()).hexdigest()[:_DIGITS]
+    parts = [entry.id, entry.requirements, entry.world_size, entry.needs, entry.environment]
+    return hashlib.sha256(json.dumps(parts, separators=(",", ":")).encode()).hexdigest()[:_DIGITS]
 
 
 def _sha256(content: Mapping[str, Any]) -> str:
@@ -222,16 +222,16 @@ def _shown(words: str) -> Shown:
     return Shown(verdict=Verdict(verdict), digest=digest, failed=tuple(failed))
 
 
-def _described(found: Verification) -> Mapping[str, Any]:
-    return found.run.header.get("implementation") or {}
+def _described(verification: Verification) -> Mapping[str, Any]:
+    return verification.run.header.get("implementation") or {}
 
 
-def _facts(found: Verification) -> dict[str, str]:
-    header, environment = found.run.header, found.run.header.get("environment") or {}
+def _facts(verification: Verification) -> dict[str, str]:
+    header, environment = verification.run.header, verification.run.header.get("environment") or {}
     return {
-        "name": str(_described(found).get("name", "?")),
-        "version": str(_described(found).get("version", "")),
-        "adapter": str(_described(found).get("source_sha256", "")),
+        "name": str(_described(verification).get("name", "?")),
+        "version": str(_described(verification).get("version", "")),
+        "adapter": str(_described(verification).get("source_sha256", "")),
         "torch": str(environment.get("torch", "?")),
         "device": str(environment.get("device", "?")),
         "suite": str(header.get("suite_sha256", "")),
@@ -239,28 +239,28 @@ def _facts(found: Verification) -> dict[str, str]:
     }
 
 
-def _part(found: Verification) -> Part:
+def _part(verification: Verification) -> Part:
     return Part(
-        profile=found.certificate.profile,
-        words=verdict_words(found.certificate),
-        seconds=round(float((found.run.footer or {}).get("seconds") or 0.0), 1),
+        profile=verification.certificate.profile,
+        words=verdict_words(verification.certificate),
+        seconds=round(float((verification.run.footer or {}).get("seconds") or 0.0), 1),
     )
 
 
-def _profile_now(found: Verification) -> Profile:
+def _profile_now(verification: Verification) -> Profile:
     """The run's profile as this checkout has it, which must be what the run had."""
-    profile = profile_of(found.run)
-    ran = str((found.run.header.get("profile") or {}).get("sha256", ""))
+    profile = profile_of(verification.run)
+    ran = str((verification.run.header.get("profile") or {}).get("sha256", ""))
     if profile.sha256 != ran or profile.sha256 != load_profile(profile.name).sha256:
         raise RunFileError(
-            f"{found.run.path}: the run must be of {profile.name} as it is shipped now "
+            f"{verification.run.path}: the run must be of {profile.name} as it is shipped now "
             f"({profile.sha256[:12]}), got {ran[:12]}. Run it again."
         )
     return profile
 
 
-def _cases(found: Verification, profile: Profile) -> Iterable[tuple[str, Shown]]:
-    for record in found.run.records:
+def _cases(verification: Verification, profile: Profile) -> Iterable[tuple[str, Shown]]:
+    for record in verification.run.records:
         # What `explore` has drawn and a user has kept belongs to no profile.
         if record.case in profile.by_id:
             digest = digest_of(profile.by_id[record.case])

@@ -96,10 +96,10 @@ def _instance(bound: BoundCase, captured: Captured, chosen: RunSettings) -> Any:
     def train(self: Any, workload: Workload, plan: Any = None, regime: Any = None, **options: Any) -> Training:
         if extra := sorted(set(options) - {"adapter"}):
             raise NoScript(f"{bound.case.id} trains with {', '.join(extra)}")
-        found = Training(workload=workload, plan=plan or self.plan(workload), regime=regime or Regime())
-        captured.trainings.append(found)
+        training = Training(workload=workload, plan=plan or self.plan(workload), regime=regime or Regime())
+        captured.trainings.append(training)
         captured.kept.append(workload)
-        return found
+        return training
 
     def check_parity(self: Any, run: Any, workload: Workload, regime: Any = None, **options: Any) -> None:
         if not isinstance(run, Training) or (regime or Regime()) != run.regime:

@@ -255,14 +255,14 @@ class _Members:
         definition = self.sources.definition(cls.__module__, cls.__name__)
         if not isinstance(definition, ast.ClassDef):
             raise NoScript(f"{cls.__qualname__} is not a class at the top of {cls.__module__}")
-        found = [node for node in definition.body if name in _bound(node)]
-        if not found:
+        nodes = [node for node in definition.body if name in _bound(node)]
+        if not nodes:
             raise NoScript(f"{cls.__name__}.{name} has no definition in its class that can be copied")
         code = _code_of(vars(cls)[name])
         if code is not None and not any(node.lineno <= code.co_firstlineno <= (node.end_lineno or 0) or
-                                        code.co_firstlineno in _decorated(node) for node in found):  # fmt: skip
+                                        code.co_firstlineno in _decorated(node) for node in nodes):  # fmt: skip
             raise NoScript(f"{cls.__name__}.{name} is not what its class defines: it was replaced later")
-        return found
+        return nodes
 
     def _want_of_base(self, name: str) -> None:
         """The script's base class has it, and calls other members; or it is set on the object."""
@@ -271,8 +271,8 @@ class _Members:
             for used, _ in _own_uses(self._provided[name], {"self"}):
                 if used not in self.unused:
                     self.want(used)
-        known = any(hasattr(base, name) for base in _PROTOCOL if issubclass(self.adapter, base))
-        if known and name not in self._provided and name not in _SET:
+        in_protocol = any(hasattr(base, name) for base in _PROTOCOL if issubclass(self.adapter, base))
+        if in_protocol and name not in self._provided and name not in _SET:
             raise NoScript(f"{self.adapter.display_name()} uses {name} of its base class, which a script does not have")
 
 

@@ -100,14 +100,14 @@ class Sources:
 
     def _our_modules(self, defined: dict[str, ast.stmt]) -> dict[str, str]:
         """Names under which a module has imported modules of ours."""
-        found = {}
+        modules = {}
         for name, node in defined.items():
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == _PACKAGE:
                 alias = next(each for each in node.names if (each.asname or each.name) == name)
                 inside = getattr(importlib.import_module(str(node.module)), alias.name, None)
                 if isinstance(inside, ModuleType):
-                    found[name] = inside.__name__
-        return found
+                    modules[name] = inside.__name__
+        return modules
 
     def _read(self, module: str) -> tuple[str, dict[str, ast.stmt]]:
         if module not in self._modules:

@@ -196,10 +196,10 @@ class Regime:
 
     def at(self, moment: Moment, step: int, micro: int = 0) -> list[Event]:
         """The events at a point of the run, in order."""
-        asked = micro if moment in PER_MICRO_BATCH else 0
+        number = micro if moment in PER_MICRO_BATCH else 0
         return [
             *self._shorthand(moment, step),
-            *(e for e in self.events if e.moment is moment and e.step == step and e.micro == asked),
+            *(e for e in self.events if e.moment is moment and e.step == step and e.micro == number),
         ]
 
     def in_step(self, step: int) -> Iterator[Event]:
@@ -210,13 +210,13 @@ class Regime:
 
     def frozen(self, step: int) -> tuple[str, ...] | None:
         """The parameters that are frozen in the forwards of a step; None if no event has said so yet."""
-        said = [
+        frozen = [
             event
             for earlier in range(step + 1)
             for event in self.in_step(earlier)
             if event.action is Action.FREEZE and (event.moment is Moment.STEP or earlier < step)
         ]
-        return said[-1].names if said else None
+        return frozen[-1].names if frozen else None
 
     def dropped(self, step: int) -> frozenset[str]:
         """The parameters whose gradients of a step are set to None before the optimizer."""
@@ -248,15 +248,15 @@ class Regime:
 
     def _shorthand(self, moment: Moment, step: int) -> list[Event]:
         """The events that the other fields stand for."""
-        found: list[tuple[Action, tuple[str, ...]]] = []
+        actions: list[tuple[Action, tuple[str, ...]]] = []
         if moment is Moment.STEP:
-            found += [(Action.FREEZE, names) for first, names in self.frozen_at if first == step]
-            found += [(Action.EVALUATE, ())] * (step in self.eval_before)
-            found += [(Action.FORWARD, ())] * self.idle_forwards
+            actions += [(Action.FREEZE, names) for first, names in self.frozen_at if first == step]
+            actions += [(Action.EVALUATE, ())] * (step in self.eval_before)
+            actions += [(Action.FORWARD, ())] * self.idle_forwards
         elif moment is Moment.OPTIMIZER:
-            found += [(Action.DROP, self.gradient_to_none)] if self.gradient_to_none else []
-            found += [(Action.EVALUATE, ())] * (step in self.eval_between)
-        return [Event(action=action, moment=moment, step=step, names=names) for action, names in found]
+            actions += [(Action.DROP, self.gradient_to_none)] if self.gradient_to_none else []
+            actions += [(Action.EVALUATE, ())] * (step in self.eval_between)
+        return [Event(action=action, moment=moment, step=step, names=names) for action, names in actions]
 
 
 def every_point(

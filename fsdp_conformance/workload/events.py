@@ -184,9 +184,9 @@ def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 def without_a_save(events: Iterable[Event]) -> tuple[Event, ...]:
     """The events that load a checkpoint before one has been saved."""
-    found, saved = [], False
+    remaining, saved = [], False
     for event in in_order(events):
         saved = saved or event.action is Action.SAVE
         if event.action is Action.LOAD and not saved:
-            found.append(event)
-    return tuple(found)
+            remaining.append(event)
+    return tuple(remaining)

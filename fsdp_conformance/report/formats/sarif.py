@@ -64,10 +64,14 @@ def fingerprint(parts: Iterable[str]) -> dict[str, str]:
 
 
 def _rule(id_: str) -> dict[str, Any]:
-    known = contract.load().requirements.get(id_)
-    if known is None:
+    requirement = contract.load().requirements.get(id_)
+    if requirement is None:
         return {"id": id_}
-    return {"id": id_, "shortDescription": {"text": known.name}, "fullDescription": {"text": known.sentence}}
+    return {
+        "id": id_,
+        "shortDescription": {"text": requirement.name},
+        "fullDescription": {"text": requirement.sentence},
+    }
 
 
 def _result(group: Group, run: RunFile) -> dict[str, Any]:

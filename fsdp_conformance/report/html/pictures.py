@@ -160,21 +160,21 @@ def scheduled(line: str) -> re.Match[str] | None:
 
 
 def _size(line: str, form: re.Pattern[str]) -> int:
-    found = form.match(line)
-    return int(found["bytes"]) if found else 0
+    match = form.match(line)
+    return int(match["bytes"]) if match else 0
 
 
 def _collective(line: str, form: re.Pattern[str], largest: int) -> Mark:
-    found = form.match(line)
-    if found is None:  # a later version's line is told, not understood
+    match = form.match(line)
+    if match is None:  # a later version's line is told, not understood
         return Mark(line)
-    state = found.groupdict().get("state", _DONE)
-    return Mark(line, found["op"], int(found["bytes"]) / max(largest, 1), state != _DONE)
+    state = match.groupdict().get("state", _DONE)
+    return Mark(line, match["op"], int(match["bytes"]) / max(largest, 1), state != _DONE)
 
 
 def memory(records: Iterable[CaseRecord]) -> list[Memory]:
     """Measurements in bytes that have a bound; the ones that exceed it come first."""
-    found = [
+    measurements = [
         Memory(record.case, rank, quantity, levels)
         for record in records
         for quantity, measured in record.measurements.items()
@@ -182,7 +182,7 @@ def memory(records: Iterable[CaseRecord]) -> list[Memory]:
         for rank, figures in _by_rank(measured)
         if (levels := _levels(figures))
     ]
-    return sorted(found, key=lambda one: (not any(level.exceeded for level in one.levels), one.case, one.rank))
+    return sorted(measurements, key=lambda one: (not any(level.exceeded for level in one.levels), one.case, one.rank))
 
 
 def _by_rank(measured: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -64,9 +64,9 @@ def test_marked_written_taken(tmp_path: Path, workload: Workload) -> None:
     assert (_counts(writes), _suffixes(tmp_path)) == ((1, 0, 0), [".references"])
 
     takes = _source(tmp_path, fresh=False, workload=workload)
-    found = takes.obtained()
+    obtained = takes.obtained()
     assert (_counts(takes), takes.is_wanted()) == ((0, 1, 0), False)
-    assert _section(found) == _section(trained)
+    assert _section(obtained) == _section(trained)
 
 
 def test_ranks_that_differ_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_some_units_deferred() -> None:
 def test_kept_between_micro_batches() -> None:
     """Parameters that are kept are gathered once a step; it takes sharding that keeps them in a micro-batch, too."""
     plan = plan_of(STAIRCASE, Sharding.GRAD_OPTIM, reshard_after_backward=False)
-    records = full_sharding(STAIRCASE, plan, micro_batches=2, kept=True)
+    records = full_sharding(STAIRCASE, plan, micro_batches=2, stay_gathered=True)
     gathers = [r for r in records if r.op is Op.ALL_GATHER]
     first = [r for step in range(3) for r in [g for g in gathers if g.step == step][:6]]
     once = [r for r in records if r.op is not Op.ALL_GATHER] + first
@@ -196,9 +196,9 @@ def test_the_norm_of_clipping_is_no_extra() -> None:
 def test_gradient_sharding_gathers_in_forward_alone() -> None:
     """ZeRO-2 keeps parameters: an all-gather in backward is reported."""
     plan = plan_of(STAIRCASE, Sharding.GRAD_OPTIM)
-    kept = full_sharding(STAIRCASE, plan, kept=True)
+    stay_gathered = full_sharding(STAIRCASE, plan, stay_gathered=True)
 
-    assert counts(kept, plan).findings == []
+    assert counts(stay_gathered, plan).findings == []
     assert messages(counts(full_sharding(STAIRCASE, plan), plan)) == ["all_gather in backward: expected 0, got 6"]
 
 
@@ -210,7 +210,7 @@ def test_no_sharding_is_all_reduce_of_everything() -> None:
     assert messages(counts(replicated(BYTES // 2), plan)) == [
         f"gradients all-reduced: expected at least {BYTES} B, got {BYTES // 2} B"
     ]
-    assert messages(counts(full_sharding(STAIRCASE, plan, kept=True), plan))[:2] == [
+    assert messages(counts(full_sharding(STAIRCASE, plan, stay_gathered=True), plan))[:2] == [
         "all_gather: expected 0, got 6",
         "reduce_scatter: expected 0, got 6",
     ]
@@ -291,7 +291,7 @@ def test_reducing_the_first_micro_batch_alone_is_reported() -> None:
 def test_gradient_sharding_gathers_once_under_deferral() -> None:
     """ZeRO-2 keeps parameters over a deferred backward: a second pass of gathers is reported."""
     plan = plan_of(STAIRCASE, Sharding.GRAD_OPTIM, defer_reduction=True)
-    twice = full_sharding(STAIRCASE, plan, micro_batches=2, kept=True)
+    twice = full_sharding(STAIRCASE, plan, micro_batches=2, stay_gathered=True)
     first = {id(r) for step in range(3) for r in [r for r in twice if r.step == step and r.phase == "forward"][:6]}
     once = [r for r in twice if r.phase != "forward" or id(r) in first]
 

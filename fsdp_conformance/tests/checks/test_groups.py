@@ -76,8 +76,8 @@ def test_the_group_that_parameters_are_resharded_to() -> None:
     world = full_sharding(STAIRCASE, plan, group=(0, 1, 2, 3))
     right = [replace(r, group=(2, 3)) if (r.phase, r.op) == ("backward", Op.ALL_GATHER) else r for r in world]
 
-    def found(records: Sequence[CollectiveRecord], asked: Plan = plan) -> CheckResult:
-        return reshard_group_used(history(records, world_size=4, rank=2), STAIRCASE, asked, requirement="R005")
+    def found(records: Sequence[CollectiveRecord], requested: Plan = plan) -> CheckResult:
+        return reshard_group_used(history(records, world_size=4, rank=2), STAIRCASE, requested, requirement="R005")
 
     assert found(right).findings == []
     assert messages(found(world)) == [

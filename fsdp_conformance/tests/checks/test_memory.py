@@ -78,10 +78,10 @@ def holds(result: CheckResult) -> bool:
 
 def test_sizes_are_those_of_the_model() -> None:
     """Shards are rounded up by row, a unit's full size is padded to whole rows of every rank."""
-    found = memory.sizes(WORKLOAD, plan(), world_size=2)
+    sizes = memory.sizes(WORKLOAD, plan(), world_size=2)
 
-    assert (found.full, found.shard, found.largest, found.root) == (FULL, SHARD, PADDED_UNIT, PADDED_ROOT)
-    assert (found.below_root, found.gathered) == (4 * UNIT, 4 * PADDED_UNIT + PADDED_ROOT)
+    assert (sizes.full, sizes.shard, sizes.largest, sizes.root) == (FULL, SHARD, PADDED_UNIT, PADDED_ROOT)
+    assert (sizes.below_root, sizes.gathered) == (4 * UNIT, 4 * PADDED_UNIT + PADDED_ROOT)
     hybrid = memory.sizes(WORKLOAD, plan(sharding=Sharding.HYBRID, replicas=2), world_size=4)
     assert hybrid.shard == SHARD
 
@@ -147,8 +147,8 @@ def test_offloaded_shards_are_not_on_the_device() -> None:
 def test_what_is_held_at_the_loss(reshard: bool) -> None:
     """Resharded: the root and activations. Kept: every unit. Each is wrong for the other."""
     sharding = Sharding.FULL if reshard else Sharding.GRAD_OPTIM
-    kept = run(forward=PADDED_ROOT + 4 * PADDED_UNIT + ACTIVATIONS.kept)
-    for history, right in ((run(), reshard), (kept, not reshard)):
+    unresharded = run(forward=PADDED_ROOT + 4 * PADDED_UNIT + ACTIVATIONS.kept)
+    for history, right in ((run(), reshard), (unresharded, not reshard)):
         result = memory.resharded_after_forward(history, WORKLOAD, plan(sharding=sharding), ACTIVATIONS, world_size=2)
         assert holds(result) == right
 
@@ -177,8 +177,8 @@ def test_peaks_are_bounded(point: str) -> None:
 
 def peaks(history: TrainingHistory, **changes: Any) -> CheckResult:
     """R038 with 15 % padding; full sharding unless `changes` of the plan say otherwise."""
-    asked = plan(**{"sharding": Sharding.FULL, **changes})
-    return memory.peaks(history, WORKLOAD, asked, ACTIVATIONS, world_size=2, padding=0.15)
+    full_plan = plan(**{"sharding": Sharding.FULL, **changes})
+    return memory.peaks(history, WORKLOAD, full_plan, ACTIVATIONS, world_size=2, padding=0.15)
 
 
 def test_peaks_count_what_is_always_held() -> None:
@@ -245,8 +245,8 @@ def test_the_same_bytes_with_and_without() -> None:
     """At setup, after backward and between steps; less is as good."""
     assert holds(memory.same_bytes(run(), run(), "R085", what="it"))
     assert holds(memory.same_bytes(run(), run(backward=SHARD + UNIT), "R085", what="it"))
-    (found, _) = memory.same_bytes(run(backward=SHARD + UNIT), run(), "R085", what="it").findings
-    assert (found.requirement, found.phase, found.step) == ("R085", "backward", 0)
+    (finding, _) = memory.same_bytes(run(backward=SHARD + UNIT), run(), "R085", what="it").findings
+    assert (finding.requirement, finding.phase, finding.step) == ("R085", "backward", 0)
 
 
 def test_a_history_without_bytes_cannot_be_judged() -> None:

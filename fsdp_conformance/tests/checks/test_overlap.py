@@ -1,4 +1,4 @@
-"""Collectives that may overlap computation, by clocks written by hand: lane 0 is the host, 1 computes, 2 communicates."""
+"""Collectives that may overlap computation, with handwritten clocks: lane 0 is the host, 1 computes, 2 communicates."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def forward(*, waiting: Iterable[int] = (), host: bool = False, nbytes: int = NB
     run = Forward()
     for unit in range(1, UNITS + 1):
         waits = unit in set(waiting)
-        known = unit - 1 if waits else max(0, unit - 2)
+        communicated = unit - 1 if waits else max(0, unit - 2)
         run.collective(
             Op.ALL_GATHER,
             number=unit,
-            computed=known,
-            host=known if host and waits else 0,
+            computed=communicated,
+            host=communicated if host and waits else 0,
             order=2 * unit,
             nbytes=nbytes,
         )
@@ -84,8 +84,10 @@ def backward(*, held: Iterable[int] = (), host: bool = False) -> Forward:
     run = Forward()
     run.phase = "backward"
     for unit in range(1, UNITS + 1):
-        known = unit - 1 if unit in set(held) else max(0, unit - 2)
-        run.compute(unit, communicated=known, order=2 * unit, host=known if host and unit in set(held) else 0)
+        communicated = unit - 1 if unit in set(held) else max(0, unit - 2)
+        run.compute(
+            unit, communicated=communicated, order=2 * unit, host=communicated if host and unit in set(held) else 0
+        )
         run.collective(Op.REDUCE_SCATTER, number=unit, computed=unit, order=2 * unit + 1)
     return run
 

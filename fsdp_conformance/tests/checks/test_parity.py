@@ -195,8 +195,8 @@ def test_a_parameter_that_follows_a_gradient_says_so() -> None:
     _one_element(history)
     history.steps[1].params["stages.1.linear.weight"][2, 3] += 0.5
 
-    found = {finding.check: finding.likely for finding in _findings(history, references)}
-    assert found["parameter parity"] == "a consequence of the wrong gradient in step 1"
+    causes = {finding.check: finding.likely for finding in _findings(history, references)}
+    assert causes["parameter parity"] == "a consequence of the wrong gradient in step 1"
 
 
 def test_a_difference_is_told_when_its_cause_cannot_be_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +209,10 @@ def test_a_difference_is_told_when_its_cause_cannot_be_worked_out(monkeypatch: p
     history = damaged(implementation_run(references))
     history.steps[0].losses[0] += 1
     monkeypatch.setattr("fsdp_conformance.diagnosis.causes.likely", broken)
-    found = _findings(history, references)
+    findings = _findings(history, references)
 
-    assert [finding.check for finding in found] == ["loss parity"]
-    assert found[0].likely == "unknown: a bug in the suite, please report it: KeyError: 'no such signature'"
+    assert [finding.check for finding in findings] == ["loss parity"]
+    assert findings[0].likely == "unknown: a bug in the suite, please report it: KeyError: 'no such signature'"
 
 
 def test_zero_may_stand_for_none() -> None:
@@ -265,8 +265,8 @@ def test_norms_and_clipped_gradients() -> None:
     assert history.steps[1].clipped_grads is not None
     history.steps[1].clipped_grads["module.2.bias"] = None
 
-    found = [(finding.check, finding.step, finding.fqn) for finding in _findings(history, references)]
-    assert found == [("norm parity", 0, "total norm"), ("clipped gradient parity", 1, "module.2.bias")]
+    places = [(finding.check, finding.step, finding.fqn) for finding in _findings(history, references)]
+    assert places == [("norm parity", 0, "total norm"), ("clipped gradient parity", 1, "module.2.bias")]
 
 
 def test_outputs_are_compared_with_their_structure() -> None:
@@ -280,10 +280,12 @@ def test_outputs_are_compared_with_their_structure() -> None:
     output["none"] = 0
     output["packed"].data[0, 0] += 1
 
-    found = {finding.fqn: finding.message for finding in parity.kind_parity(Kind.OUTPUT, history, references).findings}
-    assert "[0]['encoded'].pair" in found
-    assert "[0]['none']" in found
-    assert "[0]['packed'].data" in found
+    messages = {
+        finding.fqn: finding.message for finding in parity.kind_parity(Kind.OUTPUT, history, references).findings
+    }
+    assert "[0]['encoded'].pair" in messages
+    assert "[0]['none']" in messages
+    assert "[0]['packed'].data" in messages
 
 
 def test_eval_outputs_are_compared() -> None:
@@ -321,10 +323,10 @@ def test_missing_buffers_are_no_hidden_ones() -> None:
     for record in history.steps:
         record.buffers = {}
 
-    found = _findings(history, references)
+    findings = _findings(history, references)
 
-    assert {finding.check for finding in found} == {"initial parity", "buffer parity"}
-    assert "buffer 'input_mean' is missing" in {finding.message for finding in found}
+    assert {finding.check for finding in findings} == {"initial parity", "buffer parity"}
+    assert "buffer 'input_mean' is missing" in {finding.message for finding in findings}
 
 
 def test_comparing_nothing_is_an_error() -> None:

@@ -52,11 +52,11 @@ def test_a_tally_counts_and_finds() -> None:
     tally.expect(True, "unused", elements=4)
     tally.expect(False, "x: expected 2, got 1", step=1, got="1")
     tally.expect(False, "y: expected 2, got 1", requirement="R033")
-    found = tally.result(notes=["n"])
+    result = tally.result(notes=["n"])
 
-    assert found.count == CheckCount(comparisons=3, elements=6)
-    assert [(f.requirement, f.check, f.rank, f.step, f.message) for f in found.findings] == [
+    assert result.count == CheckCount(comparisons=3, elements=6)
+    assert [(f.requirement, f.check, f.rank, f.step, f.message) for f in result.findings] == [
         ("R069", "groups", 3, 1, "x: expected 2, got 1"),
         ("R033", "groups", 3, None, "y: expected 2, got 1"),
     ]
-    assert found.notes == ["n"]
+    assert result.notes == ["n"]

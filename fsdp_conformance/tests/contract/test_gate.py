@@ -222,22 +222,22 @@ def test_a_record_without_implementation_has_a_line_without_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [("accelerator",), ("pinned_memory",), ("stream_order",), ("gloo", "accelerator", "pinned_memory")]
+    "environment", [("accelerator",), ("pinned_memory",), ("stream_order",), ("gloo", "accelerator", "pinned_memory")]
 )
-def test_a_case_that_asks_for_an_accelerator_runs_on_the_simulated_one(asked: tuple[str, ...]) -> None:
+def test_a_case_that_asks_for_an_accelerator_runs_on_the_simulated_one(environment: tuple[str, ...]) -> None:
     """On the CPU, for an implementation that knows other accelerators than CUDA; the others stay on the CPU."""
-    assert gated_as({"environment": asked}, declared="any_accelerator") == Gated(device=SIMULATED, record=None)
+    assert gated_as({"environment": environment}, declared="any_accelerator") == Gated(device=SIMULATED, record=None)
     assert gated_as({"environment": ("gloo",)}, declared="any_accelerator") == Gated(device="cpu", record=None)
 
 
-@pytest.mark.parametrize("asked", [("accelerator", "cuda"), ("accelerator", "nccl")])
-def test_what_only_cuda_can_show_is_not_simulated(asked: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("environment", [("accelerator", "cuda"), ("accelerator", "nccl")])
+def test_what_only_cuda_can_show_is_not_simulated(environment: tuple[str, ...]) -> None:
     """NOT_RUN_ENV on the CPU, as without a simulator."""
-    decided = gated_as({"environment": asked}, declared="any_accelerator")
+    decided = gated_as({"environment": environment}, declared="any_accelerator")
 
     assert decided.device == "cpu"
     assert decided.record is not None
-    assert decided.record.measurements == {"absent": list(asked)}
+    assert decided.record.measurements == {"absent": list(environment)}
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def test_a_value_that_selects_nothing_is_refused(profile: Profile, settings: dic
     with pytest.raises(ConfigError) as raised:
         ids(profile, **settings)
 
-    (found,) = raised.value.problems
-    assert found.startswith(problem)
+    (text,) = raised.value.problems
+    assert text.startswith(problem)
 
 
 def test_a_requirement_that_is_only_covered_points_to_the_other_option() -> None:

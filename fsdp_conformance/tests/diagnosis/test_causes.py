@@ -46,8 +46,8 @@ def own(rank: int, micro: int = 0) -> Tensor:
 
 def cause(evidence: Evidence, got: Tensor, **fields: Any) -> str:
     """The likely cause if `got` is seen in place of the right tensor; a long text takes two lines."""
-    told = str(likely(replace(evidence, got=got, **fields)))
-    return told if len(told) <= 115 else told.replace(": ", ":\n    ", 1)
+    text = str(likely(replace(evidence, got=got, **fields)))
+    return text if len(text) <= 115 else text.replace(": ", ":\n    ", 1)
 
 
 def by_rows(tensors: Sequence[Tensor]) -> Tensor:

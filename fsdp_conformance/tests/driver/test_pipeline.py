@@ -232,8 +232,8 @@ def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_shapes(fields: dict[str, Any], world_size: int, shape: dict[str, int]) -> None:
     """The dimensions that the plan asks for, outermost first."""
-    found = parallel_shape(Plan(**fields), world_size)
-    assert list(found.items()) == list(shape.items())
+    parallel = parallel_shape(Plan(**fields), world_size)
+    assert list(parallel.items()) == list(shape.items())
 
 
 def test_shapes_that_do_not_fit() -> None:

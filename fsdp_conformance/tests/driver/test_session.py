@@ -349,7 +349,7 @@ class Loop(RankTestCase):
         moments: list[str] = []
         with watched(moments):
             plan = plan_for(RICH, regime, Plan())
-            found = session.train(
+            plain = session.train(
                 UnderWatch(moments),
                 RICH,
                 plan,
@@ -359,11 +359,11 @@ class Loop(RankTestCase):
                 Conditions(undisturbed=True),
             )
         self.assertEqual(["full_params", "step 0", "step 1", "fetched", "full_params", "step 2"], moments)
-        self.assertEqual([[2, 2, 2]] * 2, [[len(record.losses) for record in run.steps] for run in (usual, found)])
-        result = same_undisturbed(usual, found, "R075")
+        self.assertEqual([[2, 2, 2]] * 2, [[len(record.losses) for record in run.steps] for run in (usual, plain)])
+        result = same_undisturbed(usual, plain, "R075")
         self.assertEqual([], result.findings)
         self.assertEqual(6 + len(usual.steps[-1].params), result.count.comparisons)
-        self.assertEqual([], found.memory)
+        self.assertEqual([], plain.memory)
         # It does wait, read and count where it is not told to leave the device alone.
         with watched(moments):
             self.run_training(TorchFSDP2, RICH, regime)
@@ -406,9 +406,9 @@ class Loop(RankTestCase):
         self.assertEqual([4.0, 8.0, 8.0], scales)
         self.assertEqual([None] * 3, [record.grads for record in scaled.steps])
         self.assertNotIn("full_grads", adapter.entries)
-        for got, wanted in zip(scaled.steps, plain.steps, strict=True):
-            torch.testing.assert_close(got.losses, wanted.losses)
-            torch.testing.assert_close(got.params, wanted.params)
+        for got, expected in zip(scaled.steps, plain.steps, strict=True):
+            torch.testing.assert_close(got.losses, expected.losses)
+            torch.testing.assert_close(got.params, expected.params)
 
 
 class Parts(unittest.TestCase):

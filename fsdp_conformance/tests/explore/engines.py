@@ -111,10 +111,10 @@ class RollbackKeepsMomentum(Reference):
 
     def load_checkpoint(self, directory: Path) -> None:
         states = self.optimizer.state if self.optimizer is not None else {}
-        kept = {parameter: copy.deepcopy(state) for parameter, state in states.items()}
+        copies = {parameter: copy.deepcopy(state) for parameter, state in states.items()}
         super().load_checkpoint(directory)
-        if self.optimizer is not None and kept:
-            self.optimizer.state.update(kept)
+        if self.optimizer is not None and copies:
+            self.optimizer.state.update(copies)
 
 
 class RecoversLate(Reference):

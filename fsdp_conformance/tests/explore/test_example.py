@@ -64,8 +64,8 @@ def test_a_schedule_names_what_the_model_has(example: Example) -> None:
 def _named(example: Example) -> set[str]:
     """The parameters and units that the schedule names."""
     regime = example.regime
-    found = {*regime.gradient_to_none, *(name for _, names in regime.frozen_at for name in names)}
-    return found | {name for event in regime.events for name in event.names}
+    mentioned = {*regime.gradient_to_none, *(name for _, names in regime.frozen_at for name in names)}
+    return mentioned | {name for event in regime.events for name in event.names}
 
 
 @pytest.mark.slow
@@ -114,10 +114,10 @@ def test_the_save_and_its_load_go_together() -> None:
     )
     example = _planned(DrawnModel(), regime=Regime(steps=1, events=events))
 
-    found = {tuple(event.action for event in each.regime.events) for each in simpler(example)}
+    actions = {tuple(event.action for event in each.regime.events) for each in simpler(example)}
 
-    assert found >= {(Action.READ,), (Action.SAVE, Action.READ), (Action.SAVE, Action.LOAD)}
-    assert (Action.READ, Action.LOAD) not in found
+    assert actions >= {(Action.READ,), (Action.SAVE, Action.READ), (Action.SAVE, Action.LOAD)}
+    assert (Action.READ, Action.LOAD) not in actions
 
 
 def test_events_move_to_the_first_step() -> None:
@@ -128,10 +128,10 @@ def test_events_move_to_the_first_step() -> None:
     )
     example = _planned(DrawnModel(), regime=Regime(steps=2, events=events))
 
-    found = {tuple(event.step for event in each.regime.events) for each in simpler(example)}
+    steps = {tuple(event.step for event in each.regime.events) for each in simpler(example)}
 
-    assert (0, 1) in found
-    assert (0, 0) not in found
+    assert (0, 1) in steps
+    assert (0, 0) not in steps
 
 
 def test_the_plainest_example_has_no_features() -> None:

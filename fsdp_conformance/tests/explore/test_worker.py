@@ -75,27 +75,27 @@ def test_one_process_runs_many_examples() -> None:
 
 def test_a_correct_engine_has_no_failure() -> None:
     """Examples drawn for it pass, or are refused by it; hardly any cannot be judged."""
-    found = _explored("reference", examples=8)
+    exploration = _explored("reference", examples=8)
 
-    assert [str(failure.signature) for failure in found.failures] == []
-    assert found.passed >= 5
+    assert [str(failure.signature) for failure in exploration.failures] == []
+    assert exploration.passed >= 5
 
 
 @pytest.mark.nightly
 def test_a_correct_engine_has_no_failure_in_many_examples() -> None:
     """The same with two hundred examples."""
-    found = _explored("reference", examples=200)
+    exploration = _explored("reference", examples=200)
 
-    assert [str(failure.signature) for failure in found.failures] == []
-    assert found.passed >= 160
+    assert [str(failure.signature) for failure in exploration.failures] == []
+    assert exploration.passed >= 160
 
 
 @pytest.mark.nightly
 def test_wrong_where_two_axes_meet() -> None:
     """An engine that is wrong only for odd rows in a second micro-batch is found, and shrunk to that."""
-    found = _explored("OddAndSecond", examples=60, failures=1)
+    exploration = _explored("OddAndSecond", examples=60, failures=1)
 
-    (failure,) = found.failures
+    (failure,) = exploration.failures
     assert failure.signature.requirement in {"R001", "R002", "R003"}
     assert failure.example.regime.micro_batches > 1
     assert any(shape[0] % 2 for shape in failure.example.model.shapes().values() if len(shape) == 2)

@@ -68,13 +68,13 @@ def test_as_it_should_be(failure: Failure, peer: tuple[RankReport, RankExit]) ->
     assert record.notes == [f"stress failure {failure} struck rank 1 before {_WHERE}"]
 
 
-@pytest.mark.parametrize("told", list(Failure))
+@pytest.mark.parametrize("planned", list(Failure))
 @pytest.mark.parametrize("did", list(Failure))
-def test_another_cause(told: Failure, did: Failure) -> None:
+def test_another_cause(planned: Failure, did: Failure) -> None:
     """Each way to end passes for itself alone."""
-    record = _drilled(told, _LOST, _RIGHT[did])
+    record = _drilled(planned, _LOST, _RIGHT[did])
 
-    assert (record.verdict is Verdict.PASS) == (told is did)
+    assert (record.verdict is Verdict.PASS) == (planned is did)
 
 
 def test_an_exception_that_was_replaced() -> None:

@@ -371,10 +371,10 @@ def test_the_longest_prefix_names_the_requirement() -> None:
     """By default it is the one that the case is about."""
     label = "buffers step 0 bn.running_mean"
     demands = {"buffers": "R130", "buffers step": "R133"}
-    named = [a_report(rank, digests={label: str(rank)}, digest_requirements=demands) for rank in (0, 1)]
+    reports = [a_report(rank, digests={label: str(rank)}, digest_requirements=demands) for rank in (0, 1)]
     unnamed = [a_report(rank, digests={label: str(rank)}) for rank in (0, 1)]
 
-    assert judged(*named).findings[0].requirement == "R133"
+    assert judged(*reports).findings[0].requirement == "R133"
     assert judged(*unnamed).findings[0].requirement == "R001"
 
 
@@ -434,11 +434,11 @@ def test_a_schedule_digest_without_lines_still_speaks() -> None:
 def test_what_no_rank_can_tell_is_not_run() -> None:
     """NOT_RUN_ENV; what is absent is taken from the ranks where they name it."""
     here = [a_report(rank, comparisons=0, not_run="no device sleep") for rank in (0, 1)]
-    named = [a_report(rank, comparisons=0, not_run="x", measurements={"absent": ["cuda"]}) for rank in (0, 1)]
+    reports = [a_report(rank, comparisons=0, not_run="x", measurements={"absent": ["cuda"]}) for rank in (0, 1)]
 
     assert (judged(*here).verdict, judged(*here).reason) == (Verdict.NOT_RUN_ENV, "no device sleep")
     assert judged(*here).measurements == {"absent": ["unnamed"]}
-    assert judged(*named).measurements == {"absent": ["cuda"]}
+    assert judged(*reports).measurements == {"absent": ["cuda"]}
 
 
 def test_a_rank_that_is_not_run_without_a_reason_says_so() -> None:

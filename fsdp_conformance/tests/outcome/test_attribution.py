@@ -48,9 +48,15 @@ def told(*ranks: tuple[RankReport | None, RankExit]) -> Attribution:
 
 def test_nobody_failed() -> None:
     """Two reports without an error have no first failure, and nothing to note."""
-    found = told((report(0), end(0)), (report(1), end(1)))
+    outcome = told((report(0), end(0)), (report(1), end(1)))
 
-    assert (found.first, found.is_hang, found.consequences, found.notes, found.headline) == (None, False, (), (), "")
+    assert (outcome.first, outcome.is_hang, outcome.consequences, outcome.notes, outcome.headline) == (
+        None,
+        False,
+        (),
+        (),
+        "",
+    )
 
 
 def test_each_rank_has_a_report_and_an_exit() -> None:
@@ -60,7 +66,7 @@ def test_each_rank_has_a_report_and_an_exit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "exit_of_rank", "ending", "sentence"),
+    ("reported", "exit_of_rank", "ending", "sentence"),
     [
         (report(1), end(1), Ending.FINISHED, "rank 1 finished"),
         (None, end(1, -9, reported=False), Ending.DIED, "rank 1 was killed by SIGKILL before it reported"),
@@ -69,10 +75,10 @@ def test_each_rank_has_a_report_and_an_exit() -> None:
     ],
 )
 def test_how_a_rank_without_an_exception_ended(
-    said: RankReport | None, exit_of_rank: RankExit, ending: Ending, sentence: str
+    reported: RankReport | None, exit_of_rank: RankExit, ending: Ending, sentence: str
 ) -> None:
     """At the time of its exit."""
-    assert ending_of(said, exit_of_rank) == RankEnding(rank=1, ending=ending, time=9.0, sentence=sentence)
+    assert ending_of(reported, exit_of_rank) == RankEnding(rank=1, ending=ending, time=9.0, sentence=sentence)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +98,13 @@ def test_how_a_rank_with_an_exception_ended(
     failure: RankError, findings: list[Finding], ending: Ending, sentence: str
 ) -> None:
     """At the time of the exception. One that reports findings is told apart; no message leaves only the class."""
-    found = ending_of(report(1, failure, findings=findings), end(1, 10))
+    outcome = ending_of(report(1, failure, findings=findings), end(1, 10))
 
-    assert found == RankEnding(rank=1, ending=ending, time=1.0, sentence=sentence, error=failure)
+    assert outcome == RankEnding(rank=1, ending=ending, time=1.0, sentence=sentence, error=failure)
 
 
 @pytest.mark.parametrize(
-    ("said", "exit_of_rank", "ending"),
+    ("reported", "exit_of_rank", "ending"),
     [
         (report(1), end(1), Ending.SUITE_LATE),
         (report(1, error(CLOSED)), end(1, 10), Ending.SUITE_LATE),
@@ -108,9 +114,9 @@ def test_how_a_rank_with_an_exception_ended(
         (None, end(1, -9, reported=False), Ending.DIED),
     ],
 )
-def test_a_rank_that_the_suite_delayed(said: RankReport | None, exit_of_rank: RankExit, ending: Ending) -> None:
+def test_a_rank_that_the_suite_delayed(reported: RankReport | None, exit_of_rank: RankExit, ending: Ending) -> None:
     """The delay explains everything except an exception of the rank's own code and a death."""
-    assert ending_of(said, replace(exit_of_rank, suite_was_late=True)).ending is ending
+    assert ending_of(reported, replace(exit_of_rank, suite_was_late=True)).ending is ending
 
 
 def test_only_the_first_line_is_quoted() -> None:
@@ -120,19 +126,19 @@ def test_only_the_first_line_is_quoted() -> None:
 
 def test_cause_comes_before_consequence_whatever_the_clock_says() -> None:
     """A peer notices a dead rank before the controller does: its earlier time does not make it the first."""
-    found = told((report(0, error(CLOSED, time=1.0)), end(0, 10)), (None, end(1, -9, time=2.0, reported=False)))
+    outcome = told((report(0, error(CLOSED, time=1.0)), end(0, 10)), (None, end(1, -9, time=2.0, reported=False)))
 
-    assert found.headline == "rank 1 was killed by SIGKILL before it reported"
-    assert [item.ending for item in found.endings] == [Ending.LOST_PEER, Ending.DIED]
-    assert len(found.consequences) == 1
-    assert not found.is_hang
+    assert outcome.headline == "rank 1 was killed by SIGKILL before it reported"
+    assert [item.ending for item in outcome.endings] == [Ending.LOST_PEER, Ending.DIED]
+    assert len(outcome.consequences) == 1
+    assert not outcome.is_hang
 
 
 def test_earliest_of_two_causes_is_first() -> None:
     """Both ranks raised for reasons of their own; time decides."""
-    found = told((report(0, error("late", time=5.0)), end(0, 10)), (report(1, error("early", time=3.0)), end(1, 10)))
+    outcome = told((report(0, error("late", time=5.0)), end(0, 10)), (report(1, error("early", time=3.0)), end(1, 10)))
 
-    assert found.headline == "rank 1 raised RuntimeError: early"
+    assert outcome.headline == "rank 1 raised RuntimeError: early"
 
 
 def test_a_cause_comes_before_a_rank_that_the_suite_delayed() -> None:
@@ -145,31 +151,31 @@ def test_a_cause_comes_before_a_rank_that_the_suite_delayed() -> None:
 def test_absent_rank_explains_those_that_waited() -> None:
     """Of a rank that is stuck and one that timed out waiting, the stuck one is first, though it was noticed later."""
     stuck = end(1, -15, reported=False, ended_by_controller=True)
-    found = told((report(0, error(TIMED_OUT)), end(0, 10)), (None, stuck))
+    outcome = told((report(0, error(TIMED_OUT)), end(0, 10)), (None, stuck))
 
-    assert found.headline == "rank 1 did not report in time and was terminated"
-    assert found.is_hang
+    assert outcome.headline == "rank 1 did not report in time and was terminated"
+    assert outcome.is_hang
 
 
 def test_stopped_rank_comes_before_a_stuck_one() -> None:
     """A rank in state T is the better explanation, whatever its number."""
     stuck = end(0, -15, reported=False, ended_by_controller=True)
     stopped = end(1, -15, reported=False, ended_by_controller=True, stack=f"{STOPPED}; continued, it wrote:\n")
-    found = told((None, stuck), (None, stopped))
+    outcome = told((None, stuck), (None, stopped))
 
-    assert found.headline == "rank 1 was stopped by a signal and never reported"
+    assert outcome.headline == "rank 1 was stopped by a signal and never reported"
 
 
 def test_only_waiting_ranks_are_a_hang() -> None:
     """A rank left a collective out and finished: the one that timed out is first, the one that lost it is not."""
-    found = told(
+    outcome = told(
         (report(0, error(CLOSED, time=1.0)), end(0, 10)),
         (report(1), end(1)),
         (report(2, error(TIMED_OUT, time=2.0)), end(2, 10)),
     )
 
-    assert found.is_hang
-    assert found.headline.startswith("rank 2 timed out in a collective")
+    assert outcome.is_hang
+    assert outcome.headline.startswith("rank 2 timed out in a collective")
 
 
 def test_left_out_rank_keeps_its_reason() -> None:
@@ -241,7 +247,7 @@ def test_exit_after_an_error_is_no_note() -> None:
 @pytest.mark.parametrize("left_out", [{"not_run": "no gloo"}, {"inconclusive": "references disagree"}])
 def test_exit_of_a_rank_that_was_left_out(left_out: dict[str, Any]) -> None:
     """Any exit code is its way to leave; a signal is not."""
-    said = report(0, **left_out)
+    reported = report(0, **left_out)
 
-    assert [shutdown_note(said, end(0, code)) for code in (0, 1, 86)] == [None] * 3
-    assert shutdown_note(said, end(0, -6)) == "rank 0 was killed by SIGABRT at shutdown, after it had reported"
+    assert [shutdown_note(reported, end(0, code)) for code in (0, 1, 86)] == [None] * 3
+    assert shutdown_note(reported, end(0, -6)) == "rank 0 was killed by SIGABRT at shutdown, after it had reported"

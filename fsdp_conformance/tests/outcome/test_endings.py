@@ -54,8 +54,8 @@ def well(rank: int) -> tuple[RankReport, RankExit]:
 
 def test_a_rank_that_the_watchdog_of_nccl_aborted_is_not_the_culprit() -> None:
     """HANG, and the headline is the rank that did not come. A rank that aborted for another reason is a crash."""
-    said = "[rank0]: [E ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)"
-    aborted = an_exit(0, code=-6, reported=False, output=said)
+    text = "[rank0]: [E ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)"
+    aborted = an_exit(0, code=-6, reported=False, output=text)
     record = judged((None, aborted), (None, stuck(1)))
 
     assert (record.verdict, record.findings[0].rank) == (Verdict.HANG, 1)
@@ -121,8 +121,8 @@ def test_words_about_a_peer_in_an_error_of_its_own_are_no_consequence() -> None:
 
 def test_an_exception_after_findings_is_the_headline() -> None:
     """A declared feature should not raise; the findings before the exception stay."""
-    found = failed(0, an_error("boom"), a_finding())
-    record = judged((found, an_exit(0)), raised(1, LOST_PEER))
+    culprit = failed(0, an_error("boom"), a_finding())
+    record = judged((culprit, an_exit(0)), raised(1, LOST_PEER))
 
     assert record.reason == "rank 0 raised RuntimeError: boom"
     assert [item.check for item in record.findings] == ["training", "gradient parity"]
@@ -169,10 +169,10 @@ def test_the_verdict_follows_the_blame(blame: str, verdict: Verdict) -> None:
 
 def test_an_absent_environment_that_a_rank_names_is_kept() -> None:
     """The certificate compares it with what the manifest names."""
-    named = judged(raised(0, blame="environment", capability="cuda"), well(1))
+    record = judged(raised(0, blame="environment", capability="cuda"), well(1))
     unnamed = judged(raised(0, blame="environment"), well(1))
 
-    assert named.measurements["absent"] == ["cuda"]
+    assert record.measurements["absent"] == ["cuda"]
     assert unnamed.measurements["absent"] == ["unnamed"]
 
 
@@ -366,13 +366,13 @@ def test_a_stopped_rank_explains_a_stuck_one() -> None:
 
 def test_time_outs_on_every_rank_are_a_hang() -> None:
     """A collective's deadline is a deadline. The whole message is kept: a backend may say much."""
-    said = f"{TIMED_OUT}\nrank 0 waits in all_gather"
-    record = judged(raised(0, said, time=3.1), raised(1, said, time=3.0))
+    message = f"{TIMED_OUT}\nrank 0 waits in all_gather"
+    record = judged(raised(0, message, time=3.1), raised(1, message, time=3.0))
 
     assert record.verdict is Verdict.HANG
     assert record.reason == f"rank 1 timed out in a collective: RuntimeError: {TIMED_OUT}"
     assert record.findings == [
-        Finding(requirement="R001", check="deadline", message=record.reason, rank=1, detail=said)
+        Finding(requirement="R001", check="deadline", message=record.reason, rank=1, detail=message)
     ]
 
 
@@ -434,12 +434,12 @@ def test_a_refusal_that_names_no_flag_is_one_of_all_that_are_undeclared() -> Non
     """They are listed; one that is named is the only one."""
     needs = ("frozen_mixed", "shared_across_units")
     unnamed = judged(refused(0), refused(1), needs=needs)
-    named = judged(refused(0, capability=needs[1]), refused(1, capability=needs[1]), needs=needs)
+    record = judged(refused(0, capability=needs[1]), refused(1, capability=needs[1]), needs=needs)
 
     assert unnamed.reason == "frozen_mixed, shared_across_units is not declared and was refused: no"
     assert unnamed.measurements == {"undeclared": list(needs)}
-    assert named.reason == "shared_across_units is not declared and was refused: no"
-    assert named.measurements == {"undeclared": ["shared_across_units"]}
+    assert record.reason == "shared_across_units is not declared and was refused: no"
+    assert record.measurements == {"undeclared": ["shared_across_units"]}
 
 
 def test_a_flag_that_the_model_asked_for_counts_as_asked() -> None:
@@ -546,8 +546,8 @@ def test_an_exception_after_wrong_numbers_is_no_refusal(blame: str) -> None:
 
 def test_a_rank_that_stopped_at_its_findings_explains_a_lost_peer() -> None:
     """FAIL by the findings; the peer is folded."""
-    found = failed(0, an_error(kind="fsdp_conformance.errors.RequirementFailed"), a_finding())
-    record = judged((found, an_exit(0)), raised(1, LOST_PEER))
+    culprit = failed(0, an_error(kind="fsdp_conformance.errors.RequirementFailed"), a_finding())
+    record = judged((culprit, an_exit(0)), raised(1, LOST_PEER))
 
     assert record.verdict is Verdict.FAIL
     assert [item.requirement for item in record.findings] == ["R003"]

@@ -253,7 +253,7 @@ def test_workers_and_their_scheduler(
 @pytest.mark.slow
 def test_the_suites_are_known_by_their_node_ids() -> None:
     """As pytest names them, whatever directory they are in."""
-    found = sizes_by_node_id("fsdp_conformance.suites")
+    sizes = sizes_by_node_id("fsdp_conformance.suites")
 
-    assert found["test_a_parity.py::NumericalParity::test_exact_probe_ws4"] == 4
-    assert len(found) >= len(load_profile("core").entries)
+    assert sizes["test_a_parity.py::NumericalParity::test_exact_probe_ws4"] == 4
+    assert len(sizes) >= len(load_profile("core").entries)

@@ -58,8 +58,8 @@ class Ran:
         """As the footer has it."""
         footer = self.run.footer
         assert footer is not None
-        found: dict[str, Any] = footer["certificate"]
-        return found
+        certified: dict[str, Any] = footer["certificate"]
+        return certified
 
 
 def ran(suite: MiniSuite, acts: Mapping[str, str] | None = None, *options: str, **variables: str) -> Ran:
@@ -307,8 +307,8 @@ def test_an_order_says_everything_at_once(suite: MiniSuite, tmp_path: Path) -> N
         implementation="mine", profile=str(suite.profile_path), report_dir=str(suite.root / "report"),
         cases=("R093",), deadline_scale=2.0,
     )  # fmt: skip
-    told = {"spec": "mine", "name": "told", "version": "9", "capabilities": ["no_sync"], "shims": []}
-    order = RunOrder(settings=settings, description=told)
+    description = {"spec": "mine", "name": "told", "version": "9", "capabilities": ["no_sync"], "shims": []}
+    order = RunOrder(settings=settings, description=description)
     (tmp_path / "order.json").write_text(order.to_json(), encoding="utf-8")
 
     for workers in ((), ("-n", "2")):

@@ -63,18 +63,18 @@ def test_everything_typed_is_taken() -> None:
 
 def test_slots_are_a_number_or_what_fits() -> None:
     """0 stands for what fits."""
-    found = [
+    slots = [
         run_settings.from_words(device="cuda", slots_per_device=word).slots_per_device for word in (None, "3", "auto")
     ]
 
-    assert found == [1, 3, 0]
+    assert slots == [1, 3, 0]
 
 
 def test_stress_has_a_seed() -> None:
     """The same one every time, unless the user names another."""
-    found = [run_settings.from_words(stress=True, stress_seed=word).stress_seed for word in (None, "0", "12")]
+    seeds = [run_settings.from_words(stress=True, stress_seed=word).stress_seed for word in (None, "0", "12")]
 
-    assert found == [1, 0, 12]
+    assert seeds == [1, 0, 12]
 
 
 @pytest.mark.parametrize(

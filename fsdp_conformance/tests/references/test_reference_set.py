@@ -215,8 +215,8 @@ def test_an_interrupted_attempt_changes_buffers_alone() -> None:
     )
     plain, disturbed = (_history(workload, each) for each in (regime, replace(regime, events=events)))
 
-    said = [("forward", 101), ("backward", 100)]
-    assert disturbed.caught == [f"Interrupted: interrupted in {place}, code {code}" for place, code in said]
+    interruptions = [("forward", 101), ("backward", 100)]
+    assert disturbed.caught == [f"Interrupted: interrupted in {place}, code {code}" for place, code in interruptions]
     assert not plain.caught
     for got, expected in zip(disturbed.steps, plain.steps, strict=True):
         assert got.losses == expected.losses
@@ -228,11 +228,11 @@ def test_an_interrupted_attempt_changes_buffers_alone() -> None:
 def test_contributions_add_up() -> None:
     """The gradients of single ranks and micro-batches, added and divided by the world size, are the reference's."""
     regime = Regime(micro_batches=3, reduced=(False, True, True))
-    found = contributions(probes.exact_accumulation(), regime, world_size=4)
+    per_rank = contributions(probes.exact_accumulation(), regime, world_size=4)
     history = _history(probes.exact_accumulation(), regime, world_size=4)
 
     for step in range(3):
-        parts = [micro["head.weight"] for rank in found for micro in rank[step]]
+        parts = [micro["head.weight"] for rank in per_rank for micro in rank[step]]
         assert len(parts) == 12
         total = torch.stack([part for part in parts if part is not None]).sum(0)
         assert torch.equal(total / 4, gradient(history, step, "head.weight"))
@@ -257,9 +257,9 @@ def test_data_loss_and_frozen_parameters_follow_the_regime() -> None:
 )
 def test_where_ddp_is_no_reference(workload: Workload, regime: Regime, reason: str | None) -> None:
     """The corners are known beforehand; nothing is caught and passed over."""
-    found = ddp_absence(workload, regime)
+    absence = ddp_absence(workload, regime)
 
-    assert found is None if reason is None else reason in (found or "")
+    assert absence is None if reason is None else reason in (absence or "")
 
 
 def test_an_unknown_optimizer_is_refused() -> None:

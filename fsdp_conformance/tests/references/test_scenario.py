@@ -40,12 +40,12 @@ def _name(offer: Offer, workload: Workload | None = None, regime: Regime = REGIM
 
 def test_every_workload_has_a_hash_of_its_own() -> None:
     """The same each time it is made."""
-    found = {}
+    hashes = {}
     for name in workload_names():
-        found[name] = scenario_sha256(workload_by_name(name), REGIME)
-        assert found[name] == scenario_sha256(workload_by_name(name), REGIME), name
+        hashes[name] = scenario_sha256(workload_by_name(name), REGIME)
+        assert hashes[name] == scenario_sha256(workload_by_name(name), REGIME), name
 
-    assert len(set(found.values())) == len(found)
+    assert len(set(hashes.values())) == len(hashes)
 
 
 def test_workloads_of_one_name_differ_by_content() -> None:
@@ -173,13 +173,13 @@ def test_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     assert offered("5417", tmp_path) is None
     monkeypatch.setenv(REFERENCES_STORE, str(tmp_path / "mine"))
     monkeypatch.setenv(REFERENCES_LIMIT, "3")
-    found = offered("5417", tmp_path)
-    assert found is not None
-    assert (found.directory, found.limit, found.origin["suite"]) == (str(tmp_path / "mine"), 3 * 2**20, "5417")
+    offer = offered("5417", tmp_path)
+    assert offer is not None
+    assert (offer.directory, offer.limit, offer.origin["suite"]) == (str(tmp_path / "mine"), 3 * 2**20, "5417")
     monkeypatch.delenv(REFERENCES_STORE)
-    found = offered("5417", tmp_path)
-    assert found is not None
-    assert found.directory == str(tmp_path / "references")
+    offer = offered("5417", tmp_path)
+    assert offer is not None
+    assert offer.directory == str(tmp_path / "references")
     monkeypatch.setenv(REFERENCES_LIMIT, "much")
     with pytest.raises(ConfigError, match="FSDP_CONFORMANCE_REFERENCES_MB must be a number of MiB, got 'much'"):
         offered("5417", tmp_path)

@@ -57,8 +57,8 @@ def a_table(*engines: Tally, **changes: object) -> Coverage:
 
 def row(table: Coverage, requirement: str) -> Row:
     """The row of a requirement."""
-    (found,) = (row for row in table.rows if row.requirement.id == requirement)
-    return found
+    (only,) = (row for row in table.rows if row.requirement.id == requirement)
+    return only
 
 
 def texts(table: Coverage, requirement: str) -> list[str]:
@@ -83,12 +83,12 @@ def test_a_row_counts_cases_known_wrong_engines_and_adapters() -> None:
 def test_a_failure_counts_for_the_requirements_that_it_names() -> None:
     """A crash for the one that the case tests, as does a finding of a requirement that it does not bind."""
     cases = ("R001/probe-ws2", "R001/probe-ws4")
-    named = an_engine("a", {case: shown(Verdict.FAIL, case, "R003") for case in cases})
+    failed = an_engine("a", {case: shown(Verdict.FAIL, case, "R003") for case in cases})
     crashed = an_engine("b", {case: shown(Verdict.CRASH, case) for case in cases})
     loud = an_engine("c", {case: shown(Verdict.FAIL, case, "R000") for case in cases})
     foretold = an_engine("d", {case: shown(Verdict.XFAIL, case, "R001", "R003") for case in cases})
 
-    table = a_table(named, crashed, loud, foretold)
+    table = a_table(failed, crashed, loud, foretold)
 
     assert texts(table, "R001") == ["not judged", "✗ 2 of 2", "✗ 2 of 2", "✗ 2 of 2"]
     assert texts(table, "R003") == ["✗ 2 of 2", "not judged", "not judged", "✗ 2 of 2"]
@@ -196,8 +196,8 @@ def test_the_command_shows_runs_beside_the_contract(tmp_path: Path) -> None:
 
     assert (own.status, "profile must be one of" in own.err) == (2, True)
     assert (text.status, text.out.splitlines()[0]) == (0, "| engine | one |")
-    found = json.loads(data.out)
+    table = json.loads(data.out)
     entry = smoke.entries[0]
-    assert found["requirements"].keys() == contract.load().requirements.keys()
-    assert found["requirements"][entry.primary]["shown"]["one"].startswith("✓")
-    assert found["requirements"]["R131"]["reason"] == contract.uncovered()["R131"]
+    assert table["requirements"].keys() == contract.load().requirements.keys()
+    assert table["requirements"][entry.primary]["shown"]["one"].startswith("✓")
+    assert table["requirements"]["R131"]["reason"] == contract.uncovered()["R131"]

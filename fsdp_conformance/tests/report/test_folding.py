@@ -46,11 +46,11 @@ def too_long(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("said", "width"), [("80", 80), ("20", 60), ("200", WIDTH), (None, None)], ids=["80", "tiny", "wide", "a pipe"]
+    ("value", "width"), [("80", 80), ("20", 60), ("200", WIDTH), (None, None)], ids=["80", "tiny", "wide", "a pipe"]
 )
-def test_the_width_is_the_terminals(columns: Columns, said: str | None, width: int | None) -> None:
+def test_the_width_is_the_terminals(columns: Columns, value: str | None, width: int | None) -> None:
     """Between 60 and 120 columns; without a terminal, paragraphs have 120."""
-    columns(said)
+    columns(value)
 
     assert terminal_width() == width
     assert screen_width() == (width or WIDTH)

@@ -27,8 +27,8 @@ def results(run: RunFile) -> list[dict[str, Any]]:
     assert content["version"] == "2.1.0"
     (only,) = content["runs"]
     assert {result["ruleId"] for result in only["results"]} == {rule["id"] for rule in only["tool"]["driver"]["rules"]}
-    found: list[dict[str, Any]] = only["results"]
-    return found
+    entries: list[dict[str, Any]] = only["results"]
+    return entries
 
 
 def placed(result: dict[str, Any]) -> tuple[str, int]:
@@ -42,12 +42,12 @@ class TestSarif:
 
     def test_one_result_for_a_problem(self) -> None:
         """The cases that fail in the same way are one alert; what passed is none."""
-        found = results(a_run([a_record(), failed(), failed("R003/rank-coded-ws3"), hung()]))
+        entries = results(a_run([a_record(), failed(), failed("R003/rank-coded-ws3"), hung()]))
 
-        assert [(one["ruleId"], one["level"], len(one["properties"]["cases"])) for one in found] == [
+        assert [(one["ruleId"], one["level"], len(one["properties"]["cases"])) for one in entries] == [
             ("R003", "error", 2), ("R067", "error", 1)
         ]  # fmt: skip
-        assert "likely" in found[0]["message"]["text"]
+        assert "likely" in entries[0]["message"]["text"]
 
     def test_the_place_is_the_engines_innermost_frame(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Relative to the repository, with the line; a package that is installed is not part of it."""
@@ -197,26 +197,26 @@ class TestCommand:
         """By glob; a glob that matches nothing is a mistake."""
         ran = smoke_run(tmp_path / "run")
         case = ran.run.records[0].case
-        found = json.loads(answered("export", str(ran.run.path), "--format", "ctrf", "--case", f"{case[:-1]}*").out)
+        document = json.loads(answered("export", str(ran.run.path), "--format", "ctrf", "--case", f"{case[:-1]}*").out)
         lost = answered("export", str(ran.run.path), "--format", "ctrf", "--case", "R777/*")
 
-        assert case in {test["name"] for test in found["results"]["tests"]}
+        assert case in {test["name"] for test in document["results"]["tests"]}
         assert (lost.status, "--case R777/* names no case that has a verdict" in lost.err) == (2, True)
 
     def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:
         """The machine's fault, in one sentence."""
         ran = smoke_run(tmp_path / "run")
         (tmp_path / "file").touch()
-        found = answered("export", str(ran.run.path), "--format", "badge", "-o", str(tmp_path / "file" / "x.svg"))
+        answer = answered("export", str(ran.run.path), "--format", "badge", "-o", str(tmp_path / "file" / "x.svg"))
 
-        assert (found.status, "Choose another file with --output." in found.err) == (3, True)
+        assert (answer.status, "Choose another file with --output." in answer.err) == (3, True)
 
     def test_an_edited_file_is_no_success(self, tmp_path: Path) -> None:
         """The text is written for anyone who wants to look at it, but the status shows that it proves nothing."""
         path = Path(smoke_run(tmp_path / "run").run.path)
         path.write_text(path.read_text().replace('"verdict":"PASS"', '"verdict":"FAIL"', 1))
-        found = answered("export", str(path), "--format", "badge")
+        answer = answered("export", str(path), "--format", "badge")
 
-        assert found.out.startswith("<svg")
-        assert (found.status, found.err) != (0, "")
-        assert "hash" in found.err
+        assert answer.out.startswith("<svg")
+        assert (answer.status, answer.err) != (0, "")
+        assert "hash" in answer.err

@@ -93,10 +93,10 @@ def test_a_run_that_is_aborted_has_no_footer(tmp_path: Path, profile: Profile) -
     run = a_run(tmp_path, profile, a_record())
     run.start("R001/probe-ws3", world_size=3)
     run.abort()
-    found = read(tmp_path)
+    aborted = read(tmp_path)
 
-    assert found.aborted
-    assert (found.unfinished(), found.problems) == (["R001/probe-ws3"], [])
+    assert aborted.aborted
+    assert (aborted.unfinished(), aborted.problems) == (["R001/probe-ws3"], [])
 
 
 def test_nothing_is_written_after_the_end(tmp_path: Path, profile: Profile) -> None:
@@ -315,7 +315,7 @@ def test_a_strange_line_is_a_problem(tmp_path: Path, profile: Profile, line: str
     with run.path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
-    assert any(found.startswith(problem) for found in read(run.path).problems)
+    assert any(text.startswith(problem) for text in read(run.path).problems)
 
 
 @pytest.mark.parametrize(
@@ -397,9 +397,9 @@ def test_ambiguous_json_is_a_problem(tmp_path: Path, profile: Profile, body: str
     run.abort()
     with run.path.open("a", encoding="utf-8") as file:
         file.write(f'{body},"chain":"{chained(read(run.path).chain, body + "}")}"}}\n')
-    (found,) = read(run.path).problems
+    (text,) = read(run.path).problems
 
-    assert found.startswith(f"line 2 cannot be read: {problem}")
+    assert text.startswith(f"line 2 cannot be read: {problem}")
 
 
 def test_a_lone_surrogate_is_written_as_its_escape(tmp_path: Path, profile: Profile) -> None:
@@ -430,8 +430,8 @@ def test_a_run_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def schema() -> dict[str, Any]:
     """The schema that is shipped."""
     text = resources.files("fsdp_conformance.report").joinpath("schema.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    content: dict[str, Any] = json.loads(text)
+    return content
 
 
 def test_the_schema_is_one() -> None:

@@ -51,13 +51,13 @@ def _script(case_id: str, implementation: str) -> str:
 
 
 def _imported(text: str) -> set[str]:
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(str(node.module))
-    return {name.partition(".")[0] for name in found}
+            names.add(str(node.module))
+    return {name.partition(".")[0] for name in names}
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ def test_regimes_for_references() -> None:
 def test_every_point() -> None:
     """One regime for each legal moment and micro-batch, with the event in every step; none twice."""
     regime = Regime(steps=3, micro_batches=2)
-    found = dict(every_point(regime, Action.EVALUATE))
-    assert list(found) == [
+    regimes = dict(every_point(regime, Action.EVALUATE))
+    assert list(regimes) == [
         "evaluate before the step",
         "evaluate before the forward of micro-batch 0",
         "evaluate before the forward of micro-batch 1",
@@ -144,13 +144,13 @@ def test_every_point() -> None:
         "evaluate before the optimizer",
         "evaluate after the optimizer",
     ]
-    for disturbed in found.values():
+    for disturbed in regimes.values():
         assert [event.step for event in disturbed.events] == [0, 1, 2]
         assert len({(event.moment, event.micro) for event in disturbed.events}) == 1
     waiting = dict(every_point(regime, Action.EVALUATE, pending=True))
     assert list(waiting) == ["evaluate after the backward of micro-batch 1", "evaluate before the optimizer"]
     others = dict(every_point(regime, Action.EVALUATE, pending=False))
-    assert waiting.keys() | others.keys() == found.keys()
+    assert waiting.keys() | others.keys() == regimes.keys()
     assert not waiting.keys() & others.keys()
 
 
