@@ -111,7 +111,7 @@ def test_an_entry_whose_references_disagree_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_store(tmp_path: Path) -> None:
-    """Switched off: everything is trained, and counted."""
+    """Without a store, everything is trained, and counted."""
     source = _source(tmp_path)
     source.offer = None
 

@@ -177,7 +177,7 @@ def test_a_copy_does_not_share_storage() -> None:
 
 
 def test_a_load_that_moves_storage_is_found() -> None:
-    """Addresses by name, before and after."""
+    """Addresses are compared by name, before and after."""
     unmoved, other = torch.ones(2), torch.ones(2)
     before = checkpoint.addresses({"a": unmoved, "b": unmoved, "number": 3})
     after = checkpoint.addresses({"a": unmoved, "b": other})

@@ -155,7 +155,7 @@ def test_no_more_collectives_than_without() -> None:
 
 
 def test_the_first_step_is_not_counted() -> None:
-    """One-time checks of the first iteration are another requirement's."""
+    """One-time checks of the first iteration belong to another requirement."""
     records = [*full_sharding(STAIRCASE, PLAN), collective(Op.ALL_GATHER, 280, step=0)]
 
     assert counts(records).findings == []
@@ -217,7 +217,7 @@ def test_no_sharding_is_all_reduce_of_everything() -> None:
 
 
 def test_hybrid_sharding_all_reduces_each_unit_once() -> None:
-    """Two replicas of two ranks: n all-reduces more, no less."""
+    """Two replicas of two ranks add exactly n all-reduces."""
     plan = plan_of(STAIRCASE, Sharding.HYBRID, replicas=2)
     records = full_sharding(STAIRCASE, plan, group=(0, 1), replicas=(0, 2))
     right = history(records, world_size=4)
@@ -274,7 +274,7 @@ def test_reducing_nothing_at_all_is_reported() -> None:
 
 
 def test_reducing_the_first_micro_batch_alone_is_reported() -> None:
-    """The right number of bytes at the wrong time."""
+    """It sends the right number of bytes at the wrong time."""
     plan = plan_of(STAIRCASE, Sharding.DEFAULT, defer_reduction=True)
     right = history(full_sharding(STAIRCASE, plan, micro_batches=2), micro_batches=2).collectives
     per_step = len(right) // 3
@@ -308,7 +308,7 @@ def test_gradient_sharding_gathers_once_under_deferral() -> None:
 
 
 def test_equal_schedules_have_equal_digests() -> None:
-    """Whatever the site, the method and the ranks of the group are."""
+    """The site, the method and the ranks of the group make no difference."""
     ours = history(full_sharding(STAIRCASE, PLAN, group=(0, 1)))
     theirs = history([replace(r, site="x.py:1 in y", name="z", group=(2, 3)) for r in ours.collectives])
 

@@ -116,7 +116,7 @@ def test_other_regimes_are_not_derivable(regime: Regime) -> None:
 
 
 def test_dropped_gradients_are_left_out() -> None:
-    """Nothing tells what a gradient was that is gone before the step."""
+    """A gradient that is gone before the step cannot be derived."""
     names = ("0.weight", "0.bias")
     references = references_of(probes.exact_mlp(), Regime(gradient_to_none=names))
 

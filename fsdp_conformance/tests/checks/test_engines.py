@@ -56,7 +56,7 @@ class TwoRanks(EngineTestCase):
         self._all_checks("torch-fsdp2")
 
     def test_fsdp1(self) -> None:
-        """Nor on FSDP1, whose all-gathers are of lists on the CPU."""
+        """No check reports anything on FSDP1, whose all-gathers are of lists on the CPU."""
         self._all_checks("torch-fsdp1")
 
     def _all_checks(self, spec: str) -> None:

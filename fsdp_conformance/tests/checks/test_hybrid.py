@@ -51,7 +51,7 @@ def test_deferred_micro_batches_reduce_nothing() -> None:
 
 
 def test_no_all_reduce() -> None:
-    """Replicas that never meet."""
+    """The replicas never meet."""
     result = judged([record for record in RIGHT if record.op is not Op.ALL_REDUCE])
 
     assert messages(result) == ["all_reduce in the replica group: expected 6, got 0; one per reduce_scatter"]

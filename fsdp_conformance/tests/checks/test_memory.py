@@ -137,7 +137,7 @@ def test_where_the_gradients_are_sharded_and_the_parameters_are_not(held: int, g
 
 
 def test_offloaded_shards_are_not_on_the_device() -> None:
-    """Nothing held is right there."""
+    """It is right to hold nothing there."""
     result = memory.shards_alone(run(held=0), WORKLOAD, plan(offload="cpu"), world_size=2, padding=0.15)
 
     assert holds(result)

@@ -93,7 +93,7 @@ def backward(*, held: Iterable[int] = (), host: bool = False) -> Forward:
 
 
 def test_gathers_that_run_ahead_overlap_computation() -> None:
-    """All but the first, which has nothing before it."""
+    """All of them do except the first, which has nothing before it."""
     result = forward().judged()
 
     assert [] == result.findings
@@ -107,7 +107,7 @@ def test_one_unit_more_may_be_alone() -> None:
 
 
 def test_gathers_that_wait_for_the_unit_before_them() -> None:
-    """As on the stream that computes."""
+    """They behave as if they were on the stream that computes."""
     (finding,) = forward(waiting=range(1, UNITS + 1)).judged().findings
 
     assert "R080" == finding.requirement
@@ -178,7 +178,7 @@ def test_other_steps_do_not_count() -> None:
 
 
 def test_collectives_without_computation_are_alone() -> None:
-    """A model whose units never told that they compute must not pass."""
+    """A model whose units never report that they compute must not pass."""
     run = forward()
     run.work.computed.clear()
 

@@ -31,7 +31,7 @@ def test_results_add_up() -> None:
 
 
 def test_nothing_compared_is_an_error() -> None:
-    """No comparison, no finding, no reason: the suite proves nothing."""
+    """Without a comparison, a finding or a reason, the suite proves nothing."""
     with pytest.raises(NothingCompared, match=r"comparisons: expected at least 1, got 0 \[gradient parity, rank 1\]"):
         result().into(RankReport(rank=1))
 

@@ -57,7 +57,7 @@ def test_an_undisturbed_run_ends_as_the_observed_one() -> None:
     ],
 )
 def test_a_race_that_the_observation_hid(other: TrainingHistory, where: tuple[int, Any], seen: str) -> None:
-    """One finding, where the runs first part."""
+    """There is one finding, where the runs first differ."""
     (finding,) = same_undisturbed(ending([1.0, 2.0], w=[1.0, 2.0, 3.0]), other, "R073").findings
 
     assert (finding.requirement, finding.rank, (finding.step, finding.fqn)) == ("R073", 1, where)
@@ -65,7 +65,7 @@ def test_a_race_that_the_observation_hid(other: TrainingHistory, where: tuple[in
 
 
 def test_a_clean_run_has_looked_at_something() -> None:
-    """One comparison, of as many accesses as were checked."""
+    """It counts one comparison, of as many accesses as were checked."""
     result = stream_safety(run())
 
     assert result.findings == []
@@ -75,7 +75,7 @@ def test_a_clean_run_has_looked_at_something() -> None:
 
 @pytest.mark.parametrize("accesses", [0, None])
 def test_a_run_without_accesses_proves_nothing(accesses: int | None) -> None:
-    """Neither its cleanness nor its control."""
+    """Both the check and its control are errors."""
     with pytest.raises(NothingCompared, match=f"accesses checked: expected at least 1, got {accesses}"):
         stream_safety(run(accesses=accesses))
     with pytest.raises(NothingCompared):
@@ -83,7 +83,7 @@ def test_a_run_without_accesses_proves_nothing(accesses: int | None) -> None:
 
 
 def test_a_race_is_a_finding_with_its_argument() -> None:
-    """The sentence, how often, what is missing, and both stacks."""
+    """The finding has the sentence, the count, the missing wait, and both stacks."""
     (finding,) = stream_safety(run(hazard(count=3))).findings
 
     assert finding.requirement == "R074"
@@ -112,7 +112,7 @@ def test_the_requirement_of_a_race(kind: HazardKind, then: str, now: str, expect
 
 
 def test_a_case_can_say_another_requirement() -> None:
-    """For kinds, and for what follows the optimizer."""
+    """It may name one for each kind, and one for accesses after the optimizer."""
     names = {HazardKind.REUSE_IN_FLIGHT: "R078", "parameters": "R073"}
     findings = stream_safety(run(hazard(HazardKind.REUSE_IN_FLIGHT), hazard()), names).findings
 

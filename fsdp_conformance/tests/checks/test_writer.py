@@ -58,7 +58,7 @@ def test_one_collective_for_all_is_named() -> None:
 
 
 def test_nothing_is_guessed() -> None:
-    """Where two collectives fit, or none, nothing is said."""
+    """Where two collectives fit, or none, there is no text."""
     twice = _history(_reduced(1, 616), _reduced(2, 616), _reduced(3, 280))
     none = _history(_reduced(1, 99_000), _reduced(2, 88_000))
 

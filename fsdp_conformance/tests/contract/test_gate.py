@@ -93,7 +93,7 @@ def test_a_declared_flag_runs() -> None:
 
 
 def test_an_absent_environment_is_named() -> None:
-    """NOT_RUN_ENV with what is absent, and only that."""
+    """The verdict is NOT_RUN_ENV, and the record names exactly what is absent."""
     record = gated({"environment": ("gloo", "cuda", "nccl")})
 
     assert record is not None
@@ -214,7 +214,7 @@ def test_the_record_says_how_to_run_the_case_again() -> None:
 
 
 def test_a_record_without_implementation_has_a_line_without_it() -> None:
-    """A case that is run by plain unittest."""
+    """Plain unittest runs cases without one."""
     record = gated({}, world_sizes=(3,), implementation="")
 
     assert record is not None
@@ -232,7 +232,7 @@ def test_a_case_that_asks_for_an_accelerator_runs_on_the_simulated_one(environme
 
 @pytest.mark.parametrize("environment", [("accelerator", "cuda"), ("accelerator", "nccl")])
 def test_what_only_cuda_can_show_is_not_simulated(environment: tuple[str, ...]) -> None:
-    """NOT_RUN_ENV on the CPU, as without a simulator."""
+    """The verdict is NOT_RUN_ENV on the CPU, as without a simulator."""
     decided = gated_as({"environment": environment}, declared="any_accelerator")
 
     assert decided.device == "cpu"

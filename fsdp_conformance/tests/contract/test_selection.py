@@ -111,7 +111,7 @@ def test_a_requirement_that_is_only_covered_points_to_the_other_option() -> None
 
 
 def test_all_problems_come_at_once(profile: Profile) -> None:
-    """One for each value."""
+    """The error has one problem for each value."""
     with pytest.raises(ConfigError) as raised:
         ids(profile, cases=("R9", "x*"), chapters=("Z",), world_sizes=(9,))
 

@@ -380,7 +380,7 @@ dropped, or rows of a shard lost: every element is zero""",
         )
 
     def test_precision(self) -> None:
-        """Rounded to fewer bits."""
+        """The cause is rounding to fewer bits."""
         right = replace(gradient(), contributions=None)
         thirds = right.expected / 7 + 0.1234567
 
@@ -390,7 +390,7 @@ dropped, or rows of a shard lost: every element is zero""",
         )
 
     def test_none(self) -> None:
-        """A gradient on one side alone."""
+        """One side alone has a gradient."""
         zeros, some = torch.zeros(3), torch.ones(3)
         seen = (
             likely_none(None, some), likely_none(None, some, used=True), likely_none(zeros, None),

@@ -111,7 +111,7 @@ def test_an_optimizer_that_steps_after_each_micro_batch() -> None:
 
 
 def test_a_loss_that_fits_nothing_has_no_cause() -> None:
-    """Merely another number."""
+    """It is just another number."""
     refs = references()
 
     assert cause(with_loss(refs, refs.expected.steps[1].losses[0].float() * 1.1, 1), refs, Kind.LOSS) is None

@@ -179,7 +179,7 @@ class Refuses(RankTestCase):
         self.refused(r"got '0.unit\+1.unit' outside", units=("0.unit+1.unit",))
 
     def test_batches(self) -> None:
-        """Of several arguments, or of several sizes."""
+        """Batches of several arguments, or of several sizes, are refused."""
         regime = Regime(micro_batches=2, pipeline="1f1b")
         two = replace(pipeline.pipeline(2), batch=lambda key: Batch(args=(torch.ones(3, 7), 1)))
         ragged = replace(

@@ -155,7 +155,7 @@ def test_a_known_failure_does_not_hide_another_one() -> None:
 
 
 def test_an_engine_that_always_fails_ends_the_exploration() -> None:
-    """There is nothing left to find out."""
+    """There is nothing left to explore."""
     result = _explore(_wrong)
 
     assert result.fails_always

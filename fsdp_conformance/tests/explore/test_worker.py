@@ -83,7 +83,7 @@ def test_a_correct_engine_has_no_failure() -> None:
 
 @pytest.mark.nightly
 def test_a_correct_engine_has_no_failure_in_many_examples() -> None:
-    """The same with two hundred examples."""
+    """The result is the same with two hundred examples."""
     exploration = _explored("reference", examples=200)
 
     assert [str(failure.signature) for failure in exploration.failures] == []
@@ -149,7 +149,7 @@ def test_a_refusal_is_no_failure() -> None:
 
 @pytest.mark.nightly
 def test_an_adapter_that_cannot_be_loaded() -> None:
-    """It is a mistake of the adapter, told with what Python said."""
+    """The adapter is at fault, and the error quotes Python's message."""
     order = RunOrder(settings=RunSettings(implementation=f"{_ENGINES}:Missing", ranks="simulated"), device="cpu")
     with WarmWorker(order) as worker, pytest.raises(AdapterError, match="Missing"):
         worker.run(_example())

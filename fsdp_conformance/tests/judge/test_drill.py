@@ -78,7 +78,7 @@ def test_another_cause(planned: Failure, did: Failure) -> None:
 
 
 def test_an_exception_that_was_replaced() -> None:
-    """The engine's own words in place of the exception's."""
+    """The engine's own message replaces that of the exception."""
     record = _drilled(Failure.RAISE, _LOST, _raised(1, "builtins.RuntimeError", "the forward failed"))
 
     assert record.verdict is Verdict.FAIL
@@ -87,7 +87,7 @@ def test_an_exception_that_was_replaced() -> None:
 
 
 def test_the_wrong_rank() -> None:
-    """A peer that raises for itself, and earlier."""
+    """A peer raises independently, and earlier."""
     record = _drilled(Failure.RAISE, _raised(0, "builtins.KeyError", "weight", 0.1), _RIGHT[Failure.RAISE])
 
     assert "got rank 0 raised KeyError" in record.reason
@@ -101,7 +101,7 @@ def test_nobody_failed() -> None:
 
 
 def test_a_peer_that_hangs() -> None:
-    """It had to be ended."""
+    """The suite had to end it."""
     record = _drilled(Failure.KILL, _ended(0), _RIGHT[Failure.KILL])
 
     assert (record.verdict, record.findings[0].rank) == (Verdict.FAIL, 0)

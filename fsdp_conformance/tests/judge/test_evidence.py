@@ -70,7 +70,7 @@ def test_a_failure_keeps_nothing() -> None:
 
 
 def test_what_decides_is_kept() -> None:
-    """Whatever a later version of the judge makes of it."""
+    """A later version of the judge may come to another verdict."""
     decisive: dict[str, Any] = {
         "asked": ["zero3"],
         "unobserved": ["full_grads"],
@@ -85,12 +85,12 @@ def test_what_decides_is_kept() -> None:
 
 
 def test_no_report_leaves_no_evidence() -> None:
-    """As of ranks that never started."""
+    """Ranks that never started leave no report."""
     assert keep_evidence(a_record(verdict=Verdict.NOT_RUN_ENV), [None, None]).evidence == []
 
 
 def test_a_missing_report_is_not_kept() -> None:
-    """As of a rank that another machine could not run."""
+    """A rank that another machine could not run has none."""
     reports = [a_report(0, comparisons=0, not_run="no device"), None]
     record = keep_evidence(a_record(verdict=Verdict.NOT_RUN_ENV), reports)
 
@@ -118,7 +118,7 @@ def test_honest_records_do_not_contradict_themselves() -> None:
 
 @pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.HANG, Verdict.ERROR_SUITE, Verdict.DISABLED])
 def test_verdicts_that_do_no_good_are_believed(verdict: Verdict) -> None:
-    """Whatever else is in the record."""
+    """The rest of the record makes no difference."""
     assert found(a_record("R001/probe-ws2", verdict, a_finding())) == []
 
 
@@ -136,7 +136,7 @@ def test_a_refusal_may_have_consequences() -> None:
 
 
 def test_findings_are_counted() -> None:
-    """In words."""
+    """The text counts findings in words."""
     record = judged(a_report(0), a_report(1))
     record.findings = [a_finding(), a_finding()]
 

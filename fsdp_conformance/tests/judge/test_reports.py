@@ -157,7 +157,7 @@ def test_a_rank_that_compared_nothing_is_the_suites_error() -> None:
 
 
 def test_a_rank_without_checks_is_the_suites_error() -> None:
-    """No oracle spoke."""
+    """No check ran there."""
     assert judged(a_report(0), a_report(1, checks={})).verdict is Verdict.ERROR_SUITE
 
 
@@ -330,7 +330,7 @@ def with_digests(rank: int, digest: str, label: str = "params step 2 0.weight", 
 
 
 def test_equal_digests_pass() -> None:
-    """Also where a rank has none of that label."""
+    """They also pass if a rank has none of that label."""
     assert judged(with_digests(0, "aa"), with_digests(1, "aa"), a_report(2)).verdict is Verdict.PASS
 
 

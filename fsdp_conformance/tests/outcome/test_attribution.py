@@ -77,7 +77,7 @@ def test_each_rank_has_a_report_and_an_exit() -> None:
 def test_how_a_rank_without_an_exception_ended(
     reported: RankReport | None, exit_of_rank: RankExit, ending: Ending, sentence: str
 ) -> None:
-    """At the time of its exit."""
+    """Its ending has the time of its exit."""
     assert ending_of(reported, exit_of_rank) == RankEnding(rank=1, ending=ending, time=9.0, sentence=sentence)
 
 
@@ -97,7 +97,7 @@ def test_how_a_rank_without_an_exception_ended(
 def test_how_a_rank_with_an_exception_ended(
     failure: RankError, findings: list[Finding], ending: Ending, sentence: str
 ) -> None:
-    """At the time of the exception. One that reports findings is told apart; no message leaves only the class."""
+    """Its ending has the time of the exception. One that reports findings has its own ending."""
     outcome = ending_of(report(1, failure, findings=findings), end(1, 10))
 
     assert outcome == RankEnding(rank=1, ending=ending, time=1.0, sentence=sentence, error=failure)
@@ -120,7 +120,7 @@ def test_a_rank_that_the_suite_delayed(reported: RankReport | None, exit_of_rank
 
 
 def test_only_the_first_line_is_quoted() -> None:
-    """Of several, and without what surrounds it."""
+    """The quote is the first of several lines, without what surrounds it."""
     assert first_line("\n first\nsecond\nthird\n") == "first"
 
 

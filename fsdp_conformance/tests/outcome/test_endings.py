@@ -86,7 +86,7 @@ def test_an_exception_where_it_had_to_train_fails_the_requirement_of_the_case() 
 
 
 def test_the_first_rank_to_raise_is_the_headline() -> None:
-    """By time, not by rank; the other is a consequence."""
+    """The first is the earliest, not the lowest rank; the other is a consequence."""
     record = judged(raised(0, "late", time=5.0), raised(1, "early", time=2.0))
 
     assert record.reason == "rank 1 raised RuntimeError: early"
@@ -237,7 +237,6 @@ def test_the_schedule_in_the_record_is_rank_0s() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_any_rank_counts(rank: int) -> None:
-    """Not only the first."""
     ranks: list[tuple[RankReport | None, RankExit]] = [well(0), well(1), well(2)]
     ranks[rank] = (None, an_exit(rank, code=-9, **GONE))
 

@@ -252,7 +252,7 @@ def test_workers_and_their_scheduler(
 
 @pytest.mark.slow
 def test_the_suites_are_known_by_their_node_ids() -> None:
-    """As pytest names them, whatever directory they are in."""
+    """The node ids are pytest's, whatever directory they are in."""
     sizes = sizes_by_node_id("fsdp_conformance.suites")
 
     assert sizes["test_a_parity.py::NumericalParity::test_exact_probe_ws4"] == 4

@@ -128,7 +128,7 @@ def test_a_large_case_is_not_overtaken_for_ever() -> None:
 
 
 def test_a_worker_that_dies_leaves_its_next_case_to_others() -> None:
-    """And says which case it was running."""
+    """The dispatch also returns the case that the worker was running."""
     dispatch = Dispatch([2, 2, 1], Slots(2))
     assert [dispatch.join("a"), dispatch.join("b")] == [0, 2]
     (first,) = dispatch.starts()
@@ -157,6 +157,6 @@ def test_a_node_is_filled() -> None:
 
 
 def test_one_worker_takes_the_sum() -> None:
-    """And nothing takes no time."""
+    """Without any case, it takes no time."""
     assert wall_time([(2, 3.0), (1, 4.0)], Slots(2), num_workers=1) == 7.0
     assert wall_time([], Slots(2), num_workers=2) == 0.0

@@ -279,7 +279,6 @@ def test_last_failed_runs_the_failures_again(suite: MiniSuite) -> None:
 
 
 def test_settings_reach_the_run_file(suite: MiniSuite) -> None:
-    """As they were given."""
     options = ("--implementation", "my.py:Mine", "--conformance-deadline-scale", "2.5", "--reuse-ranks")
     result = ran(suite, None, *options)
     settings = result.run.header["settings"]
@@ -399,7 +398,7 @@ def test_a_mistake_is_one_message(suite: MiniSuite, options: tuple[str, str], wo
     ],
 )
 def test_a_run_that_cannot_begin_says_why(suite: MiniSuite, options: tuple[str, ...], status: int, words: str) -> None:
-    """With a status beyond pytest's own."""
+    """It ends with a status beyond pytest's own."""
     result = ran(suite, None, *options)
 
     assert result.status == status
@@ -421,7 +420,7 @@ def test_a_run_that_is_interrupted_has_no_footer(suite: MiniSuite) -> None:
 
 
 def test_a_full_disk_ends_the_run(suite: MiniSuite) -> None:
-    """With the file intact, a message, and the environment's status."""
+    """The file is intact, and there is a message and the environment's status."""
     result = ran(suite, None, MINI_SUITE_FILE_SIZE="5000")
 
     assert result.status == EXIT_ENVIRONMENT
@@ -456,7 +455,7 @@ def test_reruns_are_not_comparable(suite: MiniSuite) -> None:
 
 
 def test_workers_come_to_the_same_verdicts(suite: MiniSuite) -> None:
-    """As one process does; records travel with the reports."""
+    """The verdicts are those of one process; records travel with the reports."""
     acts = {"R001/probe-ws4": "HANG", "R001/probe-ws2": "FAIL"}
     alone = ran(suite, acts).verdicts
     shared = ran(suite, acts, "-n", "2")

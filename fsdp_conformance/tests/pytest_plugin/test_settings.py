@@ -150,7 +150,7 @@ def test_stress_has_a_seed() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(words: dict[str, Any], problem: str) -> None:
-    """With the word that was typed."""
+    """The error quotes the word that was typed."""
     with pytest.raises(ConfigError) as raised:
         run_settings.from_words(**words)
 
@@ -167,7 +167,6 @@ def test_what_can_be_is_not(words: dict[str, Any]) -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    """Not only the first."""
     with pytest.raises(ConfigError) as raised:
         run_settings.from_words(device="a b", world_sizes=["x", "y"], deadline_scale="0")
 

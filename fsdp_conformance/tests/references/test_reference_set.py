@@ -287,7 +287,7 @@ def test_references_that_differ_judge_nobody() -> None:
 
 
 def test_references_that_differ_in_none_judge_nobody() -> None:
-    """So does one that has a gradient where the others have none."""
+    """A reference that has a gradient where the others have none is a disagreement too."""
     references = references_of(models.nested())
     grads = references.samples[0].steps[0].grads
     assert grads is not None

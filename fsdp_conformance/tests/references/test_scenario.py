@@ -73,7 +73,7 @@ def test_what_a_function_holds_counts() -> None:
 
 
 def test_regimes_differ() -> None:
-    """By every field, events included."""
+    """Every field makes a difference, events included."""
     event = Event(action=Action.EVALUATE, moment=Moment.STEP, step=0)
     regimes = [
         REGIME,
@@ -125,7 +125,7 @@ def test_a_key_names_the_world_the_versions_and_the_suite() -> None:
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE"])
 def test_variables_of_numerics_count(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    """As they are in the rank."""
+    """They count as they are in the rank."""
     monkeypatch.setenv(variable, "1")
     first = surroundings()
     monkeypatch.setenv(variable, "2")
@@ -152,7 +152,7 @@ def test_settings_count_as_an_engine_has_left_them(change: Callable[[], None], b
 
 
 def test_an_offer_travels() -> None:
-    """To the ranks, as JSON."""
+    """It reaches the ranks as JSON."""
     offer = _offer(known=frozenset({"b", "a"}), wanted=frozenset({"c"}))
 
     assert codec.typed(Offer, codec.plain(offer)) == offer

@@ -200,7 +200,7 @@ def test_an_edited_entry_is_not_used(store: ReferenceStore) -> None:
 
 
 def test_an_entry_of_another_torch_is_not_used(store: ReferenceStore) -> None:
-    """Even under the name that this version looks for."""
+    """It is not used even under the name that this version looks for."""
     path, key = _entry(store, "exact-mlp")
     other = {**key, "torch": "2.5.0"}
     store.write(other, [store.read(key, rank) or b"" for rank in range(2)])

@@ -96,7 +96,7 @@ def test_what_cannot_be_written_is_not_shared(stranger: object) -> None:
 
 
 def test_no_entry(tmp_path: Path) -> None:
-    """Neither an entry nor a directory."""
+    """There may be no entry, or no directory."""
     assert _store(tmp_path).read(KEY, 0) is None
     assert _store(tmp_path).names() == (frozenset(), frozenset())
 
@@ -117,7 +117,7 @@ def test_an_edited_entry_is_refused(tmp_path: Path, place: int) -> None:
 
 @pytest.mark.parametrize("length", [0, 10, 100, 300, -1])
 def test_a_half_written_entry_is_refused(tmp_path: Path, length: int) -> None:
-    """Wherever it ends."""
+    """It may end anywhere."""
     store = _store(tmp_path)
     store.write(KEY, [section(_history())])
     path = store.path(entry_name(KEY))

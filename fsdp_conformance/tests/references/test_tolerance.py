@@ -183,7 +183,7 @@ def test_what_stands_still_must_stand_still() -> None:
 
 
 def test_a_reference_of_nan_lets_nothing_pass() -> None:
-    """Not even of a frozen parameter."""
+    """This holds for frozen parameters too."""
     bound = calibrate_one(_EXPECTED, [_off(0, math.nan, 0, 0)], base=_EXPECTED, floor=1e-3)
 
     assert math.isnan(bound.noise)

@@ -65,7 +65,7 @@ def test_nothing_run_is_no_success() -> None:
 
 
 def test_an_empty_profile_certifies_nobody() -> None:
-    """Nor does a manifest of nothing."""
+    """A manifest without cases does not certify anything either."""
     profile = Profile(name="core-test", interpretation=INTERPRETATION, entries=())
 
     assert only_reason(certified(profile=profile)) == "incomplete: the profile has no cases"
@@ -103,7 +103,6 @@ def test_another_interpretation_is_a_reason() -> None:
 
 
 def test_a_selection_certifies_nobody() -> None:
-    """Even if all of it passed."""
     reason = only_reason(certified(profile=a_profile(certifies=False)))
 
     assert reason == "incomplete: the profile core-test is a selection, which cannot certify"
@@ -121,14 +120,14 @@ def test_a_selection_certifies_nobody() -> None:
     ],
 )
 def test_options_that_narrow_a_run_are_reasons(settings: dict[str, Any], reason: str) -> None:
-    """Whatever the cases said."""
+    """The verdicts on the cases make no difference."""
     certificate = certified(settings=settings)
 
     assert (only_reason(certificate), certificate.only_incomplete) == (reason, True)
 
 
 def test_ranks_that_were_reused_are_a_reason() -> None:
-    """Also where the settings do not say so."""
+    """They are a reason even if the settings do not mention it."""
     reason = only_reason(certified(a_record(PARITY, requirements=["R001"], ranks="reused")))
 
     assert reason == "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case"
@@ -161,7 +160,7 @@ def test_a_stress_run_says_what_struck() -> None:
 
 
 def test_a_run_with_failures_says_how_many_struck() -> None:
-    """Of the cases that reached the ranks."""
+    """Only cases that reached the ranks count."""
     record = a_record(PARITY, requirements=["R001"])
     record.measurements["stress failure"] = "all_gather #3 of training"
     settings = {"stress_seed": 7, "stress_failure": "kill"}
@@ -226,7 +225,7 @@ def test_a_verdict_that_is_in_the_way(verdict: Verdict, status: int) -> None:
 
 
 def test_cases_in_the_way_for_one_reason_are_one_reason() -> None:
-    """With the first of them, and how many more."""
+    """The reason has the first of them, and the number of the others."""
     cases = [a_case(world_size=size, requirements=["R001"]) for size in range(1, 7)]
     records = [a_record(case.id, Verdict.HANG, requirements=["R001"]) for case in cases]
 
@@ -365,7 +364,7 @@ def test_a_scope_that_was_not_run_is_not_passed() -> None:
 
 @pytest.mark.parametrize("verdict", [Verdict.INCONCLUSIVE, Verdict.ERROR_SUITE, Verdict.XFAIL, Verdict.XPASS])
 def test_what_was_not_judged_is_not_granted(verdict: Verdict) -> None:
-    """Nor held against the implementation."""
+    """It is not held against the implementation either."""
     certificate = certified(a_record("R093/probe-ws2", verdict))
 
     assert certificate.certified
@@ -374,7 +373,7 @@ def test_what_was_not_judged_is_not_granted(verdict: Verdict) -> None:
 
 
 def test_a_record_of_another_world_size_is_not_judged() -> None:
-    """In an extension, too."""
+    """This holds for extensions too."""
     certificate = certified(a_record("R093/probe-ws2", world_size=3))
 
     assert states(certificate)["accumulation"] == "not judged"
@@ -390,7 +389,7 @@ def test_a_case_that_shows_only_a_should_counts_as_passed() -> None:
 
 
 def test_every_flag_that_was_declined_is_named() -> None:
-    """Or it is said that none was."""
+    """If none was declined, the text states that."""
     profile = a_profile(*CASES, a_case(requirements=["R033"], environment=("accelerator",)))
     record = unsupported("R033/probe-ws2", device="sim", measurements={"undeclared": ["any_accelerator", "zero3"]})
     nothing = unsupported("R033/probe-ws2", device="sim")
@@ -490,7 +489,7 @@ def test_wrong_numbers_on_a_model_that_everybody_trains_refuse_the_base(declared
 
 
 def test_a_declared_model_that_is_refused_costs_the_extension_only() -> None:
-    """It is loud."""
+    """The refusal is loud."""
     profile = a_profile(*CASES, a_case(requirements=["R112"], needs=("frozen_mixed",)))
     failing = a_record("R112/probe-ws2", Verdict.FAIL, a_finding("R112", check="refusal"))
     certificate = certified(failing, profile=profile, flags="no_sync frozen_mixed")

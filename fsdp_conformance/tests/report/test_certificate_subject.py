@@ -9,7 +9,7 @@ from fsdp_conformance.tests.report.evidence import LOADED
 
 
 def test_the_certificate_names_what_was_judged() -> None:
-    """Versions and hashes."""
+    """It has versions and hashes."""
     assert certified().subject == {
         "implementation": "mine",
         "version": "1",
@@ -86,7 +86,7 @@ def test_cases_that_shared_a_device_are_mentioned(slots: int, number: str) -> No
 
 
 def test_what_loosens_a_check_is_printed() -> None:
-    """And so is what changes the run."""
+    """Settings that change the run are printed too."""
     run = a_run(settings={"deadline_scale": 4.0})
     run.header["implementation"] |= {
         "shims": ["patches torch.cuda.Event"],
@@ -112,7 +112,7 @@ def test_what_loosens_a_check_is_printed() -> None:
 
 
 def test_a_certificate_is_json() -> None:
-    """As the footer has it."""
+    """The footer of the run file holds this JSON."""
     data = certified().to_json()
 
     assert data["certified"] is True

@@ -38,7 +38,7 @@ NEW = a_run(
 
 
 def test_differing_verdicts_and_lonely_cases_are_found() -> None:
-    """Whatever the order of the cases."""
+    """The order of the cases makes no difference."""
     result = compare(OLD, NEW)
 
     assert [(item.case, item.old, item.new) for item in result.differing] == [
@@ -90,7 +90,7 @@ def test_runs_of_different_things_are_compared_only_by_force(changes: dict[str, 
 
 
 def test_the_json_has_everything() -> None:
-    """And survives a way through JSON."""
+    """The content survives a round trip through JSON."""
     data = json.loads(json.dumps(codec.plain(compare(OLD, NEW))))
 
     assert data["differing"][0] == {

@@ -97,7 +97,7 @@ def test_a_failure_counts_for_the_requirements_that_it_names() -> None:
 
 
 def test_a_verdict_on_a_case_that_has_changed_is_not_shown() -> None:
-    """Nor one on a case that is gone; both are counted."""
+    """A verdict on a case that is gone is not shown either; both are counted."""
     case = "R001/probe-ws2"
     old = replace(shown(Verdict.PASS, case), digest="00000000")
     gone = shown(Verdict.PASS, case)
@@ -150,7 +150,7 @@ def test_two_columns_of_one_engine_are_refused() -> None:
 
 
 def test_the_page_has_a_table_for_each_chapter() -> None:
-    """With the engines that ran something of it, and links."""
+    """Each table has the engines that ran something of the chapter, and links."""
     case = "R001/probe-ws2"
     text = markdown(a_table(an_engine(cases={case: shown(Verdict.PASS, case)}), an_engine("idle")), link="page.md")
 
@@ -168,7 +168,7 @@ def test_the_page_has_a_table_for_each_chapter() -> None:
 
 @pytest.mark.slow
 def test_runs_of_components_have_a_separate_table() -> None:
-    """And each engine misses only cases of the profiles that it ran."""
+    """Each engine misses only cases of the profiles that it ran."""
 
     def ran(name: str, *profiles: str) -> Tally:
         runs = tuple(Part(profile=profile, words="NOT CERTIFIED", seconds=1.0) for profile in profiles)

@@ -94,7 +94,7 @@ def test_a_glob_stands_for_every_case_that_it_matches() -> None:
     ],
 )
 def test_an_entry_applies_to_the_runs_that_it_describes(entry: Expectation, applies: bool) -> None:
-    """To the others it says nothing, so the failure is new."""
+    """For other runs it does not count, so the failure is new."""
     assert surprises(a_run(a_record(UNUSED, Verdict.FAIL)), entry) == ([] if applies else [f"NEW {UNUSED}"])
 
 
@@ -132,7 +132,7 @@ def test_an_entry_expires_on_its_day() -> None:
 
 
 def test_a_broken_file_is_refused_with_all_of_its_problems(tmp_path: Path) -> None:
-    """At once, with the number of the entry."""
+    """One error has all problems, with the number of the entry."""
     path = tmp_path / "conformance.toml"
     path.write_text(
         '[[expect]]\ncase = "R001/x"\n[[expect]]\ncase = "b"\nverdict = "PASS"\nreason = " "\nexpires = "soon"\n'

@@ -127,13 +127,13 @@ class TestBadge:
         return picture.findall(f"{name}g/{name}text")[1].text or "", picture.findall(f"{name}rect")[1].get("fill", "")
 
     def test_a_certificate_is_shown_with_its_scope(self) -> None:
-        """Not by the word alone."""
+        """The word alone is not enough."""
         given = {"certified": True, "reasons": (), "counts": {Verdict.PASS: 5}}
 
         assert self.words(**given) == ("base + offload (1 of 2 extensions)", "#1a7f37")
 
     def test_a_failure_is_red(self) -> None:
-        """With how much failed."""
+        """The badge has the number of failures."""
         assert self.words() == ("2 of 5 cases failed", "#c62828")
 
     def test_a_part_of_a_profile_is_grey(self) -> None:

@@ -53,7 +53,7 @@ def test_without_an_earlier_run_there_is_a_message() -> None:
 
 
 def test_the_last_run_of_another_implementation_does_not_count() -> None:
-    """Neither for failures nor for durations."""
+    """It counts neither for failures nor for durations."""
     ran({"R001/probe-ws2": Verdict.FAIL})
 
     with pytest.raises(UsageError, match="needs a run of other, but the last one was of mine"):

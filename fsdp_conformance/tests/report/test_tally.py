@@ -152,7 +152,6 @@ def test_a_run_of_other_cases_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_an_edited_tally_is_refused(edit: object, message: str, tmp_path: Path) -> None:
-    """Whatever was changed in it."""
     text = tally([ran(tmp_path, R117=Verdict.FAIL)], PROFILE).to_text()
 
     with pytest.raises(UsageError, match=message):
@@ -160,7 +159,7 @@ def test_an_edited_tally_is_refused(edit: object, message: str, tmp_path: Path) 
 
 
 def test_a_digest_is_of_what_a_case_asks_for() -> None:
-    """Not of its title."""
+    """The title does not count."""
     (plain,) = profile_of("some", [a_case()]).entries
     changed = [
         profile_of("some", [a_case(**change)]).entries[0]

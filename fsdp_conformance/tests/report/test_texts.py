@@ -214,7 +214,7 @@ class Texts(TestCase):
         )
 
     def test_an_exception_has_its_own_advice(self) -> None:
-        """By whether it depends on the rank."""
+        """The advice depends on whether the exception depends on the rank."""
         alone = a_finding(
             "R001", check="training", message="rank 1 raised ValueError: 13 elements", rank=1, step=None, phase=None,
             fqn=None, element=None, got=None, expected=None, ratio=None, ulps=None, likely="only rank 1 raised: the "
@@ -305,7 +305,7 @@ class Texts(TestCase):
         )
 
     def test_the_summary_has_a_denominator(self) -> None:
-        """And says what was executed of it."""
+        """It also shows how much of it was executed."""
         self.assertText(
             summary_line(a_certificate(), seconds=108.0) + "\n" + certificate_text(a_certificate()),
             """\
@@ -580,7 +580,7 @@ def test_durations_are_short(seconds: float, text: str) -> None:
 
 
 def test_cases_of_other_causes_are_other_groups() -> None:
-    """Also with the same requirement and check."""
+    """They are, even with the same requirement and check."""
     records = [failed(), failed("R003/other-ws2", likely="divided twice")]
 
     assert len(grouped(records)) == 2

@@ -161,7 +161,7 @@ def test_the_profile_is_the_one_that_the_run_names(tmp_path: Path, profile: Prof
 
 
 def test_what_is_no_run_file_is_refused(tmp_path: Path) -> None:
-    """With its path."""
+    """The error has its path."""
     with pytest.raises(RunFileError, match=NAME):
         verify(tmp_path)
 
