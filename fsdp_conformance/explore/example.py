@@ -2,7 +2,7 @@
 An example: everything that one exploration run needs, as frozen data with a JSON form.
 
 Every rank builds the same model, batches, plan and schedule from it. `axes` says in words what an example exercises;
-the counts of an exploration, and what it takes to make an engine fail, are told by these words.
+the counts of an exploration, and what it takes to make an engine fail, are reported in these words.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _SHARDING = {
 #: Shapes of extra parameters: odd sizes, fewer rows than ranks, single elements, rows of several dims.
 _EXTRAS: tuple[tuple[int, ...], ...] = ((3,), (1,), (5, 1), (1, 1), (7,), (2, 3), (3, 2, 2), (6, 4), (1, 5), (4,))
 
-#: What may happen besides training. Freezing and dropped gradients have fields of their own in a regime.
+#: What may happen besides training. Freezing and dropped gradients have their own fields in a regime.
 _ACTIONS = tuple(action for action in Action if action not in (Action.FREEZE, Action.DROP))
 
 #: New learning rates and factors of what is written: dyadic, so that exact models stay exact.

@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """A failure as it is told: the smallest example, and the record of it on processes."""
+    """A failure as it is reported: the smallest example, and its record on processes."""
 
     example: Example
     signature: str

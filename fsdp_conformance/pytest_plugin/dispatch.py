@@ -5,7 +5,7 @@ Which cases run at the same time on devices that ranks own: the largest world fi
     Dispatch    which worker starts which case next
     wall_time   how long that takes, with a duration for each case and no clock
 
-A worker always has its next case at hand: pytest-xdist starts a case only when the worker has been told what follows
+A worker always has its next case at hand: pytest-xdist starts a case only when the worker knows what follows
 it. So the cases that can start at any moment are those that idle workers have at hand, and it matters who has what. As
 many workers as large cases fit take the largest case that is left. The others take the largest one that fits next to
 them.

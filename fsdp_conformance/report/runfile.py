@@ -157,7 +157,7 @@ class RunFile:
 
     @property
     def seconds(self) -> float:
-        """How long the run took; if nothing says so, the time of its cases."""
+        """How long the run took; without a footer, the time of its cases."""
         return float((self.footer or {}).get("seconds") or sum(record.seconds for record in self.records))
 
     def reference_counts(self) -> dict[str, int]:

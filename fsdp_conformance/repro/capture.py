@@ -56,10 +56,10 @@ class Captured:
     left_out: dict[str, None] = field(default_factory=dict)
     """Further checks of the trainings."""
     kept: list[Any] = field(default_factory=list)
-    """So that no id is used again."""
+    """Keeps the objects alive, so that no id is used again."""
 
     def maker(self, workload: Workload) -> Made:
-        """The call that made it. Raises NoScript if the body has changed it, or built it by itself."""
+        """The call that made it. Raises NoScript if the body has changed it, or built it directly."""
         if id(workload) not in self.made:
             raise NoScript(f"the body of the case changes the workload {workload.name}, so no function makes it")
         return self.made[id(workload)]

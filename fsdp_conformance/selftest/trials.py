@@ -160,7 +160,7 @@ def _compare_losses(trial: Trial) -> Result:
 
 
 def _right(cases: Sequence[Case], *, each_variant: bool) -> list[Trial]:
-    """Every case on the bundled engines that offer what it needs, and on each variant of them or on one in turn."""
+    """Every case on the bundled engines that offer what it needs, and on each of their variants or on one in turn."""
     variants = [name for name in CORRECT if name not in BUNDLED]
     parts = {entry.id for entry in load_profile(_COMPONENTS).entries}
     trials = []

@@ -209,7 +209,7 @@ class Regime:
                 yield from self.at(moment, step, micro)
 
     def frozen(self, step: int) -> tuple[str, ...] | None:
-        """The parameters that are frozen in the forwards of a step; None if no event has said so yet."""
+        """The parameters that are frozen in the forwards of a step; None if no event has set them yet."""
         frozen = [
             event
             for earlier in range(step + 1)

@@ -166,7 +166,7 @@ def _size(line: str, form: re.Pattern[str]) -> int:
 
 def _collective(line: str, form: re.Pattern[str], largest: int) -> Mark:
     match = form.match(line)
-    if match is None:  # a later version's line is told, not understood
+    if match is None:  # a line of a later version is shown as text
         return Mark(line)
     state = match.groupdict().get("state", _DONE)
     return Mark(line, match["op"], int(match["bytes"]) / max(largest, 1), state != _DONE)

@@ -73,7 +73,7 @@ def test_components_are_conditional() -> None:
 
 
 def test_every_chapter_has_a_requirement() -> None:
-    """And comes once, in the order of CHAPTERS, but for what was added at the end."""
+    """Each chapter comes once, in the order of CHAPTERS, except for the requirement added at the end."""
     chapters = [item.chapter for item in contract.load().requirements.values()][:-1]
 
     assert list(dict.fromkeys(chapters)) == list(CHAPTERS)

@@ -103,7 +103,7 @@ def test_exceptions_without_a_line_of_the_engine_go_by_what_they_say() -> None:
 
 
 def test_failures_without_a_cause_come_briefly_after_a_common_one() -> None:
-    """They may follow from it, which nothing proves: they are told in two lines each, and stay failures."""
+    """They may follow from it, but nothing proves it: each one takes two lines, and stays a failure."""
     common = [failed(f"R003/{name}-ws2", f"{SUMMED}: 2") for name in "abc"]
     alone = failed("R109/state-dict-ws2", check="parameters after a load")
     text = render_findings([*common, alone])

@@ -121,7 +121,7 @@ def test_the_save_and_its_load_go_together() -> None:
 
 
 def test_events_move_to_the_first_step() -> None:
-    """So that the steps after it can go; a load never before its save."""
+    """The later steps can then be removed; a load never comes before its save."""
     events = (
         Event(action=Action.SAVE, moment=Moment.STEP, step=1),
         Event(action=Action.LOAD, moment=Moment.END, step=1),

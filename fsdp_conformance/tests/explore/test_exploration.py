@@ -182,7 +182,7 @@ def test_what_judges_nobody_is_counted_with_its_reason() -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_fails_now_and_then() -> None:
-    """A failure that does not repeat while it is shrunk is told as it was drawn."""
+    """A failure that does not repeat while it is shrunk is reported as it was drawn."""
     seen: list[Example] = []
 
     def judged(example: Example) -> Outcome | None:

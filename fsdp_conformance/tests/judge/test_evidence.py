@@ -70,7 +70,7 @@ def test_a_failure_keeps_nothing() -> None:
 
 
 def test_what_decides_is_kept() -> None:
-    """A later version of the judge may come to another verdict."""
+    """It stays for any later version of the judge."""
     decisive: dict[str, Any] = {
         "asked": ["zero3"],
         "unobserved": ["full_grads"],

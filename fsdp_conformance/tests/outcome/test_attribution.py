@@ -97,7 +97,7 @@ def test_how_a_rank_without_an_exception_ended(
 def test_how_a_rank_with_an_exception_ended(
     failure: RankError, findings: list[Finding], ending: Ending, sentence: str
 ) -> None:
-    """Its ending has the time of the exception. One that reports findings has its own ending."""
+    """Its ending has the time of the exception. One with findings differs; without a message only the class is quoted."""
     outcome = ending_of(report(1, failure, findings=findings), end(1, 10))
 
     assert outcome == RankEnding(rank=1, ending=ending, time=1.0, sentence=sentence, error=failure)
@@ -135,7 +135,7 @@ def test_cause_comes_before_consequence_whatever_the_clock_says() -> None:
 
 
 def test_earliest_of_two_causes_is_first() -> None:
-    """Both ranks raised for reasons of their own; time decides."""
+    """Both ranks raised independently; time decides."""
     outcome = told((report(0, error("late", time=5.0)), end(0, 10)), (report(1, error("early", time=3.0)), end(1, 10)))
 
     assert outcome.headline == "rank 1 raised RuntimeError: early"

@@ -357,7 +357,7 @@ def test_the_silent_rank_explains_the_time_outs_of_its_peers() -> None:
 
 
 def test_a_stopped_rank_explains_a_stuck_one() -> None:
-    """SIGSTOP is told apart by the first words of its stack."""
+    """SIGSTOP is recognised by the first words of the stack."""
     record = judged((None, stuck(0, time=1.0)), (None, stuck(1, time=2.0, stack="stopped (state T in /proc/PID/stat)")))
 
     assert record.reason == "rank 1 was stopped by a signal and never reported"

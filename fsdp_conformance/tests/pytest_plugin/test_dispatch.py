@@ -1,4 +1,4 @@
-"""Which cases run at the same time: largest first, gaps filled, none overtaken for ever. With faked durations."""
+"""Which cases run at the same time: largest first, gaps filled, none overtaken forever. With faked durations."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from fsdp_conformance.run_settings import RunSettings
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    """The settings of this process are those of whoever runs these tests."""
+    """The settings of this process come from the run of these tests."""
     before = run_settings.current(), run_settings.description()
     yield
     run_settings.use(*before)

@@ -1,4 +1,4 @@
-"""The references agree with each other on real ranks, for every workload and regime, and say so when they do not."""
+"""The references agree with each other on real ranks, for every workload and regime, and report it when they do not."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_the_loops_of_references_do_not_touch_random_state() -> None:
 
 
 def test_the_distributed_references_are_callable_alone() -> None:
-    """On one rank without a process group both distributed references need one, and say so by raising."""
+    """On one rank without a process group both distributed references raise, because they need one."""
     for reference in (ddp_reference, all_reduce_reference):
         with pytest.raises(ValueError, match=r"[Dd]efault process group"):
             reference(models.nested(), Regime(steps=1), rank=0, world_size=1)

@@ -134,7 +134,7 @@ def test_ranks_that_were_reused_are_a_reason() -> None:
 
 
 def test_ranks_that_shared_devices_are_a_reason() -> None:
-    """Also where the settings do not say so; and the line with the verdict does."""
+    """They are a reason even if the settings do not mention it, and the line with the verdict names them."""
     certificate = certified(a_record(PARITY, requirements=["R001"], ranks="sharing devices"))
 
     assert only_reason(certificate) == SHARED
@@ -143,7 +143,7 @@ def test_ranks_that_shared_devices_are_a_reason() -> None:
 
 
 def test_ranks_that_were_provoked_are_a_reason() -> None:
-    """Also where the settings do not say so."""
+    """They are a reason even if the settings do not mention it."""
     record = a_record(PARITY, requirements=["R001"])
     record.measurements["stress"] = {"late completion": 3}
 
@@ -571,7 +571,7 @@ def test_only_evidence_makes_a_case_inapplicable() -> None:
 
 
 def test_only_a_shipped_profile_certifies() -> None:
-    """A file of one's own makes a private run, whatever name it bears."""
+    """A private profile makes a private run, whatever its name is."""
     own = profile_of("core-2026.11", CASES[:1])
     certificate = certify(a_run(profile=own), own)
 

@@ -128,7 +128,7 @@ def test_a_cell(cell: Seen, text: str) -> None:
 
 
 def test_rows_that_are_empty_without_a_reason_are_named() -> None:
-    """And reasons that no longer hold, and cases that nothing shows to be able to fail."""
+    """Reasons that no longer hold are named too, and so are cases that nothing has shown to be able to fail."""
     assert [text.partition(" ")[0] for text in a_table(excused={}).problems] == ["R131"]
     stale = a_table(excused={"R131": "None yet.", "R001": "None yet."}).problems
     assert stale == ("R001 (Losses equal DDP's) has 2 cases for 2 adapters, and a reason why it has none",)

@@ -128,7 +128,7 @@ def test_an_edited_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_of_other_cases_is_refused(tmp_path: Path) -> None:
-    """A profile of one's own, or one that has changed since: its cases may ask for something else now."""
+    """The cases of a private profile, or of one that has changed since, may ask for something else now."""
     file = tmp_path / "some.json"
     file.write_text(json.dumps(profile_of("quick-2026.11", [a_case()], only=["R001/probe-ws2"]).to_json()))
     run = Recorder(RunSettings(), profile_of("quick-2026.11", [a_case()]), {"name": "one"}, tmp_path)

@@ -113,7 +113,7 @@ def test_everything_that_is_used_is_defined_before_it_is_needed() -> None:
     ids=["not exact", "no parity", "a refusal", "an event", "bytes", "an event that only an adapter's code can follow"],
 )
 def test_what_a_script_cannot_show_is_refused_with_the_reason(case_id: str, reason: str) -> None:
-    """And with what to do instead; nothing of the world that was imagined is left."""
+    """The error also says what to do instead; nothing of the imagined world is left."""
     with pytest.raises(NoScript, match=reason) as refused:
         _script(case_id, "torch-fsdp2")
     assert "debug CASE" in str(refused.value)
@@ -121,7 +121,7 @@ def test_what_a_script_cannot_show_is_refused_with_the_reason(case_id: str, reas
     assert not dist.is_initialized()
 
 
-#: An engine of one's own, in the adapter's file: it forgets to reduce one gradient.
+#: A user's own engine, in the adapter's file: it forgets to reduce one gradient.
 _OWN = """
 import torch
 import torch.distributed as dist
