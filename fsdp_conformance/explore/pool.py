@@ -134,7 +134,7 @@ class WarmWorker:
                     self._runner = int(answer["ready"])
             if self._runner:
                 return
-            output = self._said()
+            output = self._output()
             self._end()
         raise AdapterError(f"the implementation cannot be loaded in a process that runs examples:\n{output}")
 
@@ -179,7 +179,7 @@ class WarmWorker:
             os.killpg(self._runner, signal.SIGKILL)
         self._runner = 0
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         self._errors.flush()
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - 3000))

@@ -176,7 +176,7 @@ def _lines(table: Coverage, heading: str, link: str) -> Iterator[str]:
         yield "|---|--:|--:|--:|" + "---|" * len(names)
         for row in rows:
             words = [row.cells[index].text() for index in shown]
-            yield "| " + " | ".join([_named(row, link), *_counts(row, table), *words]) + " |"
+            yield "| " + " | ".join([_title(row, link), *_counts(row, table), *words]) + " |"
 
 
 def _is_of_components(engine: Tally) -> bool:
@@ -207,7 +207,7 @@ def _engines(table: Coverage, places: Sequence[int]) -> Iterator[str]:
         yield f"| {label} | " + " | ".join(values) + " |"
 
 
-def _named(row: Row, link: str) -> str:
+def _title(row: Row, link: str) -> str:
     requirement = row.requirement
     name = f"[{requirement.id}]({link}#{requirement.id.lower()})" if link else requirement.id
     return f"{name} {requirement.name}" + (f". {row.reason}" if row.reason else "")

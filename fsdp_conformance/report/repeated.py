@@ -29,7 +29,7 @@ def differences(then: CaseRecord, now: CaseRecord) -> list[str]:
     before, after = _first(then), _first(now)
     if before is None or after is None:
         if before is not after:
-            lines.append(f"first finding: {_told(before)}, now {_told(after)}")
+            lines.append(f"first finding: {_as_text(before)}, now {_as_text(after)}")
         elif then.verdict not in FINE and then.reason != now.reason:
             lines.append(f"reason: {then.reason}, now {now.reason}")
         return lines
@@ -85,7 +85,7 @@ def _first(record: CaseRecord) -> Finding | None:
     return record.findings[0] if record.findings else None
 
 
-def _told(finding: Finding | None) -> str:
+def _as_text(finding: Finding | None) -> str:
     return "none" if finding is None else finding.sentence()
 
 

@@ -201,7 +201,7 @@ class _Members:
         self.unused = unused
         """Methods that the script's base class calls, but not in this training."""
         self.classes = [each for each in adapter.__mro__ if each not in _ROOTS]
-        self.found: dict[type, dict[str, str]] = {each: {} for each in self.classes}
+        self.texts: dict[type, dict[str, str]] = {each: {} for each in self.classes}
         for each in (*self.classes, *_PROTOCOL):
             sources.provide(each.__module__, each.__name__)
         of_torch = TORCH_BASE if issubclass(adapter, TorchAdapter) else ""
@@ -215,11 +215,11 @@ class _Members:
         if owner is None:
             self._want_of_base(name)
             return
-        if name in self.found[owner]:
+        if name in self.texts[owner]:
             return
-        self.found[owner][name] = ""  # begun: two methods may call each other
+        self.texts[owner][name] = ""  # begun: two methods may call each other
         nodes = self._nodes(owner, name)
-        self.found[owner][name] = "\n\n".join(self.sources.text_of(owner.__module__, node) for node in nodes)
+        self.texts[owner][name] = "\n\n".join(self.sources.text_of(owner.__module__, node) for node in nodes)
         for node in nodes:
             for used, inherited in _own_uses(node, {"self", "cls", *(each.__name__ for each in self.classes)}):
                 self.want(used, owner if inherited else None)
@@ -230,12 +230,12 @@ class _Members:
 
     def _class(self, cls: type) -> str:
         bases = [base.__name__ for base in self._bases(cls)]
-        texts = sorted(self.found[cls].items(), key=lambda item: self._nodes(cls, item[0])[0].lineno)
+        texts = sorted(self.texts[cls].items(), key=lambda item: self._nodes(cls, item[0])[0].lineno)
         body = "\n\n".join(text for _, text in texts) if texts else "    pass"
         return f"class {cls.__name__}({', '.join(bases)}):\n{body}"
 
     def _is_kept(self, cls: type) -> bool:
-        return cls is self.adapter or bool(self.found[cls])
+        return cls is self.adapter or bool(self.texts[cls])
 
     def _bases(self, cls: type) -> list[type]:
         """Its bases in the script: those that have nothing are replaced by their own."""
@@ -245,9 +245,9 @@ class _Members:
 
     def _flattened(self, cls: type) -> Iterator[type]:
         for base in cls.__bases__:
-            if base in _PROTOCOL or (base in self.found and self._is_kept(base)):
+            if base in _PROTOCOL or (base in self.texts and self._is_kept(base)):
                 yield base
-            elif base in self.found:
+            elif base in self.texts:
                 yield from self._flattened(base)
 
     def _nodes(self, cls: type, name: str) -> list[ast.stmt]:

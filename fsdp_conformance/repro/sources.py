@@ -134,7 +134,7 @@ class _Uses(ast.NodeVisitor):
     """Names that a definition reads, with the attribute that is read of them, without annotations."""
 
     def __init__(self, left_out: Sequence[ast.AST]) -> None:
-        self.found: dict[tuple[str, str], None] = {}
+        self.names: dict[tuple[str, str], None] = {}
         self._left_out = {id(each) for each in left_out}
 
     def visit_Expr(self, node: ast.Expr) -> None:
@@ -143,12 +143,12 @@ class _Uses(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.value, ast.Name):
-            self.found[node.value.id, node.attr] = None
+            self.names[node.value.id, node.attr] = None
         else:
             self.visit(node.value)
 
     def visit_Name(self, node: ast.Name) -> None:
-        self.found[node.id, ""] = None
+        self.names[node.id, ""] = None
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
@@ -172,7 +172,7 @@ def _is_left_out(node: ast.AST) -> bool:
 def _uses(node: ast.AST, left_out: Sequence[ast.AST] = ()) -> list[tuple[str, str]]:
     visitor = _Uses(left_out)
     visitor.visit(node)
-    return list(visitor.found)
+    return list(visitor.names)
 
 
 def _without_prefixes(text: str, node: ast.stmt, ours: dict[str, str], left_out: Sequence[ast.AST]) -> str:

@@ -92,13 +92,13 @@ def test_some_units_deferred() -> None:
     scatters = [r for r in records if r.op is Op.REDUCE_SCATTER and r.nbytes == 216]
     once = [r for r in records if r not in scatters] + scatters[::3]
 
-    def found(given: Sequence[CollectiveRecord], judged: Plan) -> list[str]:
+    def judged_messages(given: Sequence[CollectiveRecord], judged: Plan) -> list[str]:
         run = history(given, micro_batches=3)
         return messages(communication.collective_counts(run, STAIRCASE, judged, requirement="R095"))
 
-    assert found(once, plan) == []
-    assert found(records, plan) == ["reduce_scatter: expected 16, got 18"]
-    assert found(once, replace(plan, deferred_units=())) == ["reduce_scatter: expected 6, got 16"]
+    assert judged_messages(once, plan) == []
+    assert judged_messages(records, plan) == ["reduce_scatter: expected 16, got 18"]
+    assert judged_messages(once, replace(plan, deferred_units=())) == ["reduce_scatter: expected 6, got 16"]
 
 
 def test_kept_between_micro_batches() -> None:
@@ -109,14 +109,14 @@ def test_kept_between_micro_batches() -> None:
     first = [r for step in range(3) for r in [g for g in gathers if g.step == step][:6]]
     once = [r for r in records if r.op is not Op.ALL_GATHER] + first
 
-    def found(given: Sequence[CollectiveRecord], judged: Plan = plan) -> list[str]:
+    def judged_messages(given: Sequence[CollectiveRecord], judged: Plan = plan) -> list[str]:
         run = history(given, micro_batches=2)
         return messages(communication.collective_counts(run, STAIRCASE, judged, requirement="R096"))
 
-    assert found(once) == []
-    assert found(records) == ["all_gather in forward: expected 6, got 12"]
+    assert judged_messages(once) == []
+    assert judged_messages(records) == ["all_gather in forward: expected 6, got 12"]
     with pytest.raises(SuiteError, match="reshard_after_backward: expected None"):
-        found(once, plan_of(STAIRCASE, reshard_after_backward=False))
+        judged_messages(once, plan_of(STAIRCASE, reshard_after_backward=False))
 
 
 def test_reduced_once() -> None:
@@ -124,20 +124,20 @@ def test_reduced_once() -> None:
     records = full_sharding(STAIRCASE, PLAN)
     scatters = [r for r in records if r.op is Op.REDUCE_SCATTER]
 
-    def found(given: Sequence[CollectiveRecord], **options: int) -> list[str]:
+    def judged_messages(given: Sequence[CollectiveRecord], **options: int) -> list[str]:
         run = history(given, **options)
         return messages(communication.reduced_once(run, STAIRCASE, PLAN, requirement="R135"))
 
     most = int(1.5 * BYTES)
-    assert found(records) == []
-    assert found([*records, *scatters]) == [
+    assert judged_messages(records) == []
+    assert judged_messages([*records, *scatters]) == [
         f"gradients reduced: expected {BYTES} to {most} B, got {2 * BYTES} B; each should be reduced once"
     ]
-    assert found([r for r in records if r not in scatters]) == [
+    assert judged_messages([r for r in records if r not in scatters]) == [
         f"gradients reduced: expected {BYTES} to {most} B, got 0 B; each should be reduced once"
     ]
     with pytest.raises(SuiteError, match="micro-batches: expected 1, got 2"):
-        found(records, micro_batches=2)
+        judged_messages(records, micro_batches=2)
 
 
 def test_no_more_collectives_than_without() -> None:
@@ -145,13 +145,13 @@ def test_no_more_collectives_than_without() -> None:
     records = full_sharding(STAIRCASE, PLAN)
     more = [*records, collective(Op.ALL_REDUCE, 4, step=1)]
 
-    def found(mine: Sequence[CollectiveRecord], others: Sequence[CollectiveRecord]) -> list[str]:
+    def judged_messages(mine: Sequence[CollectiveRecord], others: Sequence[CollectiveRecord]) -> list[str]:
         return messages(
             communication.no_more_collectives(history(mine), history(others), "empty units", requirement="R022")
         )
 
-    assert found(records, records) == found(records, more) == []
-    assert found(more, records) == ["all_reduce with empty units: expected 0, got 1; as many as without them"]
+    assert judged_messages(records, records) == judged_messages(records, more) == []
+    assert judged_messages(more, records) == ["all_reduce with empty units: expected 0, got 1; as many as without them"]
 
 
 def test_the_first_step_is_not_counted() -> None:

@@ -28,7 +28,7 @@ def _findings(history: TrainingHistory, references: References, **options: bool)
     return sorted((finding for result in results for finding in result.findings), key=lambda finding: finding.step or 0)
 
 
-def _told(finding: Finding) -> str:
+def _as_text(finding: Finding) -> str:
     """The fields that a person reads."""
     lines = [f"{finding.requirement} ({finding.check}): {finding.message}", finding.where()]
     for name in ("got", "expected", "ratio", "ulps", "bound", "differing", "elements", "call", "likely"):
@@ -421,7 +421,7 @@ class Texts(TestCase):
         _scale_gradients(4.0)(history)
 
         self.assertExpectedInline(
-            _told(_findings(history, references)[0]),
+            _as_text(_findings(history, references)[0]),
             """\
 R003 (gradient parity): gradient: expected 3.75, got 15; 11 of 11 elements differ
 step 0 | reduce | 'scale' | rank 1 | element [0]
@@ -443,7 +443,7 @@ likely: summed over ranks instead of averaged: got / expected = 4 at every eleme
         gradient(history, 0, "parts.1.weight").sub_(parts[2] / 4)  # type: ignore[operator]
 
         self.assertExpectedInline(
-            _told(_findings(history, references)[0]),
+            _as_text(_findings(history, references)[0]),
             """\
 R003 (gradient parity): gradient: expected 3.75, got 2.75; 13 of 13 elements differ
 step 0 | reduce | 'parts.1.weight' | rank 1 | element [0]
@@ -464,7 +464,7 @@ likely: rank 2 missing: equals the sum over ranks 0, 1, 3, divided by 4""",
         gradient(history, 0, "0.weight")[12] = 0
 
         self.assertExpectedInline(
-            _told(_findings(history, references)[0]),
+            _as_text(_findings(history, references)[0]),
             """\
 R003 (gradient parity): gradient: expected -1, got 0; 3 of 65 elements differ
 step 0 | reduce | '0.weight' | rank 1 | element [12, 0]
@@ -488,7 +488,7 @@ likely: last padded rows dropped,
         finding = _findings(history, references)[0]
 
         self.assertExpectedInline(
-            _told(replace(finding, bound=None)),
+            _as_text(replace(finding, bound=None)),
             """\
 R003 (gradient parity): gradient: expected -0.177352665, got -0.221690834; 1 of 4 elements differ
 step 0 | reduce | 'module.2.bias' | rank 1 | element [1]

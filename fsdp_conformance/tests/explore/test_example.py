@@ -50,18 +50,18 @@ def test_what_is_drawn_can_be_written_and_built(example: Example) -> None:
     assert set(axes(example)) == set(PLAIN)
     assert asks(example) <= ALL
     assert {name for name, param in example.workload().build(1).named_parameters() if param.requires_grad}
-    assert _named(example) <= {*built, *example.plan.units}
+    assert _names(example) <= {*built, *example.plan.units}
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(examples(ALL, (1,)))
 def test_a_schedule_names_what_the_model_has(example: Example) -> None:
     """Also on one rank, which has no peers that use other layers: a name that is missing would end the references."""
-    assert _named(example) <= {*example.model.shapes(), *example.plan.units}
+    assert _names(example) <= {*example.model.shapes(), *example.plan.units}
     assert "unused_divergent" not in asks(example)
 
 
-def _named(example: Example) -> set[str]:
+def _names(example: Example) -> set[str]:
     """The parameters and units that the schedule names."""
     regime = example.regime
     mentioned = {*regime.gradient_to_none, *(name for _, names in regime.frozen_at for name in names)}

@@ -41,14 +41,14 @@ def end(rank: int, exitcode: int | None = 0, *, time: float = 9.0, **fields: obj
     return RankExit(rank=rank, pid=100 + rank, exitcode=exitcode, time=time, **fields)  # type: ignore[arg-type]
 
 
-def told(*ranks: tuple[RankReport | None, RankExit]) -> Attribution:
+def judged(*ranks: tuple[RankReport | None, RankExit]) -> Attribution:
     """The attribution for these ranks."""
     return attribute([item[0] for item in ranks], [item[1] for item in ranks])
 
 
 def test_nobody_failed() -> None:
     """Two reports without an error have no first failure, and nothing to note."""
-    outcome = told((report(0), end(0)), (report(1), end(1)))
+    outcome = judged((report(0), end(0)), (report(1), end(1)))
 
     assert (outcome.first, outcome.is_hang, outcome.consequences, outcome.notes, outcome.headline) == (
         None,
@@ -97,7 +97,7 @@ def test_how_a_rank_without_an_exception_ended(
 def test_how_a_rank_with_an_exception_ended(
     failure: RankError, findings: list[Finding], ending: Ending, sentence: str
 ) -> None:
-    """Its ending has the time of the exception. One with findings differs; without a message only the class is quoted."""
+    """Its ending has the time of the exception. With findings it differs; without a message it quotes the class."""
     outcome = ending_of(report(1, failure, findings=findings), end(1, 10))
 
     assert outcome == RankEnding(rank=1, ending=ending, time=1.0, sentence=sentence, error=failure)
@@ -126,7 +126,7 @@ def test_only_the_first_line_is_quoted() -> None:
 
 def test_cause_comes_before_consequence_whatever_the_clock_says() -> None:
     """A peer notices a dead rank before the controller does: its earlier time does not make it the first."""
-    outcome = told((report(0, error(CLOSED, time=1.0)), end(0, 10)), (None, end(1, -9, time=2.0, reported=False)))
+    outcome = judged((report(0, error(CLOSED, time=1.0)), end(0, 10)), (None, end(1, -9, time=2.0, reported=False)))
 
     assert outcome.headline == "rank 1 was killed by SIGKILL before it reported"
     assert [item.ending for item in outcome.endings] == [Ending.LOST_PEER, Ending.DIED]
@@ -136,7 +136,9 @@ def test_cause_comes_before_consequence_whatever_the_clock_says() -> None:
 
 def test_earliest_of_two_causes_is_first() -> None:
     """Both ranks raised independently; time decides."""
-    outcome = told((report(0, error("late", time=5.0)), end(0, 10)), (report(1, error("early", time=3.0)), end(1, 10)))
+    outcome = judged(
+        (report(0, error("late", time=5.0)), end(0, 10)), (report(1, error("early", time=3.0)), end(1, 10))
+    )
 
     assert outcome.headline == "rank 1 raised RuntimeError: early"
 
@@ -145,13 +147,13 @@ def test_a_cause_comes_before_a_rank_that_the_suite_delayed() -> None:
     """Even if it is later: a delay does not make a rank raise."""
     late = (report(0), end(0, time=1.0, suite_was_late=True))
 
-    assert told(late, (report(1, error(time=2.0)), end(1, 10))).headline == "rank 1 raised RuntimeError: boom"
+    assert judged(late, (report(1, error(time=2.0)), end(1, 10))).headline == "rank 1 raised RuntimeError: boom"
 
 
 def test_absent_rank_explains_those_that_waited() -> None:
     """Of a rank that is stuck and one that timed out waiting, the stuck one is first, though it was noticed later."""
     stuck = end(1, -15, reported=False, ended_by_controller=True)
-    outcome = told((report(0, error(TIMED_OUT)), end(0, 10)), (None, stuck))
+    outcome = judged((report(0, error(TIMED_OUT)), end(0, 10)), (None, stuck))
 
     assert outcome.headline == "rank 1 did not report in time and was terminated"
     assert outcome.is_hang
@@ -161,14 +163,14 @@ def test_stopped_rank_comes_before_a_stuck_one() -> None:
     """A rank in state T is the better explanation, whatever its number."""
     stuck = end(0, -15, reported=False, ended_by_controller=True)
     stopped = end(1, -15, reported=False, ended_by_controller=True, stack=f"{STOPPED}; continued, it wrote:\n")
-    outcome = told((None, stuck), (None, stopped))
+    outcome = judged((None, stuck), (None, stopped))
 
     assert outcome.headline == "rank 1 was stopped by a signal and never reported"
 
 
 def test_only_waiting_ranks_are_a_hang() -> None:
     """A rank left a collective out and finished: the one that timed out is first, the one that lost it is not."""
-    outcome = told(
+    outcome = judged(
         (report(0, error(CLOSED, time=1.0)), end(0, 10)),
         (report(1), end(1)),
         (report(2, error(TIMED_OUT, time=2.0)), end(2, 10)),
@@ -182,8 +184,8 @@ def test_left_out_rank_keeps_its_reason() -> None:
     """A skip is not a failure; where another rank fails, it is still reported as a skip."""
     skipped = (report(0, not_run="no gloo"), end(0, 86))
 
-    assert told(skipped, (report(1, not_run="no gloo"), end(1, 86))).first is None
-    assert told(skipped, (report(1, error()), end(1, 10))).consequences == ("rank 0 stopped early: no gloo",)
+    assert judged(skipped, (report(1, not_run="no gloo"), end(1, 86))).first is None
+    assert judged(skipped, (report(1, error()), end(1, 10))).consequences == ("rank 0 stopped early: no gloo",)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_same_words_in_an_exception_of_its_own() -> None:
 def test_ends_after_the_report(exit_of_rank: RankExit, note: str | None) -> None:
     """A death after the report is in is a note, and no failure."""
     assert note == shutdown_note(report(2), exit_of_rank)
-    assert told((report(0), end(0)), (report(1), end(1)), (report(2), exit_of_rank)).first is None
+    assert judged((report(0), end(0)), (report(1), end(1)), (report(2), exit_of_rank)).first is None
 
 
 def test_exit_after_an_error_is_no_note() -> None:
