@@ -65,7 +65,7 @@ class Failure(StrEnum):
 #: In place of a failure: another one for each case, as the seed has it.
 ANY = "any"
 
-#: That of a rank that was told to exit.
+#: The exit status of a rank that exits as an injected failure.
 EXIT_CODE = 7
 
 

@@ -52,7 +52,7 @@ prepared: dict[str, Prepared] = {}
 
 
 def case_for(example: Example) -> Case:
-    """The case that an example is."""
+    """The case of an example."""
     return Case(
         id=f"{COMBINATIONS}/{EXPLORED}{example.digest}-ws{example.world_size}",
         requirements=REQUIREMENTS,
@@ -113,7 +113,7 @@ class DrawnCase(ConformanceTestCase):
         return replace(example.plan, device=general.device, init_mode=general.init_mode)
 
     def references(self, workload: Workload, regime: Any = None) -> References:
-        """Those of the worker, if it has prepared them."""
+        """The references that the worker has prepared, if it has."""
         here = prepared.get(self._example.digest)
         if here is None or not here.references:
             return super().references(workload, regime)

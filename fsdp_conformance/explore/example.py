@@ -57,7 +57,7 @@ class Example:
 
 
 def example_from_json(text: str) -> Example:
-    """The example in a text. Raises ConfigError if it is none, or of another version of this package."""
+    """Parse an example. Raises ConfigError if it is invalid, or from another version of this package."""
     where = "explored example"
     try:
         data = codec.parsed(text, with_infinities=True)

@@ -297,7 +297,7 @@ class _Round:
     failing: set[str] = field(default_factory=set)
 
     def keep(self, example: Example, outcome: Outcome) -> None:
-        """The example fails; if it is the smallest one, it is the one to tell of."""
+        """Note that the example fails; the smallest one is reported."""
         self.failing.add(example.digest)
         if self.smallest is None or example.size() <= self.smallest[0].size():
             self.smallest = (example, outcome)

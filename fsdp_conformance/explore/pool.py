@@ -61,7 +61,7 @@ class Outcome:
 
 
 class WarmWorker:
-    """The warm process. Use it as a context manager: on leaving, nothing of it is left."""
+    """The warm process. Use it as a context manager: it ends with all its processes on exit."""
 
     def __init__(self, order: RunOrder) -> None:
         self.order = order
@@ -122,7 +122,7 @@ class WarmWorker:
         )
 
     def _require_runner(self) -> None:
-        """Have a runner that waits for an order."""
+        """Make sure that a runner waits for an order."""
         for _ in range(2):
             if self._process is None:
                 self._start()

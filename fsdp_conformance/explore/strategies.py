@@ -192,7 +192,7 @@ def _draw_plan(draw: Draw, declared: frozenset[str], model: DrawnModel, world_si
 
 
 def _draw_reshard(draw: Draw, declared: frozenset[str], sharding: Sharding, world_size: int) -> bool | int | None:
-    """Where the sharding degree leaves it open."""
+    """Draw whether to reshard, where the sharding degree does not decide it."""
     choices: list[bool | int | None] = [None]
     if "reshard_after_forward" in declared and sharding in (Sharding.DEFAULT, Sharding.HYBRID):
         choices += [True, False]
@@ -317,7 +317,7 @@ def _draw_event(draw: Draw, action: Action, model: DrawnModel, plan: Plan, regim
 
 
 def _draw_freezing(draw: Draw, declared: frozenset[str], model: DrawnModel, steps: int) -> tuple[Any, ...]:
-    """Parameters that freeze at a step, and perhaps thaw at a later one, back to what the model has frozen."""
+    """Parameters that freeze at a step, and may unfreeze at a later one, except those that the model freezes."""
     prefix = draw(st.sampled_from(_freezable(model, mixed="frozen_mixed" in declared)))
     always = tuple(name for name in model.shapes() if model.is_frozen(name))
     names = tuple(name for name in model.shapes() if name == prefix or name.startswith(f"{prefix}."))

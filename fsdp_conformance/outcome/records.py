@@ -215,7 +215,7 @@ class CaseRecord:
 
 
 def case_record_from_json(content: dict[str, Any]) -> CaseRecord:
-    """The record in a line of the run file. Changes `content`. Raises ValueError if it is none."""
+    """The record in a line of the run file. Changes `content`. Raises ValueError if it is invalid."""
     # What is not of the right type is refused below, with its place.
     with suppress(AttributeError, TypeError):
         for holder in (content, *content.get("evidence", ())):

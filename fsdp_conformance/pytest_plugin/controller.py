@@ -1,4 +1,4 @@
-"""The process that writes the run file, and says at the end what the run has shown."""
+"""The process that writes the run file, and reports at the end what the run has shown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Controller:
         self._session: pytest.Session | None = None
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Describe the adapter and open the run file, if pytest was told to run the suites."""
+        """Describe the adapter and open the run file, if pytest runs the suites."""
         self._session = session
         if not options.targets_suites(self.config) or self.config.getoption("collectonly"):
             return

@@ -113,7 +113,7 @@ class DevicesScheduling:
         return self.collection[case] if case is not None and self.collection is not None else None
 
     def _start(self) -> None:
-        """Start what fits. Nothing starts once the session ends early: then the workers have been told to end."""
+        """Start what fits. Nothing starts once the session ends early, because the workers are then shutting down."""
         if self._dispatch is None or any(node.shutting_down and self._dispatch.waits(node) for node in self._joined):
             return
         for start in self._dispatch.starts():

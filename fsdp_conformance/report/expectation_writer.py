@@ -108,7 +108,7 @@ def _still_holding(
 
 
 def _table(record: CaseRecord, run: RunFile, *, like: Expectation | None = None) -> Table:
-    """An entry for the case; `like` is the one that it replaces, whose words are kept."""
+    """An entry for the case; `like` is the one that it replaces, whose text it takes over."""
     described, settings = run.header.get("implementation") or {}, run.header.get("settings") or {}
     name = like.implementation if like else str(described.get("name") or settings.get("implementation"))
     values: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A case that was run again: is the verdict the same, is the first finding, and what differs."""
+"""A case that was run again: how the verdict and the first finding differ from the earlier ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def has_failed(record: CaseRecord) -> bool:
 
 
 def text(then: CaseRecord, again: Sequence[CaseRecord]) -> str:
-    """Both for people: the verdict then, each verdict now with what differs, and how often it failed."""
+    """The comparison for people: the verdict then, each verdict now with its differences, and how often it failed."""
     lines = [f"then       {_line(then)}"]
     for number, record in enumerate(again, 1):
         label = "now" if len(again) == 1 else f"now {number}"

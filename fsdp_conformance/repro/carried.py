@@ -238,7 +238,7 @@ class _Members:
         return cls is self.adapter or bool(self.texts[cls])
 
     def _bases(self, cls: type) -> list[type]:
-        """Its bases in the script: those that have nothing are replaced by their own."""
+        """The bases of the class in the script: those without used members are replaced by their own bases."""
         flat = list(dict.fromkeys(self._flattened(cls)))
         # A base of another base would come too early in the order of classes.
         return [each for each in flat if not any(other is not each and issubclass(other, each) for other in flat)]

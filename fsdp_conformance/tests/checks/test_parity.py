@@ -163,7 +163,7 @@ def test_a_small_difference_of_one_norm_is_found() -> None:
 
 
 def test_later_steps_are_counted_and_not_told() -> None:
-    """Each kind tells of the first step at which it diverges; the comparisons of later ones still count."""
+    """Each kind reports the first step at which it diverges; the comparisons of later ones still count."""
     references = references_of(probes.exact_long())
     history = damaged(implementation_run(references))
     whole = parity.kind_parity(Kind.GRADIENT, history, references).count.comparisons

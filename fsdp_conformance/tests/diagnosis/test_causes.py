@@ -408,7 +408,7 @@ a frozen parameter received a gradient""",
         )
 
     def test_nothing_is_made_up(self) -> None:
-        """Noise has no cause, nor a single wrong element, nor a loss that is merely another number."""
+        """Noise has no cause, nor a single wrong element, nor a loss that is just another number."""
         right = gradient()
         noise = right.expected + torch.linspace(-1, 1, 21, dtype=torch.float64).view(7, 3).sin() * 3
         one = edited(right.expected, slice(0, 1), 5.0)

@@ -364,7 +364,7 @@ class Loop(RankTestCase):
         self.assertEqual([], result.findings)
         self.assertEqual(6 + len(usual.steps[-1].params), result.count.comparisons)
         self.assertEqual([], plain.memory)
-        # It does wait, read and count where it is not told to leave the device alone.
+        # An ordinary run does wait, read and count.
         with watched(moments):
             self.run_training(TorchFSDP2, RICH, regime)
         self.assertLessEqual({"synchronised", "counted", "fetched"}, set(moments))

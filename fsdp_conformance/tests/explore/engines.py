@@ -139,7 +139,7 @@ class AnotherClass(Reference):
 
 
 class GoesOnWithoutException(Reference):
-    """Wrong only where user code raises in a backward: the caller is not told."""
+    """Wrong only where user code raises in a backward: the exception does not reach the caller."""
 
     name: ClassVar[str] = "goes-on-without-exception"
 

@@ -428,7 +428,7 @@ def test_a_schedule_digest_without_lines_still_speaks() -> None:
     assert judged(*reports).findings[0].message.startswith("schedule differs between ranks")
 
 
-# What cannot be told.
+# Results that cannot be determined.
 
 
 def test_what_no_rank_can_tell_is_not_run() -> None:

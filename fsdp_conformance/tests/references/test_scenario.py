@@ -1,4 +1,4 @@
-"""Two scenarios have the same hash only if they train the same; what cannot be told apart is not shared."""
+"""Two scenarios have the same hash only if they train the same; indistinguishable ones are not shared."""
 
 from __future__ import annotations
 

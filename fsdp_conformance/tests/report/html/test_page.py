@@ -152,7 +152,7 @@ def test_many_tensors_are_counted() -> None:
 
 
 def test_collectives_of_each_rank() -> None:
-    """A lane each, with what had not ended drawn hollow, and any line that is not understood told as it is."""
+    """Each rank has a lane, collectives that had not ended are hollow, and unparsed lines are shown as they are."""
     closed = "#1 closed all_gather 1024B float32 [0,1] at unit.py:3 in unshard (forward, step 0)"
     record = hung()
     record.exits = [
