@@ -196,7 +196,7 @@ def test_a_future_flag_that_has_come_is_reported() -> None:
     ]
 
 
-def test_a_future_flag_that_nobody_names_is_reported() -> None:
+def test_a_future_flag_that_no_requirement_names_is_reported() -> None:
     """The list of flags to come does not grow needlessly."""
     assert linted(requirement(), later="later") == ["no requirement names future flag later"]
     assert linted(requirement(flags=("later",)), later="later") == []

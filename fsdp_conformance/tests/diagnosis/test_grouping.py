@@ -73,7 +73,7 @@ def test_a_line_of_the_engine_is_one_problem() -> None:
     assert cases(records) == [["R001/a-ws2", "R130/b-ws4"], ["R001/c-ws2"], ["R001/d-ws2"]]
 
 
-def test_frames_of_test_frameworks_are_nobodys_engine() -> None:
+def test_frames_of_test_frameworks_are_not_the_engines() -> None:
     """Every parameterised case goes through the same line of them."""
     text = (
         "Traceback (most recent call last):\n"

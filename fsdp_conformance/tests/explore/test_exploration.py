@@ -163,7 +163,7 @@ def test_an_engine_that_always_fails_ends_the_exploration() -> None:
     assert result.failures[0].needs == frozenset()
 
 
-def test_what_judges_nobody_is_counted_with_its_reason() -> None:
+def test_examples_without_a_verdict_are_counted_with_their_reason() -> None:
     """Rejected and refused examples are neither failures nor covered."""
 
     def judged(example: Example) -> Outcome | None:

@@ -93,7 +93,7 @@ def test_the_wrong_rank() -> None:
     assert "got rank 0 raised KeyError" in record.reason
 
 
-def test_nobody_failed() -> None:
+def test_no_rank_failed() -> None:
     """The exception was lost: both ranks trained on."""
     fine = [(RankReport(rank=r), RankExit(rank=r, pid=1, exitcode=0, time=1.0, reported=True)) for r in (0, 1)]
 

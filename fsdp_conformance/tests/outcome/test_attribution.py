@@ -46,7 +46,7 @@ def judged(*ranks: tuple[RankReport | None, RankExit]) -> Attribution:
     return attribute([item[0] for item in ranks], [item[1] for item in ranks])
 
 
-def test_nobody_failed() -> None:
+def test_no_rank_failed() -> None:
     """Two reports without an error have no first failure, and nothing to note."""
     outcome = judged((report(0), end(0)), (report(1), end(1)))
 

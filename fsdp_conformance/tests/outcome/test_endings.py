@@ -102,7 +102,7 @@ def test_a_lost_peer_is_a_consequence_whatever_the_clock_says() -> None:
     assert record.consequences == [f"rank 0 lost a peer: RuntimeError: {LOST_PEER}"]
 
 
-def test_a_lost_peer_that_nobody_explains_fails() -> None:
+def test_an_unexplained_lost_peer_fails() -> None:
     """One rank left the training early and well: ranks issue different numbers of collectives."""
     record = judged(well(0), raised(1, LOST_PEER))
 
@@ -197,7 +197,7 @@ def test_all_problems_of_an_adapter_are_in_the_reason() -> None:
     assert record.reason == "rank 0: no parameter '0.weight'; '0.bias' is a shard"
 
 
-def test_references_that_disagree_judge_nobody() -> None:
+def test_references_that_disagree_judge_no_engine() -> None:
     """The exception class decides, whoever is blamed."""
     record = judged(
         raised(0, "DDP and float64 differ", kind="fsdp_conformance.errors.ReferencesDisagree", blame="suite"), well(1)
@@ -383,7 +383,7 @@ def test_an_exception_explains_a_time_out_of_a_peer() -> None:
 
 
 def test_a_rank_that_still_runs_hangs() -> None:
-    """No exit code and no report: nothing is known of it."""
+    """Without an exit code and a report, there is no other evidence of it."""
     assert judged(well(0), (None, an_exit(1, code=None, **GONE))).verdict is Verdict.HANG
 
 
@@ -611,7 +611,7 @@ def test_an_exception_of_one_rank_depends_on_the_rank() -> None:
 
 
 def test_an_exception_of_every_rank_does_not() -> None:
-    """The same message everywhere, or another one on some ranks."""
+    """The message is the same everywhere, or another one on some ranks."""
     alike = judged(raised(0, "no such option"), raised(1, "no such option"))
     unlike = judged(raised(0, "12 elements"), raised(1, "13 elements"))
 

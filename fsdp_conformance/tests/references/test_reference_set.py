@@ -268,7 +268,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
         _history(models.nested(), Regime(optimizer="lion"))
 
 
-def test_references_that_differ_judge_nobody() -> None:
+def test_references_that_differ_judge_no_engine() -> None:
     """A reference that is off by one bit on an exact workload, or by a thousandth elsewhere, is named."""
     exact = references_of(probes.exact_long())
     gradient(exact.samples[0], 1, "head.weight")[0, 0] += 2**-20
@@ -286,7 +286,7 @@ def test_references_that_differ_judge_nobody() -> None:
         calibrated.agree()
 
 
-def test_references_that_differ_in_none_judge_nobody() -> None:
+def test_references_that_differ_in_none_judge_no_engine() -> None:
     """A reference that has a gradient where the others have none is a disagreement too."""
     references = references_of(models.nested())
     grads = references.samples[0].steps[0].grads

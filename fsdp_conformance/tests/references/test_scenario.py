@@ -39,7 +39,7 @@ def _name(offer: Offer, workload: Workload | None = None, regime: Regime = REGIM
 
 
 def test_every_workload_has_a_hash_of_its_own() -> None:
-    """The same each time it is made."""
+    """The hash is the same each time the workload is made."""
     hashes = {}
     for name in workload_names():
         hashes[name] = scenario_sha256(workload_by_name(name), REGIME)

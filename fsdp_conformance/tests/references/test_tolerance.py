@@ -121,7 +121,7 @@ def test_an_indeterminate_element_leaves_the_others_sharp() -> None:
 
 
 def test_half_of_a_tensor_may_be_indeterminate() -> None:
-    """Two of four elements."""
+    """Here it is two of four elements."""
     bound = calibrate_one(_EXPECTED, [_off(1.5, 1.5, 4e-6, 0)], floor=1e-6)
 
     assert (bound.indeterminate, bound.inconclusive) == (2, False)

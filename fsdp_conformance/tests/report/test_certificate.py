@@ -64,7 +64,7 @@ def test_nothing_run_is_no_success() -> None:
     assert certificate.status == 1
 
 
-def test_an_empty_profile_certifies_nobody() -> None:
+def test_an_empty_profile_certifies_nothing() -> None:
     """A manifest without cases does not certify anything either."""
     profile = Profile(name="core-test", interpretation=INTERPRETATION, entries=())
 
@@ -102,7 +102,7 @@ def test_another_interpretation_is_a_reason() -> None:
     assert only_reason(certificate_of(run)) == f"interpretation: expected {INTERPRETATION}, got 0"
 
 
-def test_a_selection_certifies_nobody() -> None:
+def test_a_selection_certifies_nothing() -> None:
     reason = only_reason(certified(profile=a_profile(certifies=False)))
 
     assert reason == "incomplete: the profile core-test is a selection, which cannot certify"
@@ -168,7 +168,7 @@ def test_a_run_with_failures_says_how_many_struck() -> None:
     assert certified(record, settings=settings).remarks[-1] == "stress failure kill: struck 1 of 1 cases"
 
 
-def test_an_implementation_that_nobody_described_is_a_reason() -> None:
+def test_an_implementation_without_a_description_is_a_reason() -> None:
     """A certificate says for whom it is."""
     run = a_run()
     run.header["implementation"] = None

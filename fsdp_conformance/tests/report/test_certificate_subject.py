@@ -30,7 +30,7 @@ def test_the_certificate_names_what_was_judged() -> None:
         ("environment", "python", "the version of Python"),
     ],
 )
-def test_a_header_that_names_nothing_certifies_nobody(part: str | None, key: str, words: str) -> None:
+def test_a_header_that_names_nothing_certifies_nothing(part: str | None, key: str, words: str) -> None:
     """A certificate says for whom and by what."""
     run = a_run()
     del (run.header[part] if part else run.header)[key]

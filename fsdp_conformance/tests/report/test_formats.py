@@ -194,7 +194,7 @@ class TestCommand:
             assert shown.out == (tmp_path / "out" / name).read_text(encoding="utf-8") != ""
 
     def test_cases_can_be_chosen(self, tmp_path: Path) -> None:
-        """By glob; a glob that matches nothing is a mistake."""
+        """They are chosen by glob; a glob that matches nothing is a mistake."""
         ran = smoke_run(tmp_path / "run")
         case = ran.run.records[0].case
         document = json.loads(answered("export", str(ran.run.path), "--format", "ctrf", "--case", f"{case[:-1]}*").out)

@@ -162,7 +162,7 @@ class Texts(TestCase):
         )
 
     def test_a_crash_shows_what_followed_from_it(self) -> None:
-        """The first three consequences."""
+        """The text has the first three consequences."""
         finding = a_finding(
             "R001", check="process end", message="rank 1 died of SIGSEGV before its report was in", rank=1, step=None,
             phase=None, fqn=None, element=None, got=None, expected=None, ratio=None, likely=None,
@@ -575,7 +575,7 @@ def test_many_groups_are_cut_in_the_markdown() -> None:
     ("seconds", "text"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (48.4, "48 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s")]
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
-    """No more digits than matter."""
+    """They have no more digits than matter."""
     assert duration(seconds) == text
 
 

@@ -110,7 +110,7 @@ def test_a_verdict_that_was_edited_does_not_verify(tmp_path: Path, profile: Prof
     assert result.status == 1
 
 
-def test_a_verdict_that_was_edited_and_hashed_anew_contradicts_the_footer(tmp_path: Path, profile: Profile) -> None:
+def test_a_verdict_that_was_edited_and_hashed_again_contradicts_the_footer(tmp_path: Path, profile: Profile) -> None:
     """The footer was derived from what the run had seen."""
     path = a_run(tmp_path, profile, Verdict.FAIL)
     forged(path, verdict="PASS", findings=[], reason="")

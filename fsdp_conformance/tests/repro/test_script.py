@@ -190,7 +190,7 @@ def test_what_a_user_does_to_parameters_is_in_a_script_with_an_adapters_code(
 
 
 def test_a_name_that_the_script_has_too_is_refused(tmp_path: Path) -> None:
-    """One of the two would be the other, in silence."""
+    """Otherwise one of the two would silently replace the other."""
     text = _OWN.replace("class Averaged", "def reference(module):\n    return module\n\n\nclass Averaged")
     text = text.replace("return Averaged(model", "return Averaged(reference(model)")
 
