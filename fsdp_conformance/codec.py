@@ -95,7 +95,7 @@ def typed(kind: type[T], data: Any) -> T:
 
 
 def _unknown_keys(data: Any, accepted: Any, path: str) -> Iterator[str]:
-    """The keys of `data` that are not in `accepted`, which has all of the type's. msgspec ignores those of dataclasses."""
+    """The keys of `data` that are not in `accepted`, which has all keys of the type. msgspec ignores such keys."""
     if data == accepted:
         return
     if isinstance(data, Mapping):
