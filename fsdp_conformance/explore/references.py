@@ -41,7 +41,7 @@ class Prepared:
 
 
 def prepare(example: Example) -> Prepared:
-    """Train the references. Not collective. Raises NotExact if an example should be bitwise equal but cannot be judged so."""
+    """Train the references. Not collective. Raises NotExact if bitwise judgement is due but impossible."""
     workload = remembering(example.workload())
     size, regime = example.world_size, example.regime
     if example.plan.param_dtype is not None:
