@@ -94,18 +94,18 @@ def typed(kind: type[T], data: Any) -> T:
     return value
 
 
-def _unknown_keys(data: Any, known: Any, path: str) -> Iterator[str]:
-    """The keys of `data` that `known`, which has all keys of the type, lacks. msgspec ignores them in dataclasses."""
-    if data == known:
+def _unknown_keys(data: Any, accepted: Any, path: str) -> Iterator[str]:
+    """The keys of `data` that are not in `accepted`, which has all keys of the type. msgspec ignores such keys."""
+    if data == accepted:
         return
     if isinstance(data, Mapping):
         for key, item in data.items():
-            if key in known:
-                yield from _unknown_keys(item, known[key], f"{path}.{key}")
+            if key in accepted:
+                yield from _unknown_keys(item, accepted[key], f"{path}.{key}")
             else:
                 yield f"`{path}.{key}`"
     elif isinstance(data, list | tuple):
-        for index, (item, other) in enumerate(zip(data, known, strict=True)):
+        for index, (item, other) in enumerate(zip(data, accepted, strict=True)):
             yield from _unknown_keys(item, other, f"{path}[{index}]")
 
 
@@ -140,7 +140,7 @@ def encode(content: Mapping[str, Any], *, indent: int | None = None) -> str:
     text = json.dumps(
         _finite(content), ensure_ascii=False, separators=separators, indent=indent, default=str, allow_nan=False
     )
-    return _SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text)
+    return _SURROGATE.sub(lambda match: f"\\\\u{ord(match[0]):04x}", text)
 
 
 def _finite(value: Any) -> Any:

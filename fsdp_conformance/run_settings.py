@@ -102,7 +102,7 @@ class RunSettings:
     """Stop after the first case whose verdict is a failure."""
     report_dir: str | None = None
     ranks: str = "processes"
-    """What a rank is: a member of RANKS."""
+    """How a rank runs: a member of RANKS."""
     num_workers: int = 0
     """Number of torchrun's workers; 0 for other kinds of ranks."""
     backend: str = ""

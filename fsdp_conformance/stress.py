@@ -29,7 +29,7 @@ DEFAULT_SEED = 1
 
 
 class Provocation(StrEnum):
-    """What a stress run does to a rank."""
+    """The ways in which a stress run disturbs a rank."""
 
     LATE = "late completion"
     """The outputs of an asynchronous collective come with its own `wait()`, and no earlier."""
@@ -65,7 +65,7 @@ class Failure(StrEnum):
 #: In place of a failure: another one for each case, as the seed has it.
 ANY = "any"
 
-#: That of a rank that was told to exit.
+#: The exit status of a rank that exits as an injected failure.
 EXIT_CODE = 7
 
 
@@ -86,15 +86,15 @@ def strikes_of(records: Iterable[CaseRecord]) -> dict[Provocation, int]:
 
 def _counts_of(record: CaseRecord) -> Iterator[tuple[Mapping[str, Any], int]]:
     """The sets of counts of a record, each with the number of ranks that have it."""
-    found = record.measurements.get(MEASUREMENT)
-    if not isinstance(found, Mapping):
+    measured = record.measurements.get(MEASUREMENT)
+    if not isinstance(measured, Mapping):
         return
-    by_rank = [value for value in found.values() if isinstance(value, Mapping)]
+    by_rank = [value for value in measured.values() if isinstance(value, Mapping)]
     if by_rank:
         yield from ((counts, 1) for counts in by_rank)
     else:
         # The ranks that reported agree (`judge.verdicts`).
-        yield found, sum(end.reported for end in record.exits)
+        yield measured, sum(end.reported for end in record.exits)
 
 
 def in_words(total: Mapping[Provocation, int]) -> str:

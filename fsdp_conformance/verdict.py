@@ -42,7 +42,7 @@ class Verdict(StrEnum):
 
 _RANK = {verdict: index for index, verdict in enumerate(Verdict)}
 
-#: Verdicts that accuse nobody. What they are worth to a certificate, `report.certificate` decides: PASS earns a scope,
+#: Verdicts that accuse neither side. `report.certificate` decides what they mean for a certificate: PASS earns a scope,
 #: the others leave it out.
 CERTIFIABLE = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV})
 
@@ -61,7 +61,7 @@ RAN = frozenset({Verdict.PASS, Verdict.XFAIL, Verdict.XPASS, Verdict.FAIL, Verdi
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """The verdict that outranks the others. Raises ValueError for no verdicts: PASS would claim what was not seen."""
-    found = list(verdicts)
-    if not found:
+    candidates = list(verdicts)
+    if not candidates:
         raise ValueError("worst() needs at least one verdict: a group without cases has none")
-    return max(found, key=_RANK.__getitem__)
+    return max(candidates, key=_RANK.__getitem__)

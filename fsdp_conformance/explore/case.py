@@ -52,7 +52,7 @@ prepared: dict[str, Prepared] = {}
 
 
 def case_for(example: Example) -> Case:
-    """The case that an example is."""
+    """The case of an example."""
     return Case(
         id=f"{COMBINATIONS}/{EXPLORED}{example.digest}-ws{example.world_size}",
         requirements=REQUIREMENTS,
@@ -85,7 +85,7 @@ class DrawnCase(ConformanceTestCase):
 
     @cached_property
     def order(self) -> RunOrder:
-        """What the run was asked for; in a rank it comes with the example."""
+        """The order for the run; in a rank it comes with the example."""
         return order_from_json(_order_text(self.launch_payload))
 
     def _spawn_processes(self) -> None:
@@ -113,7 +113,7 @@ class DrawnCase(ConformanceTestCase):
         return replace(example.plan, device=general.device, init_mode=general.init_mode)
 
     def references(self, workload: Workload, regime: Any = None) -> References:
-        """Those of the worker, if it has prepared them."""
+        """The references that the worker has prepared, if it has."""
         here = prepared.get(self._example.digest)
         if here is None or not here.references:
             return super().references(workload, regime)
@@ -155,7 +155,7 @@ class DrawnCase(ConformanceTestCase):
     def _check_sharding(
         self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan, adapter: Adapter
     ) -> None:
-        """What can be told from bytes and traffic, where the schedule lets it be told."""
+        """Check bytes and traffic, where the schedule determines them."""
         regime = example.regime
         disturbed = regime.frozen_at or regime.eval_between or regime.events
         usual = uses_all(example) and not example.model.calls and not disturbed
@@ -175,7 +175,7 @@ class DrawnCase(ConformanceTestCase):
 
 
 def payload(order: str, example: Example) -> str:
-    """What the ranks of an example are sent."""
+    """The JSON that the ranks of an example receive."""
     return json.dumps({"order": json.loads(order), "example": example.to_json()})
 
 
@@ -195,8 +195,8 @@ def run_on(example: Example, implementation: str, *, base: RunSettings) -> CaseR
     finally:
         run_settings.use(before, description)
     if test.record is None:
-        said = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
-        raise SuiteError(f"{test.case.id} on {implementation} ended without a record:\n" + "\n".join(said))
+        texts = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
+        raise SuiteError(f"{test.case.id} on {implementation} ended without a record:\n" + "\n".join(texts))
     return test.record
 
 
@@ -214,8 +214,8 @@ def bind(owner: type[DrawnCase], example: Example) -> None:
 
 def declined_by(measurements: Mapping[str, Any]) -> str | None:
     """Why the engine declined the combination, from a record's measurements; None if it did not."""
-    said = measurements.get(DECLINED)
-    return next(iter(said.values()), None) if isinstance(said, dict) else said
+    declines = measurements.get(DECLINED)
+    return next(iter(declines.values()), None) if isinstance(declines, dict) else declines
 
 
 def _order_text(sent: Any) -> str:
@@ -225,7 +225,7 @@ def _order_text(sent: Any) -> str:
 
 def _declines(error: Exception, example: Example, steps_trained: int) -> bool:
     """
-    Whether an exception is the engine's way to say that it does not offer a combination.
+    True if an exception is the engine's way to decline a combination.
 
     It must come before anything was trained, and be made for it. Two backwards through one forward may be rejected
     wherever the second one fails (R156).

@@ -9,16 +9,19 @@ from fsdp_conformance.report.folding import WIDTH, folded
 from fsdp_conformance.report.terminal import duration
 
 
-def summary(found: Mapping[str, Any], *, width: int = WIDTH) -> str:
+def summary(counters: Mapping[str, Any], *, width: int = WIDTH) -> str:
     """An exploration in words, from its JSON: counts, why examples could not be judged, the values of every axis."""
-    ran, seconds = int(found["ran"]), float(found["seconds"])
-    rate = f", {60 * (ran + found['shrinks']) / seconds:.0f} a minute" if seconds else ""
-    lines = [f"{ran} examples ran in {duration(seconds)}{rate}: {found['passed']} passed"]
-    lines += [f"  {found['shrinks']} more were run to shrink failures"] * bool(found["shrinks"])
-    lines += [f"  {found['left_out']} were left out, as known failures"] * bool(found["left_out"])
-    for title, counts in (("could not be judged", found["rejected"]), ("refused by the engine", found["declined"])):
+    ran, seconds = int(counters["ran"]), float(counters["seconds"])
+    rate = f", {60 * (ran + counters['shrinks']) / seconds:.0f} a minute" if seconds else ""
+    lines = [f"{ran} examples ran in {duration(seconds)}{rate}: {counters['passed']} passed"]
+    lines += [f"  {counters['shrinks']} more were run to shrink failures"] * bool(counters["shrinks"])
+    lines += [f"  {counters['left_out']} were left out, as known failures"] * bool(counters["left_out"])
+    for title, counts in (
+        ("could not be judged", counters["rejected"]),
+        ("refused by the engine", counters["declined"]),
+    ):
         lines += [f"  {title}: {count} ({reason})" for reason, count in sorted(counts.items(), key=_most_first)]
-    covered: Mapping[str, Mapping[str, int]] = found["covered"]
+    covered: Mapping[str, Mapping[str, int]] = counters["covered"]
     for axis, values in covered.items():
         listed = ", ".join(f"{value} {count}" for value, count in sorted(values.items(), key=_most_first))
         lines += folded(f"  {axis}: {listed}", width, indent="      ")

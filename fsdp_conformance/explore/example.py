@@ -2,7 +2,7 @@
 An example: everything that one exploration run needs, as frozen data with a JSON form.
 
 Every rank builds the same model, batches, plan and schedule from it. `axes` says in words what an example exercises;
-the counts of an exploration, and what it takes to make an engine fail, are told by these words.
+the counts of an exploration, and what it takes to make an engine fail, are reported in these words.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Example:
 
 
 def example_from_json(text: str) -> Example:
-    """The example in a text. Raises ConfigError if it is none, or of another version of this package."""
+    """Parse an example. Raises ConfigError if it is invalid, or from another version of this package."""
     where = "explored example"
     try:
         data = codec.parsed(text, with_infinities=True)
@@ -78,7 +78,7 @@ def asks(example: Example) -> frozenset[str]:
     model, units = example.model, example.plan.units
     shapes = model.shapes()
     blocks = [block for _, block in model.walk()]
-    found = {
+    flags = {
         "scalar_params": any(not shape for shape in shapes.values()),
         "noncontiguous_params": any(
             block.transposed and any(len(shape) == 2 and min(shape) > 1 for shape in block.extras) for block in blocks
@@ -89,7 +89,7 @@ def asks(example: Example) -> frozenset[str]:
         "frozen_mixed": _mixes_frozen(example),
         "frozen_dynamic": bool(example.regime.frozen_at),
     }
-    return frozenset(flag for flag, needed in found.items() if needed)
+    return frozenset(flag for flag, needed in flags.items() if needed)
 
 
 def used_blocks(example: Example, step: int) -> set[int]:
@@ -98,13 +98,13 @@ def used_blocks(example: Example, step: int) -> set[int]:
 
 
 def uses_all(example: Example) -> bool:
-    """Whether every block runs in every step."""
-    known = set(range(len(example.model.blocks)))
-    return all(used_blocks(example, step) == known for step in range(example.regime.steps))
+    """True if every block runs in every step."""
+    every_block = set(range(len(example.model.blocks)))
+    return all(used_blocks(example, step) == every_block for step in range(example.regime.steps))
 
 
 def _mixes_frozen(example: Example) -> bool:
-    """Whether a unit has frozen and trainable parameters at once."""
+    """True if a unit has both frozen and trainable parameters."""
     shapes, units = example.model.shapes(), example.plan.units
     schedule = [tuple(name for name in shapes if example.model.is_frozen(name))]
     schedule += [names for _, names in example.regime.frozen_at]
@@ -156,13 +156,13 @@ PLAIN: dict[str, str] = {
 
 
 def features(example: Example) -> frozenset[str]:
-    """What is not plain about an example, as `axis: value`."""
+    """The axes of an example that do not have their plainest value, as `axis: value`."""
     return frozenset(f"{axis}: {value}" for axis, value in axes(example).items() if value != PLAIN[axis])
 
 
 def axes(example: Example) -> dict[str, str]:
     """The value of every axis."""
-    model, plan, regime, asked = example.model, example.plan, example.regime, asks(example)
+    model, plan, regime, flags = example.model, example.plan, example.regime, asks(example)
     return {
         "world size": str(example.world_size),
         "sharding": f"{plan.sharding}" + (f", {plan.replicas} replicas" if plan.replicas > 1 else ""),
@@ -171,8 +171,8 @@ def axes(example: Example) -> dict[str, str]:
         "nesting": _nesting(model),
         "shapes": _shapes(example),
         "extra shapes": _extras(model),
-        "ties": _ties(asked),
-        "frozen": _frozen(example, asked),
+        "ties": _ties(flags),
+        "frozen": _frozen(example, flags),
         "use": _use(example),
         "buffers": "counted" if any(block.counts for _, block in model.walk()) else "none",
         "optimizer": regime.optimizer,
@@ -241,18 +241,18 @@ def _extras(model: DrawnModel) -> str:
     return "single elements" if any(prod(shape) == 1 for shape in shapes) else "some"
 
 
-def _ties(asked: frozenset[str]) -> str:
-    if "shared_across_units" in asked:
+def _ties(flags: frozenset[str]) -> str:
+    if "shared_across_units" in flags:
         return "across units"
-    return "within a unit" if "shared_params" in asked else "none"
+    return "within a unit" if "shared_params" in flags else "none"
 
 
-def _frozen(example: Example, asked: frozenset[str]) -> str:
+def _frozen(example: Example, flags: frozenset[str]) -> str:
     if example.regime.frozen_at:
         return "changing"
     if not example.model.frozen:
         return "none"
-    return "mixed in a unit" if "frozen_mixed" in asked else "whole units"
+    return "mixed in a unit" if "frozen_mixed" in flags else "whole units"
 
 
 def _use(example: Example) -> str:

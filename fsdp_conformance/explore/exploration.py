@@ -38,7 +38,7 @@ _RUN_ANYWAY = 10
 
 
 class Runs(Protocol):
-    """What runs an example."""
+    """Runs examples."""
 
     def run(self, example: Example) -> Outcome: ...
 
@@ -59,7 +59,7 @@ class Failure:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What is not plain about the smallest example."""
+        """The features of the smallest example."""
         return features(self.example)
 
 
@@ -77,14 +77,14 @@ class Budget:
         self.began = self.clock()
 
     def is_over(self, ran: int) -> bool:
-        """Whether no further example is to be drawn."""
+        """True if no further example is to be drawn."""
         late = self.seconds is not None and self.clock() - self.began >= self.seconds
         return late or (self.max_examples is not None and ran >= self.max_examples)
 
 
 @dataclass(kw_only=True, slots=True)
 class Exploration:
-    """What an exploration has done and found."""
+    """The counts and failures of an exploration."""
 
     failures: list[Failure] = field(default_factory=list)
     ran: int = 0
@@ -129,7 +129,7 @@ class Explorer:
     ) -> None:
         self.runs = runs
         self.budget = budget
-        self.found = Exploration()
+        self.result = Exploration()
         self._strategy = examples(declared, world_sizes)
         self._seed = first_seed
         self._max_shrinks = max_shrinks
@@ -142,15 +142,15 @@ class Explorer:
         """Draw until the budget is used up."""
         self.budget.begin()
         number = 0
-        while not self.budget.is_over(self.found.ran) and not self.found.fails_always:
-            before = self.found.ran + self.found.left_out
+        while not self.budget.is_over(self.result.ran) and not self.result.fails_always:
+            before = self.result.ran + self.result.left_out
             self._one_round(self._seed + number)
             number += 1
-            if self.found.ran + self.found.left_out == before or len(self.found.failures) == self._max_failures:
+            if self.result.ran + self.result.left_out == before or len(self.result.failures) == self._max_failures:
                 # Everything that can be drawn has been drawn, or enough is known.
                 break
-        self.found.seconds = self.budget.clock() - self.budget.began
-        return self.found
+        self.result.seconds = self.budget.clock() - self.budget.began
+        return self.result
 
     def _one_round(self, number: int) -> None:
         """Draw until an example fails in a new way, and shrink it."""
@@ -189,22 +189,22 @@ class Explorer:
             self._conclude(self._round)
 
     def _fails(self, example: Example) -> bool:
-        """Whether an example fails in a way that is new, or in the way that is being shrunk."""
+        """True if an example fails in a new way, or in the way that is being shrunk."""
         current = self._round
         assert current is not None, "an attempt belongs to a round"
         if current.target is not None:
             return self._shrinks(example, current)
-        if self.budget.is_over(self.found.ran):
+        if self.budget.is_over(self.result.ran):
             raise _Over
         if example.digest in current.seen:
             return False
         current.seen.add(example.digest)
-        known = next((failure for failure in self.found.failures if failure.needs <= features(example)), None)
-        if known is not None and int(example.digest, 16) % _RUN_ANYWAY:
-            known.seen += 1
-            self.found.left_out += 1
-            if self.found.left_out > 50 * (self.found.ran + 10):
-                self.found.fails_always = True
+        earlier = next((failure for failure in self.result.failures if failure.needs <= features(example)), None)
+        if earlier is not None and int(example.digest, 16) % _RUN_ANYWAY:
+            earlier.seen += 1
+            self.result.left_out += 1
+            if self.result.left_out > 50 * (self.result.ran + 10):
+                self.result.fails_always = True
                 raise _Over
             return False
         outcome = self.runs.run(example)
@@ -221,7 +221,7 @@ class Explorer:
         return True
 
     def _shrinks(self, example: Example, current: _Round) -> bool:
-        """Whether another example fails in the same way. One that is not simpler is not run, and counts as passing."""
+        """True if another example fails in the same way. One that is not simpler is not run, and counts as passing."""
         if example.digest in current.failing:
             return True
         if example.digest in current.tried or current.smallest is None:
@@ -249,7 +249,7 @@ class Explorer:
         current.shrinks += 1
         current.tried.add(example.digest)
         outcome = self.runs.run(example)
-        self.found.shrinks += 1
+        self.result.shrinks += 1
         if not outcome.failed or signature_of(outcome) != current.target:
             return False
         current.keep(example, outcome)
@@ -265,22 +265,22 @@ class Explorer:
             signature=current.target, example=example, outcome=outcome, drawn=current.drawn, shrinks=current.shrinks
         )
         self._known[current.target] = failure
-        self.found.failures.append(failure)
+        self.result.failures.append(failure)
         self._tell("shrunk", failure)
         if not failure.needs:
-            self.found.fails_always = True
+            self.result.fails_always = True
 
     def _count(self, example: Example, outcome: Outcome) -> None:
-        self.found.ran += 1
+        self.result.ran += 1
         if outcome.rejected:
-            self.found.rejected[outcome.rejected] += 1
+            self.result.rejected[outcome.rejected] += 1
             return
         if outcome.declined:
-            self.found.declined[outcome.declined] += 1
+            self.result.declined[outcome.declined] += 1
             return
-        self.found.passed += not outcome.failed
+        self.result.passed += not outcome.failed
         for axis, value in axes(example).items():
-            self.found.covered.setdefault(axis, Counter())[value] += 1
+            self.result.covered.setdefault(axis, Counter())[value] += 1
         self._tell("ran", outcome)
 
 
@@ -297,7 +297,7 @@ class _Round:
     failing: set[str] = field(default_factory=set)
 
     def keep(self, example: Example, outcome: Outcome) -> None:
-        """The example fails; if it is the smallest one, it is the one to tell of."""
+        """Note that the example fails; the smallest one is reported."""
         self.failing.add(example.digest)
         if self.smallest is None or example.size() <= self.smallest[0].size():
             self.smallest = (example, outcome)

@@ -45,7 +45,7 @@ _NOT_JUDGED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of one example."""
+    """The result of one example."""
 
     record: CaseRecord | None = None
     rejected: str = ""
@@ -56,12 +56,12 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the example speaks against the engine."""
+        """True if the example is evidence against the engine."""
         return self.record is not None and not self.rejected and not self.declined and self.record.verdict not in FINE
 
 
 class WarmWorker:
-    """The warm process. Use it as a context manager: on leaving, nothing of it is left."""
+    """The warm process. Use it as a context manager: it ends with all its processes on exit."""
 
     def __init__(self, order: RunOrder) -> None:
         self.order = order
@@ -122,7 +122,7 @@ class WarmWorker:
         )
 
     def _require_runner(self) -> None:
-        """Have a runner that waits for an order."""
+        """Make sure that a runner waits for an order."""
         for _ in range(2):
             if self._process is None:
                 self._start()
@@ -134,9 +134,9 @@ class WarmWorker:
                     self._runner = int(answer["ready"])
             if self._runner:
                 return
-            said = self._said()
+            output = self._output()
             self._end()
-        raise AdapterError(f"the implementation cannot be loaded in a process that runs examples:\n{said}")
+        raise AdapterError(f"the implementation cannot be loaded in a process that runs examples:\n{output}")
 
     def _start(self) -> None:
         self.starts += 1
@@ -170,16 +170,16 @@ class WarmWorker:
                 self._unread += part
             line, _, self._unread = self._unread.partition(b"\n")
             with suppress(ValueError):
-                found: dict[str, Any] = json.loads(line)
-                if found.get("digest", digest) == digest:
-                    return found
+                message: dict[str, Any] = json.loads(line)
+                if message.get("digest", digest) == digest:
+                    return message
 
     def _kill_runner(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._runner, signal.SIGKILL)
         self._runner = 0
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         self._errors.flush()
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - 3000))
@@ -200,7 +200,7 @@ class WarmWorker:
 
 
 def outcome_of(record: CaseRecord, seconds: float) -> Outcome:
-    """What a record says of an example. Raises SuiteError for a verdict on ourselves, AdapterError on the adapter."""
+    """The outcome that a record shows. Raises SuiteError if the suite is at fault, AdapterError if the adapter is."""
     # The reference engine refuses by errors of this package, which elsewhere are mistakes of the suite.
     declined = declined_by(record.measurements) if record.verdict in (Verdict.FAIL, Verdict.ERROR_SUITE) else None
     if declined is not None and not _all_stopped_alike(record):
@@ -215,7 +215,7 @@ def outcome_of(record: CaseRecord, seconds: float) -> Outcome:
 
 
 def _all_stopped_alike(record: CaseRecord) -> bool:
-    """Whether every rank declined: nothing else was found, and no rank went on."""
-    said = record.measurements["declined"]
-    everywhere = not isinstance(said, dict) or len(said) == record.world_size
+    """True if every rank declined: there are no findings, and no rank went on."""
+    declines = record.measurements["declined"]
+    everywhere = not isinstance(declines, dict) or len(declines) == record.world_size
     return everywhere and len(record.findings) <= 1

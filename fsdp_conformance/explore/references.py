@@ -31,7 +31,7 @@ from fsdp_conformance.workload.units import local_names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What the ranks of one example are compared with, in rank order."""
+    """The references for the ranks of one example, in rank order."""
 
     workload: Workload
     """The example's workload; models and batches are made once and copied."""
@@ -41,7 +41,7 @@ class Prepared:
 
 
 def prepare(example: Example) -> Prepared:
-    """Train the references. Not collective. Raises NotExact if the example cannot be judged bit for bit as it ought."""
+    """Train the references. Not collective. Raises NotExact if bitwise judgement is due but impossible."""
     workload = remembering(example.workload())
     size, regime = example.world_size, example.regime
     if example.plan.param_dtype is not None:
@@ -79,14 +79,14 @@ def prepare(example: Example) -> Prepared:
 
 def orders_for(world_size: int, regime: Regime) -> tuple[Order, ...]:
     """The orders of adding and dividing that can differ: at one rank none does, and halving never rounds."""
-    found = [Order.SUM]
+    orders = [Order.SUM]
     if world_size > 2:
-        found.append(Order.REVERSED)
+        orders.append(Order.REVERSED)
     if world_size & (world_size - 1):
-        found += [Order.PREDIVIDED, Order.RECIPROCAL, Order.SPLIT]
+        orders += [Order.PREDIVIDED, Order.RECIPROCAL, Order.SPLIT]
     if regime.micro_batches > 1 and any(regime.is_reduced(micro) for micro in range(regime.micro_batches - 1)):
-        found.append(Order.ACCUMULATED)
-    return tuple(found)
+        orders.append(Order.ACCUMULATED)
+    return tuple(orders)
 
 
 def remembering(workload: Workload) -> Workload:

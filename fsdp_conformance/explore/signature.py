@@ -1,5 +1,5 @@
 """
-What makes two failures the same one: the requirement, the check and its likely cause, or where the engine raised.
+Signatures that tell failures apart: the requirement, the check and its likely cause, or where the engine raised.
 
 Numbers, names of parameters and ranks are left out, because they belong to the example and not to the defect.
 """
@@ -42,8 +42,8 @@ def signature_of(outcome: Outcome) -> Signature:
         frames = engine_frames(frames_of_traceback(record.traceback))
         # Lines move with every change of the engine, functions seldom do.
         place = f"in {frames[0].function} of {frames[0].name}" if frames else ""
-        said = _bare(finding.message.split(" raised ", 1)[-1]) if record.traceback else ""
-        return Signature(record.verdict.value, finding.requirement, finding.check, " ".join([said, place]).strip())
+        text = _bare(finding.message.split(" raised ", 1)[-1]) if record.traceback else ""
+        return Signature(record.verdict.value, finding.requirement, finding.check, " ".join([text, place]).strip())
     cause = next(iter(causes_in(finding.likely)), "")
     return Signature(record.verdict.value, finding.requirement, finding.check, cause or finding.phase or "")
 

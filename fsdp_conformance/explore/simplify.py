@@ -120,11 +120,11 @@ def _with_regime(example: Example, **changes: Any) -> Example:
 
 
 def _is_whole(example: Example) -> bool:
-    """Whether everything that is named is there, and what is tied has one shape."""
+    """True if every name in the example exists, and tied parameters have the same shape."""
     model, regime = example.model, example.regime
     untied = replace(model, ties=()).shapes()
     if any(untied.get(one, ()) != untied.get(other) for one, other in model.ties):
         return False
-    named = {*regime.gradient_to_none, *(name for _, names in regime.frozen_at for name in names), *model.frozen}
-    named |= {name for event in regime.events for name in event.names}
-    return named <= {*model.shapes(), *(name for name, _ in model.walk()), *example.plan.units}
+    names_used = {*regime.gradient_to_none, *(name for _, names in regime.frozen_at for name in names), *model.frozen}
+    names_used |= {name for event in regime.events for name in event.names}
+    return names_used <= {*model.shapes(), *(name for name, _ in model.walk()), *example.plan.units}

@@ -1,5 +1,5 @@
 """
-What is drawn: Hypothesis strategies for examples of an engine that declares certain flags.
+Hypothesis strategies that draw examples for an engine that declares certain flags.
 
 Only what is declared is asked for. Every choice has its plainest value first, because Hypothesis shrinks towards it.
 Choices that no correct engine could be judged by are left out here, with the reason.
@@ -34,7 +34,7 @@ _SHARDING = {
 #: Shapes of extra parameters: odd sizes, fewer rows than ranks, single elements, rows of several dims.
 _EXTRAS: tuple[tuple[int, ...], ...] = ((3,), (1,), (5, 1), (1, 1), (7,), (2, 3), (3, 2, 2), (6, 4), (1, 5), (4,))
 
-#: What may happen besides training. Freezing and dropped gradients have fields of their own in a regime.
+#: What may happen besides training. Freezing and dropped gradients have their own fields in a regime.
 _ACTIONS = tuple(action for action in Action if action not in (Action.FREEZE, Action.DROP))
 
 #: New learning rates and factors of what is written: dyadic, so that exact models stay exact.
@@ -127,7 +127,7 @@ def _draw_use(draw: Draw, model: DrawnModel) -> DrawnModel:
 
 
 def _can_be_joined(model: DrawnModel) -> bool:
-    """Whether two blocks may be one unit: they have nothing inside, and always run in order, once."""
+    """True if two blocks may form one unit: they have nothing inside, and always run in order, once."""
     if len(model.blocks) < 2 or model.calls:
         return False
     return all(block.is_unit and not block.inner and block.repeat == 1 for block in model.blocks[:2])
@@ -142,8 +142,8 @@ def _draw_ties(draw: Draw, declared: frozenset[str], model: DrawnModel) -> Drawn
     for other, shape in weights.items():
         for name in list(weights)[list(weights).index(other) + 1 :]:
             tied = replace(model, ties=((name, other),))
-            asked = asks(Example(model=tied, plan=Plan(units=tied.units())))
-            if weights[name] == shape and not {"shared_params", "shared_across_units"} & asked - declared:
+            flags = asks(Example(model=tied, plan=Plan(units=tied.units())))
+            if weights[name] == shape and not {"shared_params", "shared_across_units"} & flags - declared:
                 pairs.append((name, other))
     if not pairs:
         return model
@@ -192,7 +192,7 @@ def _draw_plan(draw: Draw, declared: frozenset[str], model: DrawnModel, world_si
 
 
 def _draw_reshard(draw: Draw, declared: frozenset[str], sharding: Sharding, world_size: int) -> bool | int | None:
-    """Where the sharding degree leaves it open."""
+    """Draw whether to reshard, where the sharding degree does not decide it."""
     choices: list[bool | int | None] = [None]
     if "reshard_after_forward" in declared and sharding in (Sharding.DEFAULT, Sharding.HYBRID):
         choices += [True, False]
@@ -317,7 +317,7 @@ def _draw_event(draw: Draw, action: Action, model: DrawnModel, plan: Plan, regim
 
 
 def _draw_freezing(draw: Draw, declared: frozenset[str], model: DrawnModel, steps: int) -> tuple[Any, ...]:
-    """Parameters that freeze at a step, and perhaps thaw at a later one, back to what the model has frozen."""
+    """Parameters that freeze at a step, and may unfreeze at a later one, except those that the model freezes."""
     prefix = draw(st.sampled_from(_freezable(model, mixed="frozen_mixed" in declared)))
     always = tuple(name for name in model.shapes() if model.is_frozen(name))
     names = tuple(name for name in model.shapes() if name == prefix or name.startswith(f"{prefix}."))

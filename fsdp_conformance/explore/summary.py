@@ -30,29 +30,31 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """A failure as it is told: the smallest example, and the record of it on processes."""
+    """A failure as it is reported: the smallest example, and its record on processes."""
 
     example: Example
     signature: str
     record: CaseRecord
     confirmed: bool
-    """Whether it also fails on processes."""
+    """True if it also fails with a process for each rank."""
     shrinks: int
     drawn_features: int
     """How many axes of the example that was drawn were not plain."""
 
 
-def failure_text(told: Told, *, width: int = WIDTH) -> str:
+def failure_text(failure: Told, *, width: int = WIDTH) -> str:
     """The block of a failure, folded at `width` columns: the report of its case, what it takes, what is trained."""
-    example = told.example
-    lines = [render_record(told.record, width=width)]
+    example = failure.example
+    lines = [render_record(failure.record, width=width)]
     plain = "nothing special: the plainest example fails"
     lines += _field(width, "takes", "; ".join(sorted(features(example))) or plain)
     lines += _field(
-        width, "shrunk", f"from {told.drawn_features} unusual axes to {len(features(example))}, in {told.shrinks} runs"
+        width,
+        "shrunk",
+        f"from {failure.drawn_features} unusual axes to {len(features(example))}, in {failure.shrinks} runs",
     )
     lines += _field(width, "trains", "; ".join(schedule_in_words(example)))
-    if not told.confirmed:
+    if not failure.confirmed:
         lines += _field(
             width,
             "beware",
@@ -63,7 +65,7 @@ def failure_text(told: Told, *, width: int = WIDTH) -> str:
 
 
 def schedule_in_words(example: Example) -> Iterator[str]:
-    """What an example does, for readers who do not want to read JSON."""
+    """The steps of an example, for readers who do not want to read JSON."""
     model, plan, regime = example.model, example.plan, example.regime
     yield f"{example.world_size} ranks"
     yield f"units {', '.join(plan.units) or plan.auto_wrap or 'the root alone'}"

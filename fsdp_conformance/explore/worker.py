@@ -59,7 +59,7 @@ _NOWHERE = RankFiles(output=os.devnull, stack=os.devnull, collectives=os.devnull
 
 
 class _NoController:
-    """In place of a pipe: nobody listens to what a rank says while it runs."""
+    """Stands in for a pipe: there is no reader for the messages of a running rank."""
 
     def send_bytes(self, message: bytes) -> None:
         """Nothing."""
@@ -143,7 +143,7 @@ def _run_in(directory: Path, example: Example, order: RunOrder) -> tuple[CaseRec
 
 
 def _description(order: RunOrder) -> registry.AdapterDescription:
-    """What the order says of the adapter; if nothing, what the adapter says."""
+    """The description in the order; if there is none, the adapter's own."""
     if order.description:
         return codec.typed(registry.AdapterDescription, order.description)
     return registry.describe_here(order.settings.implementation)
@@ -254,12 +254,12 @@ def case_seconds(order: RunOrder) -> float:
 
 
 def _line_of(descriptor: int) -> str:
-    found = bytearray()
+    received = bytearray()
     while True:
         part = os.read(descriptor, 1)
         if not part or part == b"\n":
-            return found.decode()
-        found += part
+            return received.decode()
+        received += part
 
 
 def _say(answers: Any, content: dict[str, Any]) -> None:

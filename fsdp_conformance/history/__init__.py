@@ -1,5 +1,5 @@
 """
-What was observed in a rank, as data.
+Observations in a rank, as data.
 
     training      a whole training run: losses, gradients, parameters, buffers, memory, collectives
     collective    one collective call

@@ -46,7 +46,7 @@ class CollectiveRecord:
     """More than one for coalesced and list forms."""
     step: int | None = None
     phase: str = ""
-    """What the training loop was doing: setup, forward, backward, step, eval, observe."""
+    """The phase of the training loop: setup, forward, backward, step, eval, observe."""
     site: str = ""
     """Innermost frame outside torch.distributed's own functions, "file.py:123 in function"."""
 

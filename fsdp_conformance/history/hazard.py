@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class HazardKind(StrEnum):
-    """What the two accesses do to each other."""
+    """How the two accesses conflict."""
 
     READ_AFTER_WRITE = "read_after_write"
     WRITE_AFTER_READ = "write_after_read"

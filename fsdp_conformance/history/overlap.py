@@ -1,5 +1,5 @@
 """
-What may run at the same time on a device: collectives and computation, with what each of them waits for.
+Work that may run at the same time on a device: collectives and computation, each with what it waits for.
 
 Nothing here has a duration. Two pieces of work may overlap if neither has to wait for the other, which depends on the
 program alone; whether they do overlap is a matter of the machine.
@@ -27,14 +27,14 @@ class Operation:
     """Counted on its stream, from 1."""
     after: Clock
     known_to_host: Clock
-    """What the host had waited for when it issued the operation."""
+    """The operations that the host had waited for when it issued this one."""
     order: int
     """Its place among what the host issued."""
     phase: str
     step: int | None
 
     def waits_for(self, other: Operation) -> bool:
-        """Whether the other one is finished when this one begins."""
+        """True if the other one is finished when this one begins."""
         return finished(self.after, other.stream) >= other.number
 
 
@@ -52,13 +52,13 @@ class Communicated(Operation):
     """Of the unsharded side."""
 
     def may_overlap(self, computed: Computed) -> bool:
-        """Whether neither waits for the other."""
+        """True if neither waits for the other."""
         return not self.waits_for(computed) and not computed.waits_for(self)
 
 
 @dataclass(kw_only=True, slots=True)
 class DeviceWork:
-    """What a rank issued, each in order."""
+    """The operations that a rank issued, each kind in order."""
 
     communicated: list[Communicated] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)

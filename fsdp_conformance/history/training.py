@@ -1,5 +1,5 @@
 """
-What was observed while one rank trained a workload, with an implementation or a reference.
+Observations of one rank that trains a workload, with an implementation or a reference.
 
 Tensors are detached clones on the CPU, full (unsharded), under their original FQNs. Nothing here aliases live storage.
 """
@@ -49,7 +49,7 @@ class TrainingHistory:
     """A whole run on one rank."""
 
     source: str
-    """What was observed: "torch-ddp", "float64", "all-reduce", or the adapter's name."""
+    """Where the observations come from: "torch-ddp", "float64", "all-reduce", or the adapter's name."""
     rank: int
     world_size: int
     initial_params: Tensors = field(default_factory=dict)
@@ -64,9 +64,9 @@ class TrainingHistory:
     steps: list[StepRecord] = field(default_factory=list)
     eval_outputs: list[Any] = field(default_factory=list)
     reads: list[Tensors] = field(default_factory=list)
-    """What was read at each event that reads all parameters, in order."""
+    """The parameters read at each event that reads all of them, in order."""
     caught: list[str] = field(default_factory=list)
-    """What reached the caller at each event that raises, in order: the exception's class and text."""
+    """The exception that reached the caller at each event that raises, in order: its class and text."""
     left_unsharded: list[str] = field(default_factory=list)
     """Units that were sharded before an interrupted attempt, and not after the recovery."""
     optimizer_state: dict[str, Tensors] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class TrainingHistory:
     shown_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes of the same tensors by their own sizes: less than `held_bytes` if they are views of larger storages."""
     full_bytes: dict[str, int] = field(default_factory=dict)
-    """What an unsharded run holds, by the same kinds."""
+    """The bytes that an unsharded run holds, by the same kinds."""
     memory: list[MemoryMark] = field(default_factory=list)
     """Bytes on the accelerator, in order; empty on the CPU, whose allocator does not count."""
     hazards: list[HazardRecord] = field(default_factory=list)

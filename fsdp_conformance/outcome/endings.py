@@ -52,7 +52,7 @@ class Ending(StrEnum):
 #: Endings that explain all others, whenever they were noticed: among these the earliest counts.
 CAUSES = frozenset({Ending.FOUND, Ending.RAISED, Ending.DIED, Ending.EXITED})
 
-#: Endings of ranks that waited in vain, the best explanation first.
+#: Endings of ranks that waited for others, the best explanation first.
 _WAITED = (Ending.SUITE_LATE, Ending.STOPPED, Ending.STUCK, Ending.TIMED_OUT, Ending.LOST_PEER)
 
 #: The endings that are failures. A lower number explains a higher one; causes are equal.
@@ -96,7 +96,7 @@ class Attribution:
 
     @property
     def is_hang(self) -> bool:
-        """Whether no rank failed by itself, and at least one missed a collective or its deadline."""
+        """True if no rank failed by itself, and at least one missed a collective or its deadline."""
         return self.first is not None and self.first.ending not in CAUSES
 
     @property
@@ -158,14 +158,14 @@ def ending_of(report: RankReport | None, end: RankExit) -> RankEnding:
 
 
 def _has_no_cause(report: RankReport | None, end: RankExit) -> bool:
-    """Whether the rank neither died nor raised independently."""
+    """True if the rank neither died nor raised independently."""
     if report is None:
         return end.exitcode is None or end.ended_by_controller
     return report.error is None or kind_of_error(report.error) is not Ending.RAISED
 
 
 def shutdown_note(report: RankReport | None, end: RankExit) -> str | None:
-    """What went wrong when a rank shut down after its report, or None."""
+    """The problem that a rank had when it shut down after its report, or None."""
     if report is None or report.error is not None:
         return None
     if end.ended_by_controller:

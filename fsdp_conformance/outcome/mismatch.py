@@ -37,8 +37,8 @@ def differing_calls(exits: Iterable[RankExit]) -> str:
     """Which ranks of one group wait in different collectives, with the lines that called them; empty if none do."""
     by_group: dict[str, list[_Open]] = {}
     for end in exits:
-        for group, found in _first_open(end).items():
-            by_group.setdefault(group, []).append(found)
+        for group, call in _first_open(end).items():
+            by_group.setdefault(group, []).append(call)
     for group, waiting in by_group.items():
         other = next((one for one in waiting if _differs(one, waiting[0])), None)
         if other is not None:
@@ -57,14 +57,14 @@ def _first_open(end: RankExit) -> dict[str, _Open]:
 
     If all have, the last of all: a collective that passes its deadline returns as well.
     """
-    found: dict[str, _Open] = {}
+    calls: dict[str, _Open] = {}
     matches = [match for line in end.last_collectives if (match := _LINE.match(line.strip())) is not None]
     for match in matches:
         if match["state"] == "issued":
-            found.setdefault(match["group"], _open(end.rank, match, is_last=False))
-    if matches and not found:
-        found[matches[-1]["group"]] = _open(end.rank, matches[-1], is_last=True)
-    return found
+            calls.setdefault(match["group"], _open(end.rank, match, is_last=False))
+    if matches and not calls:
+        calls[matches[-1]["group"]] = _open(end.rank, matches[-1], is_last=True)
+    return calls
 
 
 def _open(rank: int, match: re.Match[str], *, is_last: bool) -> _Open:

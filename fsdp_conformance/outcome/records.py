@@ -1,5 +1,5 @@
 """
-What a case produces: findings, a report per rank, how each rank's process ended, and the record in the run file.
+The results of a case: findings, a report per rank, how each rank's process ended, and the record in the run file.
 
 Without torch: the controller, `verify` and the report read these. The schema of the run file follows from the types.
 """
@@ -40,7 +40,7 @@ class Finding:
     check: str
     """The oracle, e.g. "gradient parity"."""
     message: str
-    """What was seen, as `WHAT: expected X, got Y; DETAILS`."""
+    """The observation, as `WHAT: expected X, got Y; DETAILS`."""
     step: int | None = None
     phase: str | None = None
     """init, forward, backward, reduce, step, reshard, eval or checkpoint."""
@@ -114,7 +114,7 @@ class RankError:
 
 @dataclass(kw_only=True, slots=True)
 class RankReport:
-    """What one rank reports at the end of its body, before it shuts down."""
+    """The report of one rank at the end of its body, before it shuts down."""
 
     rank: int
     findings: list[Finding] = field(default_factory=list)
@@ -194,7 +194,7 @@ class CaseRecord:
     exits: list[RankExit] = field(default_factory=list)
     evidence: list[RankReport] = field(default_factory=list)
     """
-    What each rank reported, reduced to what the verdict follows from. Only for verdicts that could do an implementation
+    The report of each rank, reduced to what the verdict follows from. Only for verdicts that could do an implementation
     good; `judge.evidence` derives the verdict from it again.
     """
     schedule: list[str] = field(default_factory=list)
@@ -215,7 +215,7 @@ class CaseRecord:
 
 
 def case_record_from_json(content: dict[str, Any]) -> CaseRecord:
-    """The record in a line of the run file. Changes `content`. Raises ValueError if it is none."""
+    """The record in a line of the run file. Changes `content`. Raises ValueError if it is invalid."""
     # What is not of the right type is refused below, with its place.
     with suppress(AttributeError, TypeError):
         for holder in (content, *content.get("evidence", ())):

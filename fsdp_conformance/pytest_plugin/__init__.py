@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Make `-n auto` as many workers as fit on the devices. Runs of other tests are none of our business."""
+    """Make `-n auto` as many workers as fit on the devices. Runs of other tests are left alone."""
     if not options.targets_suites(config):
         return None
     from fsdp_conformance.harness import devices

@@ -1,4 +1,4 @@
-"""The process that writes the run file, and says at the end what the run has shown."""
+"""The process that writes the run file, and reports at the end what the run has shown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Controller:
         self._session: pytest.Session | None = None
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Describe the adapter and open the run file, if pytest was told to run the suites."""
+        """Describe the adapter and open the run file, if pytest runs the suites."""
         self._session = session
         if not options.targets_suites(self.config) or self.config.getoption("collectonly"):
             return
@@ -61,15 +61,15 @@ class Controller:
 
     @pytest.hookimpl(trylast=True)
     def pytest_report_header(self) -> list[str]:
-        """What is being judged, by which cases."""
+        """The implementation that is judged, and the cases that judge it."""
         if self.recorder is None:
             return []
         order, profile = options.order_of(self.config), self.recorder.profile
-        told = order.description or {}
-        what = f"{told.get('name')} {told.get('version')} · {order.settings.device}"
+        description = order.description or {}
+        what = f"{description.get('name')} {description.get('version')} · {order.settings.device}"
         return [
             f"conformance: {what} · {profile.name} {profile.sha256[:12]} · {len(profile.entries)} cases",
-            f"capabilities: {' '.join(told.get('capabilities', ())) or 'none'}",
+            f"capabilities: {' '.join(description.get('capabilities', ())) or 'none'}",
         ]
 
     @pytest.hookimpl(tryfirst=True)
@@ -224,11 +224,11 @@ def _check_devices(settings: RunSettings) -> None:
         raise EnvironmentUnavailable(f"{here.problem} Use another --device.")
     if not settings.share_devices:
         devices.backend_for(settings.device)
-    asked = 1 if settings.share_devices else max(settings.world_sizes, default=1)
+    needed = 1 if settings.share_devices else max(settings.world_sizes, default=1)
     count = here.num_ranks
-    if count is not None and count < asked:
+    if count is not None and count < needed:
         raise EnvironmentUnavailable(
-            f"expected at least {asked} devices of type {settings.device!r}, found {count}. "
+            f"expected at least {needed} devices of type {settings.device!r}, found {count}. "
             "Choose another --device, or a smaller world size."
         )
     if settings.slots_per_device != 1:

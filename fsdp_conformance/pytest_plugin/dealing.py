@@ -41,19 +41,19 @@ class DevicesScheduling:
 
     @property
     def collection_is_completed(self) -> bool:
-        """Whether every worker has collected."""
+        """True if every worker has collected."""
         return len(self._collections) >= self._num_workers
 
     @property
     def tests_finished(self) -> bool:
-        """Whether every test has ended, or has been started by the last message to its worker."""
+        """True if every test has ended, or has been started by the last message to its worker."""
         if not self.collection_is_completed:
             return False
         return self._dispatch is None or not (self._dispatch.left or self._dispatch.at_hand)
 
     @property
     def has_pending(self) -> bool:
-        """Whether tests run or are left."""
+        """True if tests are running or are left to run."""
         dispatch = self._dispatch
         return dispatch is not None and bool(dispatch.left or dispatch.at_hand or dispatch.running)
 
@@ -113,7 +113,7 @@ class DevicesScheduling:
         return self.collection[case] if case is not None and self.collection is not None else None
 
     def _start(self) -> None:
-        """Start what fits. Nothing starts once the session ends early: then the workers have been told to end."""
+        """Start what fits. Nothing starts once the session ends early, because the workers are then shutting down."""
         if self._dispatch is None or any(node.shutting_down and self._dispatch.waits(node) for node in self._joined):
             return
         for start in self._dispatch.starts():
@@ -132,8 +132,8 @@ def sizes_by_node_id(package: str) -> dict[str, int]:
     """The world size of each case of the suites, by the end of its node id: `test_a_parity.py::Parity::test_...`."""
     from fsdp_conformance.selftest.cases import bound_cases
 
-    found = {}
+    sizes = {}
     for bound in bound_cases(package):
         module = bound.owner.__module__.rpartition(".")[2]
-        found[f"{module}.py::{bound.owner.__qualname__}::{bound.method}"] = bound.case.world_size
-    return found
+        sizes[f"{module}.py::{bound.owner.__qualname__}::{bound.method}"] = bound.case.world_size
+    return sizes

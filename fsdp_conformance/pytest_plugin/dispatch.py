@@ -5,9 +5,9 @@ Which cases run at the same time on devices that ranks own: the largest world fi
     Dispatch    which worker starts which case next
     wall_time   how long that takes, with a duration for each case and no clock
 
-A worker always has its next case at hand: pytest-xdist starts a case only when the worker has been told what follows
+A worker always has its next case at hand: pytest-xdist starts a case only when the worker knows what follows
 it. So the cases that can start at any moment are those that idle workers have at hand, and it matters who has what. As
-many workers as large cases fit take the largest case that is left. The others take the largest one that fits beside
+many workers as large cases fit take the largest case that is left. The others take the largest one that fits next to
 them.
 
 Small cases may overtake a large one that waits for devices, because devices should not idle. But only so often: after
@@ -55,7 +55,7 @@ class Slots:
         return world_size if world_size <= self.num_devices else 0
 
     def fits(self, world_size: int) -> bool:
-        """Whether a case of that world size can start now: no two of its ranks share a device."""
+        """True if a case of that world size can start now, with no two of its ranks on one device."""
         return sum(held < self.slots_per_device for held in self._held) >= self.needed(world_size)
 
     def take(self, world_size: int) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Start:
 class _Worker:
     at_hand: int | None = None
     is_large: bool = False
-    """Whether the case at hand was taken as the largest one left."""
+    """True if the case at hand was taken as the largest one left."""
     running: int | None = None
     runs_large: bool = False
     devices: tuple[int, ...] = ()
@@ -124,7 +124,7 @@ class Dispatch:
         return [worker.running for worker in self._workers.values() if worker.running is not None]
 
     def waits(self, name: Hashable) -> bool:
-        """Whether the worker has a case at hand that it has not started."""
+        """True if the worker has a case at hand that it has not started."""
         return name in self._workers and self._workers[name].at_hand is not None
 
     def join(self, name: Hashable) -> int | None:
@@ -134,9 +134,9 @@ class Dispatch:
         return worker.at_hand
 
     def starts(self) -> Iterator[Start]:
-        """What starts now, the largest case first."""
-        while (found := self._next_to_start()) is not None:
-            name, worker, case = found
+        """The cases that start now, the largest first."""
+        while (next_start := self._next_to_start()) is not None:
+            name, worker, case = next_start
             for _, other, waiting in self._waiting():
                 other.overtaken += self.sizes[waiting] > self.sizes[case]
             worker.running, worker.runs_large = case, worker.is_large
@@ -165,12 +165,12 @@ class Dispatch:
 
     def _waiting(self) -> list[tuple[Hashable, _Worker, int]]:
         """The idle workers with the case that each has at hand, the largest case first."""
-        found = [
+        waiting = [
             (name, worker, worker.at_hand)
             for name, worker in self._workers.items()
             if worker.running is None and worker.at_hand is not None
         ]
-        return sorted(found, key=lambda item: (-self.sizes[item[2]], item[2]))
+        return sorted(waiting, key=lambda item: (-self.sizes[item[2]], item[2]))
 
     def _next_to_start(self) -> tuple[Hashable, _Worker, int] | None:
         """The idle worker with the largest case that fits, unless a larger one has been overtaken too often."""
@@ -193,7 +193,7 @@ class Dispatch:
         worker.at_hand = self._left.pop() if worker.is_large else self._pop_beside(largest, room)
 
     def _pop_beside(self, largest: int, room: int) -> int:
-        """The largest case that fits beside `room` cases of the largest world; the smallest case if none does."""
+        """The largest case that fits next to `room` cases of the largest world; the smallest case if none does."""
         gap = self.slots.total - largest * room
         fitting = [position for position, case in enumerate(self._left) if self.sizes[case] <= gap]
         if fitting:

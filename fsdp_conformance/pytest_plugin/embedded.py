@@ -1,5 +1,5 @@
 """
-Cases as tests of somebody's own test suite, next to their other tests:
+Cases as tests of a user's own test suite, next to their other tests:
 
     from fsdp_conformance import conformance_tests
 
@@ -51,10 +51,10 @@ def conformance_tests(
     """
     import pytest
 
-    known = load_profile(profile)
-    entries = [entry for entry in known.entries if not cases or _is_named(entry, cases)]
+    pinned = load_profile(profile)
+    entries = [entry for entry in pinned.entries if not cases or _is_named(entry, cases)]
     if not entries:
-        raise UsageError(f"cases must match at least one case of {known.name}, got {list(cases)} (conformance_tests)")
+        raise UsageError(f"cases must match at least one case of {pinned.name}, got {list(cases)} (conformance_tests)")
     listed = load_expectations(Path(expectations)) if expectations is not None else ()
     settings = RunSettings(implementation=implementation, profile=profile, device=device, deadline_scale=deadline_scale)
 
@@ -77,11 +77,11 @@ def conformance_tests(
 
     def test_expectations(self: object) -> None:
         """Every entry names a case, and none has expired."""
-        stale = _surprises([], listed, settings, known_cases(known))
+        stale = _surprises([], listed, settings, known_cases(pinned))
         if stale:
             pytest.fail("\n".join(stale), pytrace=False)
 
-    body: dict[str, Any] = {"test_case": test_case, "__doc__": f"{known.name} on {implementation}."}
+    body: dict[str, Any] = {"test_case": test_case, "__doc__": f"{pinned.name} on {implementation}."}
     if listed:
         body["test_expectations"] = test_expectations
     return pytest.mark.conformance(type("ConformanceTests", (), body))
@@ -105,8 +105,8 @@ def _surprises(
         "environment": {"torch": torch.__version__},
     }
     run = RunFile(path="", header=header, records=records)
-    found = judge(run, expectations, profile_cases=cases, today=dt.datetime.now(dt.UTC).date())
-    return [surprise.sentence() for surprise in found.surprises]
+    comparison = judge(run, expectations, profile_cases=cases, today=dt.datetime.now(dt.UTC).date())
+    return [surprise.sentence() for surprise in comparison.surprises]
 
 
 def _ran(case: str, settings: RunSettings) -> CaseRecord:

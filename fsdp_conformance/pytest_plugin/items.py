@@ -1,4 +1,4 @@
-"""What happens to a conformance case in the process that runs it: selection, order, and its verdict as the outcome."""
+"""Hooks for conformance cases in the process that runs them: selection, order, and the verdict as the outcome."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class Cases:
 
         The order is the same in every worker.
         """
-        found = [(item, case) for item in items if (case := _case_of(item)) is not None]
-        if not found:
+        pairs = [(item, case) for item in items if (case := _case_of(item)) is not None]
+        if not pairs:
             return
         from fsdp_conformance import run_settings
 
         order = options.order_of(config)
         run_settings.use(order.settings, order.description)
-        saved = {case.id for _, case in found if case.is_saved}
-        chosen = saved | (_kept_ids(config) if len(saved) < len(found) else set())
-        kept = sorted(
-            ((item, case) for item, case in found if case.id in chosen),
+        saved = {case.id for _, case in pairs if case.is_saved}
+        chosen = saved | (_kept_ids(config) if len(saved) < len(pairs) else set())
+        selected = sorted(
+            ((item, case) for item, case in pairs if case.id in chosen),
             key=lambda pair: (-pair[1].world_size, not pair[1].starts_early, pair[1].id),
         )
-        cases = {item for item, _ in found}
-        items[:] = [item for item, _ in kept] + [item for item in items if item not in cases]
-        dropped = [item for item, case in found if case.id not in chosen]
+        cases = {item for item, _ in pairs}
+        items[:] = [item for item, _ in selected] + [item for item in items if item not in cases]
+        dropped = [item for item, case in pairs if case.id not in chosen]
         if dropped:
             config.hook.pytest_deselected(items=dropped)
 

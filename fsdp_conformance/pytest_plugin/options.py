@@ -1,5 +1,5 @@
 """
-The options that can be typed after `pytest`, made from the table in `run_settings`, and the order that they make.
+The command-line options for pytest, from the table in `run_settings`, and the run order that they define.
 
 `fsdp-conformance run` passes its order in a file, which one hidden option names. The other options make the same order
 from words; workers of pytest-xdist get it from the controller.

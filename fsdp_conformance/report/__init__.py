@@ -1,5 +1,5 @@
 """
-What a run leaves: the run file, the certificate that follows from it, and the texts that people read.
+The output of a run: the run file, the certificate that follows from it, and the texts that people read.
 
     runfile        the format: a line of JSON for each event, chained by hashes
     schema         its lines as types, and the JSON schema that follows from them

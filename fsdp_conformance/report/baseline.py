@@ -29,14 +29,14 @@ class Changes:
 
     @property
     def worse(self) -> bool:
-        """Whether something fails that did not, or is no longer judged."""
+        """True if a case fails that did not, or is no longer judged."""
         return bool(self.new or self.missing)
 
     def lines(self) -> list[str]:
         """The changes for people, what needs attention first; unchanged failures are only counted."""
         kinds = {"new": self.new, "fixed": self.fixed, "unchanged": self.unchanged, "missing": self.missing}
-        told = [f"{kind:<9}{sentence}" for kind in ("new", "missing", "fixed") for sentence in kinds[kind]]
-        return [*told, ", ".join(f"{len(sentences)} {kind}" for kind, sentences in kinds.items())]
+        listed = [f"{kind:<9}{sentence}" for kind in ("new", "missing", "fixed") for sentence in kinds[kind]]
+        return [*listed, ", ".join(f"{len(sentences)} {kind}" for kind, sentences in kinds.items())]
 
 
 def changes(run: RunFile, baseline: RunFile, *, selected: Collection[str]) -> Changes:

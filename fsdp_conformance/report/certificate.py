@@ -44,7 +44,7 @@ Counts = Annotated[
 
 
 class State(StrEnum):
-    """What a run has shown of a case, or of a scope. A scope is in the first state that one of its cases is in."""
+    """The state of a case, or of a scope, after a run. A scope is in the first state that one of its cases is in."""
 
     FAILED = "failed"
     UNJUDGED = "not judged"
@@ -87,7 +87,7 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """What a run certifies; if nothing, why not."""
+    """The certificate of a run; without one, the reasons why there is none."""
 
     certified: bool
     private: bool
@@ -96,15 +96,15 @@ class Certificate:
     scopes: tuple[Scope, ...]
     """The base first, then extensions, then their combinations, each by name."""
     subject: dict[str, str]
-    """What was judged, by what: versions and hashes."""
+    """The implementation and the suite that judged it: versions and hashes."""
     declarations: tuple[str, ...]
-    """What the adapter declared that loosens a check or changes what runs, one phrase each."""
+    """The adapter's declarations that loosen a check or change what runs, one phrase each."""
     unobserved: tuple[RequirementId, ...]
     """Ids of the mandatory requirements that no case was seen to meet, from the whole register."""
     reasons: tuple[str, ...]
     """Why it is not certified; empty if it is."""
     remarks: tuple[str, ...]
-    """What else to know: SHOULD requirements that failed, reruns, scaled deadlines."""
+    """Further remarks: SHOULD requirements that failed, reruns, scaled deadlines."""
     counts: Counts
     """Number of cases for each verdict that occurs."""
     executed: int
@@ -123,7 +123,7 @@ class Certificate:
 
     @property
     def on_shared_devices(self) -> bool:
-        """Whether ranks shared devices."""
+        """True if ranks shared devices."""
         return any(reason.startswith(_SHARING) for reason in self.reasons)
 
     @property
@@ -153,7 +153,7 @@ class Certificate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shown:
-    """What a run has shown of one case."""
+    """The state of one case after a run."""
 
     entry: Entry
     state: State
@@ -204,50 +204,50 @@ def certify(
 
 
 def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, settings: RunSettings, contract: Contract) -> _Shown:
-    """What the run has shown of the case, from its record."""
+    """The state of the case, from its record."""
     if record is None:
         return _Shown(entry=entry, state=State.LEFT_OUT)
-    found = _Shown(entry=entry, state=_STATE.get(record.verdict, State.UNJUDGED), verdict=record.verdict)
+    shown = _Shown(entry=entry, state=_STATE.get(record.verdict, State.UNJUDGED), verdict=record.verdict)
     if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
         reason = "ran with a world size or requirements that are not those in the profile"
-        return replace(found, state=State.UNJUDGED, reason=reason)
+        return replace(shown, state=State.UNJUDGED, reason=reason)
     lies = contradictions(
         record, entry.case(), declared=lambda device: _declared(run, device), settings=settings
     ) or _another_subject(record, run)
     if lies:
-        return replace(found, state=State.UNJUDGED, reason=f"the record contradicts itself ({'; '.join(lies)})")
+        return replace(shown, state=State.UNJUDGED, reason=f"the record contradicts itself ({'; '.join(lies)})")
     match record.verdict:
         case Verdict.PASS:
-            return found
+            return shown
         case Verdict.FAIL if _only_should(record, contract):
-            return replace(found, state=State.PASSED, remark=f"SHOULD, not met: {record.case}: {record.reason}")
+            return replace(shown, state=State.PASSED, remark=f"SHOULD, not met: {record.case}: {record.reason}")
         case Verdict.UNSUPPORTED if record.measurements.get("inapplicable") and record.evidence:
-            return replace(found, state=State.INAPPLICABLE, remark=f"does not apply: {record.case}: {record.reason}")
+            return replace(shown, state=State.INAPPLICABLE, remark=f"does not apply: {record.case}: {record.reason}")
         case Verdict.UNSUPPORTED:
             flags = ", ".join(map(str, record.measurements.get("undeclared", ()))) or "something unnamed"
-            return replace(found, reason=f"declined ({flags})")
+            return replace(shown, reason=f"declined ({flags})")
         case Verdict.NOT_RUN_ENV:
             absent = ", ".join(map(str, record.measurements.get("absent", ()))) or "something unnamed"
-            return replace(found, reason=f"NOT_RUN_ENV (this machine lacks {absent})")
+            return replace(shown, reason=f"NOT_RUN_ENV (this machine lacks {absent})")
         case Verdict.DISABLED:
-            return replace(found, reason="incomplete: DISABLED")
-    silent = found.state is State.FAILED and _is_silent(record, entry)
-    return replace(found, reason=str(record.verdict), silent=silent)
+            return replace(shown, reason="incomplete: DISABLED")
+    silent = shown.state is State.FAILED and _is_silent(record, entry)
+    return replace(shown, reason=str(record.verdict), silent=silent)
 
 
 def _is_silent(record: CaseRecord, entry: Entry) -> bool:
     """
-    Whether a failure counts whatever is declared (R000).
+    True if a failure counts whatever is declared (R000).
 
-    A case that asks for a capability only through its model runs for everybody. To declare that capability must not
+    A case that asks for a capability only through its model runs for every engine. To declare that capability must not
     turn wrong numbers into the failure of an extension.
     """
     if entry.scope in (BASE, ADVICE):
         return entry.scope == ADVICE
-    named = any(finding.requirement == LOUD_REFUSAL for finding in record.findings)
+    names_refusal = any(finding.requirement == LOUD_REFUSAL for finding in record.findings)
     by_model = all(flag in CAPABILITIES and CAPABILITIES[flag].asked is Asked.MODEL for flag in entry.needs)
     refused = bool(record.findings) and record.findings[0].check == "refusal"
-    return named or (by_model and bool(entry.needs) and not refused)
+    return names_refusal or (by_model and bool(entry.needs) and not refused)
 
 
 def _another_subject(record: CaseRecord, run: RunFile) -> list[str]:
@@ -306,11 +306,11 @@ def _scopes(shown: Sequence[_Shown]) -> tuple[Scope, ...]:
 
 
 def _subject(run: RunFile) -> dict[str, str]:
-    """What was judged, and by what."""
+    """The implementation and the suite that judged it."""
     header = run.header
     implementation: Mapping[str, Any] = header.get("implementation") or {}
     environment: Mapping[str, Any] = header.get("environment") or {}
-    found = {
+    subject = {
         "implementation": implementation.get("name"),
         "version": implementation.get("version"),
         "adapter": implementation.get("source_sha256"),
@@ -319,11 +319,11 @@ def _subject(run: RunFile) -> dict[str, str]:
         "torch": environment.get("torch"),
         "python": environment.get("python"),
     }
-    return {key: str(value or "") for key, value in found.items()}
+    return {key: str(value or "") for key, value in subject.items()}
 
 
 def _declarations(run: RunFile) -> list[str]:
-    """What the adapter declared that loosens a check or changes what runs."""
+    """The adapter's declarations that loosen a check or change what runs."""
     described: Mapping[str, Any] = run.header.get("implementation") or {}
     phrases = [f"shim: {shim}" for shim in described.get("shims", ())]
     if described.get("padding"):
@@ -457,8 +457,10 @@ def _remarks(run: RunFile) -> list[str]:
     if settings.stress_seed is not None:
         remarks.append(f"stress with seed {settings.stress_seed}: {stress.in_words(stress.strikes_of(run.records))}")
     if settings.stress_failure:
-        told = [record.measurements[stress.STRUCK] for record in run.records if stress.STRUCK in record.measurements]
-        remarks.append(f"stress failure {settings.stress_failure}: struck {sum(map(bool, told))} of {len(told)} cases")
+        strikes = [record.measurements[stress.STRUCK] for record in run.records if stress.STRUCK in record.measurements]
+        remarks.append(
+            f"stress failure {settings.stress_failure}: struck {sum(map(bool, strikes))} of {len(strikes)} cases"
+        )
     simulated = sum(record.device == SIMULATED and record.comparisons > 0 for record in run.records)
     if simulated and settings.device != SIMULATED:
         remarks.append(f"{simulated} case{'s' if simulated > 1 else ''} ran on the simulated accelerator")

@@ -24,7 +24,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What distinguishes two runs."""
+    """The differences between two runs."""
 
     old: str
     """Path of the run file."""
@@ -72,23 +72,23 @@ def compare(old: RunFile, new: RunFile, *, force: bool = False) -> Comparison:
     )
 
 
-def text(found: Comparison) -> str:
+def text(comparison: Comparison) -> str:
     """The comparison for people; the last line has the result."""
-    lines = [f"old: {found.old}", f"new: {found.new}", ""]
-    for item in found.differing:
+    lines = [f"old: {comparison.old}", f"new: {comparison.new}", ""]
+    for item in comparison.differing:
         lines.append(f"{item.case}: {item.old} -> {item.new}")
         lines += [
             f"  {label}: {reason}" for label, reason in (("old", item.old_reason), ("new", item.new_reason)) if reason
         ]
-    for label, cases in (("old", found.only_old), ("new", found.only_new)):
+    for label, cases in (("old", comparison.only_old), ("new", comparison.only_new)):
         lines += [f"{case}: only in the {label} run" for case in cases]
-    if found.differing or found.only_old or found.only_new:
+    if comparison.differing or comparison.only_old or comparison.only_new:
         lines.append("")
     lines.append(f"{'verdict':<16}{'old':>6}{'new':>6}")
-    lines += [f"{verdict:<16}{before:>6}{after:>6}" for verdict, (before, after) in found.counts.items()]
-    only = len(found.only_old) + len(found.only_new)
+    lines += [f"{verdict:<16}{before:>6}{after:>6}" for verdict, (before, after) in comparison.counts.items()]
+    only = len(comparison.only_old) + len(comparison.only_new)
     lines.append(
-        f"{len(found.differing)} of {found.compared} verdicts differ"
+        f"{len(comparison.differing)} of {comparison.compared} verdicts differ"
         + (f"; {only} case{'s are' if only > 1 else ' is'} in only one of the runs" if only else "")
     )
     return "\n".join(lines)

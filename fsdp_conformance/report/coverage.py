@@ -29,7 +29,7 @@ Declared = Callable[[str], frozenset[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What an engine's runs show of one requirement. A case counts for every requirement that it binds."""
+    """The results of an engine for one requirement. A case counts for every requirement that it binds."""
 
     passed: int = 0
     failed: int = 0
@@ -116,9 +116,9 @@ def coverage(
     engine.
     """
     contract, excused = contract or load(), {**uncovered(), **undeclared()} if excused is None else excused
-    named = [tally.name for tally in tallies]
-    if len(set(named)) != len(named):
-        raise UsageError(f"each engine must have one tally, got {', '.join(named)}")
+    names = [tally.name for tally in tallies]
+    if len(set(names)) != len(names):
+        raise UsageError(f"each engine must have one tally, got {', '.join(names)}")
     bound: dict[str, list[Entry]] = {name: [] for name in contract.requirements}
     for entry in entries:
         for name in entry.requirements:
@@ -176,7 +176,7 @@ def _lines(table: Coverage, heading: str, link: str) -> Iterator[str]:
         yield "|---|--:|--:|--:|" + "---|" * len(names)
         for row in rows:
             words = [row.cells[index].text() for index in shown]
-            yield "| " + " | ".join([_named(row, link), *_counts(row, table), *words]) + " |"
+            yield "| " + " | ".join([_title(row, link), *_counts(row, table), *words]) + " |"
 
 
 def _is_of_components(engine: Tally) -> bool:
@@ -207,7 +207,7 @@ def _engines(table: Coverage, places: Sequence[int]) -> Iterator[str]:
         yield f"| {label} | " + " | ".join(values) + " |"
 
 
-def _named(row: Row, link: str) -> str:
+def _title(row: Row, link: str) -> str:
     requirement = row.requirement
     name = f"[{requirement.id}]({link}#{requirement.id.lower()})" if link else requirement.id
     return f"{name} {requirement.name}" + (f". {row.reason}" if row.reason else "")
@@ -244,8 +244,8 @@ def _kind(requirement: str, entry: Entry, shown: Shown | None) -> str:
     # Foretold or not, it is a failure.
     if shown.verdict in ACCUSING | {Verdict.XFAIL}:
         # A crash has no finding, and a finding may name R000: then the requirement that the case tests has failed.
-        named = set(shown.failed) & set(entry.requirements) or {entry.primary}
-        return "failed" if requirement in named else "unjudged"
+        accused = set(shown.failed) & set(entry.requirements) or {entry.primary}
+        return "failed" if requirement in accused else "unjudged"
     return "declined" if shown.verdict is Verdict.UNSUPPORTED else "unjudged"
 
 

@@ -27,7 +27,7 @@ _PREAMBLE = """\
 Failures that are known. An entry changes no verdict: it tells what is known from what is new.
 Written by `fsdp-conformance update-expectations`; correct the reasons, add links, and give entries a day to expire."""
 
-#: Verdicts that are mended, not expected.
+#: Verdicts to fix, not to expect.
 _NOT_OF_THE_ENGINE = frozenset({Verdict.ERROR_ADAPTER, Verdict.ERROR_SUITE})
 
 
@@ -44,13 +44,13 @@ class Update:
 
     @property
     def changes(self) -> bool:
-        """Whether there is something to write."""
+        """True if there is something to write."""
         return bool(self.added or self.removed)
 
 
 def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt.date) -> Update:
     """
-    What the file has to say so that the run is as expected. Comments and entries of other runs are kept.
+    The text of the file with which the run is as expected. Comments and entries of other runs stay.
 
     A case in which the adapter or the suite is wrong gets no entry: the list is for what is known of the engine. A glob
     of which only some cases still hold is replaced by entries for these. Expired entries stay: a person has to look at
@@ -60,7 +60,7 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
     entries = load_expectations(path) if exists else ()
     document = tomlkit.parse(path.read_text(encoding="utf-8")) if exists else _new_document()
     tables = document.get(TABLE)
-    kept = tables if isinstance(tables, AoT) else tomlkit.aot()
+    array = tables if isinstance(tables, AoT) else tomlkit.aot()
     removed, remaining, split = [], [], []
     # From the end, so that positions stay what they are.
     for index in reversed(range(len(entries))):
@@ -70,7 +70,7 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
             continue
         removed.append(entries[index].case)
         split += [_table(record, run, like=entries[index]) for record in holding]
-        del kept[index]
+        del array[index]
     remaining += [_expectation(table) for table in split]
     records = {record.case: record for record in run.records}
     missing = [
@@ -80,9 +80,9 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
     ]
     new = split + [_table(record, run) for record in missing if record.verdict not in _NOT_OF_THE_ENGINE]
     for table in new:
-        kept.append(table)
+        array.append(table)
     if TABLE not in document and new:
-        document.append(TABLE, kept)
+        document.append(TABLE, array)
     return Update(
         text=tomlkit.dumps(document),
         added=tuple(str(table["case"]) for table in new),
@@ -99,8 +99,8 @@ def _still_holding(
     entry: Expectation, run: RunFile, *, profile_cases: Sequence[str], today: dt.date
 ) -> list[CaseRecord] | None:
     """None if the entry can stay as it is; otherwise the cases for which it still holds."""
-    found = judge(run, [entry], profile_cases=profile_cases, today=today).surprises
-    wrong = {surprise.kind for surprise in found if surprise.kind in (Kind.UNMATCHED, Kind.CHANGED)}
+    surprises = judge(run, [entry], profile_cases=profile_cases, today=today).surprises
+    wrong = {surprise.kind for surprise in surprises if surprise.kind in (Kind.UNMATCHED, Kind.CHANGED)}
     if not wrong:
         return None
     device = str((run.header.get("settings") or {}).get("device"))
@@ -108,7 +108,7 @@ def _still_holding(
 
 
 def _table(record: CaseRecord, run: RunFile, *, like: Expectation | None = None) -> Table:
-    """An entry for the case; `like` is the one that it replaces, whose words are kept."""
+    """An entry for the case; `like` is the one that it replaces, whose text it takes over."""
     described, settings = run.header.get("implementation") or {}, run.header.get("settings") or {}
     name = like.implementation if like else str(described.get("name") or settings.get("implementation"))
     values: dict[str, Any] = {

@@ -1,5 +1,5 @@
 """
-What somebody expects of a run: the failures they know about, in `conformance.toml`, and what differs from that list.
+The expectations of a run: the failures a user knows about, in `conformance.toml`, and what differs from that list.
 
     [[expect]]
     case = "R010/eval-between-*"       # an id of the profile, or a glob of ids
@@ -65,15 +65,15 @@ class Expectation:
     url: str = ""
 
     def is_for(self, implementation: str, torch: str) -> bool:
-        """Whether the entry applies to runs of this implementation with this version of torch."""
+        """True if the entry applies to runs of this implementation with this version of torch."""
         return fnmatchcase(implementation, self.implementation) and _is_in(torch, self.torch)
 
     def is_about(self, record: CaseRecord, device: str) -> bool:
-        """Whether the entry says something about the case. `device` is the run's, for a record without one."""
+        """True if the entry is about the case. `device` is the run's, for a record without one."""
         return fnmatchcase(record.case, self.case) and self.device in ("", record.device or device)
 
     def has_expired(self, today: dt.date) -> bool:
-        """Whether somebody has to look at the entry again."""
+        """True if the entry has to be looked at again."""
         return self.expires is not None and today >= self.expires
 
 
@@ -113,7 +113,7 @@ class Judged:
 
     @property
     def as_expected(self) -> bool:
-        """Whether the run is what the list says, and nothing else."""
+        """True if the run is exactly as the list says."""
         return not self.surprises
 
 
@@ -165,7 +165,7 @@ def judge(run: RunFile, expectations: Sequence[Expectation], *, profile_cases: I
 
 
 def _names(run: RunFile) -> set[str]:
-    """What an entry may call the implementation: what the user typed, and the adapter's own name."""
+    """The names that an entry may use for the implementation: the user's, and the adapter's own."""
     settings, described = run.header.get("settings") or {}, run.header.get("implementation") or {}
     return {str(settings.get("implementation")), str(described.get("name"))}
 
@@ -192,10 +192,10 @@ def what_happened(record: CaseRecord) -> str:
 
 
 def _problems(entry: Mapping[str, Any]) -> list[str]:
-    """What is wrong with one entry."""
-    known = {field.name: field for field in fields(Expectation)}
-    problems = [f"unknown key {key!r}{_near(key, known)}" for key in entry if key not in known]
-    for name, field in known.items():
+    """The problems of one entry."""
+    by_name = {field.name: field for field in fields(Expectation)}
+    problems = [f"unknown key {key!r}{_near(key, by_name)}" for key in entry if key not in by_name]
+    for name, field in by_name.items():
         value = entry.get(name)
         if value is None:
             problems += [f"{name} is missing"] if field.default is MISSING else []
@@ -211,8 +211,8 @@ def _problems(entry: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _near(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def _near(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -224,9 +224,9 @@ def _specifier(text: str) -> SpecifierSet | None:
 
 
 def _is_in(version: str, specifier: str) -> bool:
-    """Whether a version satisfies a specifier; one that is unknown satisfies only the empty specifier."""
-    found = _specifier(specifier)
+    """True if a version satisfies a specifier; an unknown version satisfies only the empty specifier."""
+    parsed = _specifier(specifier)
     try:
-        return not specifier or (found is not None and found.contains(Version(version), prereleases=True))
+        return not specifier or (parsed is not None and parsed.contains(Version(version), prereleases=True))
     except InvalidVersion:
         return False

@@ -1,4 +1,4 @@
-"""What a requirement or a case is about, and what a run found: the text of `fsdp-conformance explain`."""
+"""The text of `fsdp-conformance explain`: a requirement or a case, and the results of a run."""
 
 from __future__ import annotations
 
@@ -38,39 +38,39 @@ def explain(
 
 def explain_json(subject: str, contract: Contract, profile: Profile, run: RunFile | None = None) -> dict[str, Any]:
     """
-    What the text is made of: the requirement, if it is one; the profile's cases; the run's records of them.
+    The data behind the text: the requirement, if it is one; the profile's cases; the run's records of them.
 
     Raises UsageError like `explain`.
     """
     records = run.records if run is not None else []
     if _is_requirement(subject, contract, profile, records):
         entries = [entry for entry in profile.entries if subject in entry.requirements]
-        told = [record for record in records if subject in record.requirements or _accuses(record, subject)]
+        chosen = [record for record in records if subject in record.requirements or _accuses(record, subject)]
         about: dict[str, Any] = {"requirement": codec.plain(contract[subject])}
     else:
         entries = [profile.by_id[subject]] if subject in profile.by_id else []
-        told = [record for record in records if record.case == subject]
+        chosen = [record for record in records if record.case == subject]
         about = {"requirement": None}
     return {
         **about,
         "profile": profile.name,
         "cases": codec.plain(entries),
-        "records": [record.to_json() for record in told],
+        "records": [record.to_json() for record in chosen],
     }
 
 
 def _accuses(record: CaseRecord, requirement: str) -> bool:
-    return any(found.requirement == requirement for found in record.findings)
+    return any(finding.requirement == requirement for finding in record.findings)
 
 
 def _is_requirement(subject: str, contract: Contract, profile: Profile, records: Sequence[CaseRecord]) -> bool:
-    """Whether it is one, and not a case. Raises UsageError if it is neither."""
+    """True if `subject` is a requirement, False if it is a case. Raises UsageError if it is neither."""
     if subject in contract.requirements:
         return True
     if subject in profile.by_id or any(record.case == subject for record in records):
         return False
-    known = [*contract.requirements, *profile.by_id]
-    near = difflib.get_close_matches(subject, known, n=3, cutoff=0.5)
+    subjects = [*contract.requirements, *profile.by_id]
+    near = difflib.get_close_matches(subject, subjects, n=3, cutoff=0.5)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
     last = max(contract.requirements)
     raise UsageError(f"ID must be a requirement (R000 to {last}) or a case of {profile.name}, got {subject!r}.{hint}")
@@ -111,20 +111,20 @@ def _methods(entries: Iterable[Entry]) -> list[list[Entry]]:
 
 def _in_short(entries: Sequence[Entry], verdicts: Mapping[str, Verdict]) -> list[str]:
     """The cases of a method in one line, `R001/sgd-*-ws{2,3}`, and a line for each that failed."""
-    found = [verdicts[entry.id] for entry in entries if entry.id in verdicts]
+    judged = [verdicts[entry.id] for entry in entries if entry.id in verdicts]
     if len(entries) == 1:
-        return [entries[0].id + (f"   {SIGNS[found[0]]} {found[0]}" if found else "")]
+        return [entries[0].id + (f"   {SIGNS[judged[0]]} {judged[0]}" if judged else "")]
     line = f"{_pattern(entries)}   {len(entries)} cases"
-    if found:
-        counted = Counter(found)
+    if judged:
+        counted = Counter(judged)
         words = " · ".join(f"{counted[verdict]} {verdict}" for verdict in Verdict if counted[verdict])
-        line += f"   {SIGNS[max(found, key=list(Verdict).index)]} {words}"
+        line += f"   {SIGNS[max(judged, key=list(Verdict).index)]} {words}"
     failed = [entry.id for entry in entries if entry.id in verdicts and verdicts[entry.id] not in FINE]
     return [line, *(f"  {case}   {SIGNS[verdicts[case]]} {verdicts[case]}" for case in failed)]
 
 
 def _pattern(entries: Sequence[Entry]) -> str:
-    """What the ids have in common, and the world sizes in braces."""
+    """The common part of the ids, with the world sizes in braces."""
     stems = list(dict.fromkeys(entry.id.rpartition("-ws")[0] for entry in entries))
     parts = [stem.split("-") for stem in stems]
     common = []
@@ -161,10 +161,10 @@ def _case(
         lines += _labelled(width, "machine", ", ".join(entry.environment))
     else:
         lines += _labelled(width, "profile", f"not a case of {profile.name}")
-    found = [record for record in records if record.case == subject]
-    if with_run and not found:
+    of_case = [record for record in records if record.case == subject]
+    if with_run and not of_case:
         lines += _labelled(width, "verdict", "none: the run did not include this case")
-    for record in found:
+    for record in of_case:
         lines += _record(record, width)
     return "\n".join(lines)
 

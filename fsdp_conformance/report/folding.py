@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 
-#: Columns at the most; also where there is no terminal.
+#: The most columns to use; also where there is no terminal.
 WIDTH = 120
 #: Below that, long ids and paths leave no room for words.
 _NARROWEST = 60

@@ -59,8 +59,8 @@ def last_run_of(settings: RunSettings) -> RunFile | None:
         run = runfile.read(path)
     except RunFileError:
         return None
-    told = run.header.get("settings") or {}
-    same = all(told.get(name) == getattr(settings, name) for name in ("implementation", "device", "ranks"))
+    recorded = run.header.get("settings") or {}
+    same = all(recorded.get(name) == getattr(settings, name) for name in ("implementation", "device", "ranks"))
     return run if same else None
 
 

@@ -78,8 +78,8 @@ def _table(records: Iterable[CaseRecord]) -> list[str]:
 
 
 def _chapter_order(chapter: str) -> tuple[int, str]:
-    known = list(CHAPTERS)
-    return (known.index(chapter) if chapter in known else len(known)), chapter
+    order = list(CHAPTERS)
+    return (order.index(chapter) if chapter in order else len(order)), chapter
 
 
 def _escaped(text: str) -> str:

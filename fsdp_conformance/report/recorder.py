@@ -139,11 +139,11 @@ def version_of(package: str) -> str:
 
 
 def _version_of_torch() -> str | None:
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return None
     try:
-        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return None
     stated = _STATED.search(text)

@@ -1,4 +1,4 @@
-"""A case that was run again: is the verdict the same, is the first finding, and what differs."""
+"""A case that was run again: how the verdict and the first finding differ from the earlier ones."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _FIELDS = (
 
 
 def differences(then: CaseRecord, now: CaseRecord) -> list[str]:
-    """What differs between two records of a case, one line each; empty if verdict and first finding are the same."""
-    found = [] if then.verdict is now.verdict else [f"verdict: {then.verdict}, now {now.verdict}"]
+    """The differences between two records of a case, one line each; empty if verdict and first finding are the same."""
+    lines = [] if then.verdict is now.verdict else [f"verdict: {then.verdict}, now {now.verdict}"]
     before, after = _first(then), _first(now)
     if before is None or after is None:
         if before is not after:
-            found.append(f"first finding: {_told(before)}, now {_told(after)}")
+            lines.append(f"first finding: {_as_text(before)}, now {_as_text(after)}")
         elif then.verdict not in FINE and then.reason != now.reason:
-            found.append(f"reason: {then.reason}, now {now.reason}")
-        return found
+            lines.append(f"reason: {then.reason}, now {now.reason}")
+        return lines
     changed = [
         f"{name}: {getattr(before, field)}, now {getattr(after, field)}"
         for field, name in _FIELDS
         if getattr(before, field) != getattr(after, field)
     ]
     # The message repeats the values.
-    return found + (changed[:-1] if len(changed) > 1 and changed[-1].startswith("message: ") else changed)
+    return lines + (changed[:-1] if len(changed) > 1 and changed[-1].startswith("message: ") else changed)
 
 
 def has_failed(record: CaseRecord) -> bool:
-    """Whether the record is one of those that need attention."""
+    """True if the record needs attention."""
     return record.verdict not in FINE
 
 
 def text(then: CaseRecord, again: Sequence[CaseRecord]) -> str:
-    """Both for people: the verdict then, each verdict now with what differs, and how often it failed."""
+    """The comparison for people: the verdict then, each verdict now with its differences, and how often it failed."""
     lines = [f"then       {_line(then)}"]
     for number, record in enumerate(again, 1):
         label = "now" if len(again) == 1 else f"now {number}"
@@ -67,8 +67,8 @@ def _conclusion(then: CaseRecord, again: Sequence[CaseRecord]) -> Iterator[str]:
     )
     kinds = Counter(record.verdict for record in again)
     if 0 < failed < times:
-        told = ", ".join(f"{count} {verdict}" for verdict, count in kinds.items())
-        yield f"flaky: {told}. A race, or memory that nobody has written: try `run --stress --case {then.case}`"
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in kinds.items())
+        yield f"flaky: {verdicts}. A race, or uninitialised memory: try `run --stress --case {then.case}`"
     elif failed and has_failed(then):
         yield (
             "certain: it failed every time"
@@ -85,7 +85,7 @@ def _first(record: CaseRecord) -> Finding | None:
     return record.findings[0] if record.findings else None
 
 
-def _told(finding: Finding | None) -> str:
+def _as_text(finding: Finding | None) -> str:
     return "none" if finding is None else finding.sentence()
 
 

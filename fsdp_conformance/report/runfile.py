@@ -157,7 +157,7 @@ class RunFile:
 
     @property
     def seconds(self) -> float:
-        """How long the run took; if nothing says so, the time of its cases."""
+        """How long the run took; without a footer, the time of its cases."""
         return float((self.footer or {}).get("seconds") or sum(record.seconds for record in self.records))
 
     def reference_counts(self) -> dict[str, int]:
@@ -257,7 +257,7 @@ def _unknown_keys(content: Mapping[str, Any]) -> list[str]:
 
 
 def _content(line: bytes, *keys: str) -> dict[str, Any]:
-    """What a line says. Raises ValueError unless it is an object that has these keys, with strings."""
+    """Parse a line. Raises ValueError unless it is an object that has these keys, with strings."""
     content = codec.parsed(line.decode())
     if not isinstance(content, dict):
         raise ValueError(f"it must be a JSON object, got {type(content).__name__}")

@@ -18,7 +18,7 @@ from fsdp_conformance.verdict import ACCUSING, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a run shows of one requirement: its cases by verdict. A case counts for its first requirement alone."""
+    """The results of a run for one requirement: its cases by verdict. A case counts for its first requirement alone."""
 
     passed: int = 0
     failed: int = 0
@@ -102,7 +102,7 @@ def scoreboard(runs: Sequence[Verification], contract: Contract | None = None) -
     return Scoreboard(
         columns=columns,
         requirements=tuple(names),
-        alone={name: found for name in names if (found := _alone(name, columns))},
+        alone={name: only for name in names if (only := _alone(name, columns))},
         warnings=tuple(_warnings(columns)),
     )
 
@@ -137,8 +137,8 @@ def markdown(board: Scoreboard, *, whole: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _column(found: Verification) -> Column:
-    run = found.run
+def _column(verification: Verification) -> Column:
+    run = verification.run
     header = run.header
     described, environment = header.get("implementation") or {}, header.get("environment") or {}
     passed = [record.seconds for record in run.records if record.verdict is Verdict.PASS]
@@ -146,10 +146,10 @@ def _column(found: Verification) -> Column:
         name=str(described.get("name", "?")),
         version=str(described.get("version", "")),
         torch=str(environment.get("torch", "?")),
-        profile=found.certificate.profile,
+        profile=verification.certificate.profile,
         suite=str(header.get("suite_sha256", "")),
         date=str(header.get("started", ""))[:10],
-        words=verdict_words(found.certificate),
+        words=verdict_words(verification.certificate),
         seconds=float((run.footer or {}).get("seconds") or 0.0),
         case_seconds=statistics.median(passed) if passed else 0.0,
         cells=_cells(run.records),

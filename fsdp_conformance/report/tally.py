@@ -1,5 +1,5 @@
 """
-What an engine's runs show of each case, small enough to keep in a repository.
+The results of an engine's runs, case by case, small enough to keep in a repository.
 
 Run files hold the evidence of every rank, some hundred megabytes. A tally is made from runs that verify; it keeps the
 verdict on each case, and a digest of what the case asked for, which tells later whether the verdict still speaks of it.
@@ -34,7 +34,7 @@ _ONE_OF_EACH = ("name", "version", "adapter", "torch", "device", "suite")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """What a run shows of one case."""
+    """The result of a run for one case."""
 
     verdict: Verdict
     digest: str
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """What the runs of one engine show."""
+    """The results of one engine's runs."""
 
     name: str
     version: str
@@ -113,13 +113,13 @@ class Tally:
         """The tally without these cases."""
         dropped = set(cases)
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        kept = {case: shown for case, shown in self.cases.items() if case not in dropped}
-        return Tally(**{**values, "cases": kept})
+        remaining = {case: shown for case, shown in self.cases.items() if case not in dropped}
+        return Tally(**{**values, "cases": remaining})
 
 
 def added(former: Tally, later: Tally) -> Tally:
     """
-    What both show, the later one where both show a case.
+    The results of both; where both have a case, the later one counts.
 
     Raises UsageError unless they are of the same engine, version, adapter, torch and device. The suite may have grown:
     `Shown.digest` tells for each case whether it is still the one that was run.
@@ -138,7 +138,7 @@ def added(former: Tally, later: Tally) -> Tally:
 
 def tally(runs: Sequence[Verification], profile: Profile | None = None) -> Tally:
     """
-    What these runs show together: runs of one engine, in one version, on one machine's versions and device.
+    The results of several runs together: runs of one engine, in one version, on one machine's versions and device.
 
     Raises RunFileError for a run that did not finish, was edited or is of another list of cases than the profile of
     that name is now, and UsageError for runs that do not belong together or contradict each other.
@@ -148,9 +148,9 @@ def tally(runs: Sequence[Verification], profile: Profile | None = None) -> Tally
         raise RunFileError(f"a tally needs runs that verify: {'; '.join(problems)}")
     facts = [_facts(each) for each in runs]
     for key in _ONE_OF_EACH:
-        found = sorted({fact[key] for fact in facts})
-        if len(found) != 1:
-            raise UsageError(f"the runs of one tally must have the same {key}, got {', '.join(found) or 'no run'}")
+        distinct = sorted({fact[key] for fact in facts})
+        if len(distinct) != 1:
+            raise UsageError(f"the runs of one tally must have the same {key}, got {', '.join(distinct) or 'no run'}")
     cases: dict[str, Shown] = {}
     for each in runs:
         for case, shown in _cases(each, profile or _profile_now(each)):
@@ -187,7 +187,7 @@ def tally_from_json(text: str, *, where: str) -> Tally:
     try:
         data = json.loads(text)
         stated, layout = data.pop("sha256"), data.pop("format")
-        found = Tally(
+        result = Tally(
             **{key: str(data[key]) for key in (*_ONE_OF_EACH, "date")},
             declared=tuple(data["declared"]),
             declines_on=_by_device(data["declines_on"]),
@@ -204,13 +204,13 @@ def tally_from_json(text: str, *, where: str) -> Tally:
             f"sha256 of the content: expected {stated!s:.12}, got {_sha256(data)[:12]} [{where}]. "
             "Tallies are written from run files by ci/scoreboard, never by hand."
         )
-    return found
+    return result
 
 
 def digest_of(entry: Entry) -> str:
-    """What the case asks for and judges, as a few digits: a verdict with other digits is about another case."""
-    asked = [entry.id, entry.requirements, entry.world_size, entry.needs, entry.environment]
-    return hashlib.sha256(json.dumps(asked, separators=(",", ":")).encode()).hexdigest()[:_DIGITS]
+    """A short hash of what the case asks for and judges: a verdict with another hash is about another case."""
+    parts = [entry.id, entry.requirements, entry.world_size, entry.needs, entry.environment]
+    return hashlib.sha256(json.dumps(parts, separators=(",", ":")).encode()).hexdigest()[:_DIGITS]
 
 
 def _sha256(content: Mapping[str, Any]) -> str:
@@ -222,16 +222,16 @@ def _shown(words: str) -> Shown:
     return Shown(verdict=Verdict(verdict), digest=digest, failed=tuple(failed))
 
 
-def _described(found: Verification) -> Mapping[str, Any]:
-    return found.run.header.get("implementation") or {}
+def _described(verification: Verification) -> Mapping[str, Any]:
+    return verification.run.header.get("implementation") or {}
 
 
-def _facts(found: Verification) -> dict[str, str]:
-    header, environment = found.run.header, found.run.header.get("environment") or {}
+def _facts(verification: Verification) -> dict[str, str]:
+    header, environment = verification.run.header, verification.run.header.get("environment") or {}
     return {
-        "name": str(_described(found).get("name", "?")),
-        "version": str(_described(found).get("version", "")),
-        "adapter": str(_described(found).get("source_sha256", "")),
+        "name": str(_described(verification).get("name", "?")),
+        "version": str(_described(verification).get("version", "")),
+        "adapter": str(_described(verification).get("source_sha256", "")),
         "torch": str(environment.get("torch", "?")),
         "device": str(environment.get("device", "?")),
         "suite": str(header.get("suite_sha256", "")),
@@ -239,28 +239,28 @@ def _facts(found: Verification) -> dict[str, str]:
     }
 
 
-def _part(found: Verification) -> Part:
+def _part(verification: Verification) -> Part:
     return Part(
-        profile=found.certificate.profile,
-        words=verdict_words(found.certificate),
-        seconds=round(float((found.run.footer or {}).get("seconds") or 0.0), 1),
+        profile=verification.certificate.profile,
+        words=verdict_words(verification.certificate),
+        seconds=round(float((verification.run.footer or {}).get("seconds") or 0.0), 1),
     )
 
 
-def _profile_now(found: Verification) -> Profile:
+def _profile_now(verification: Verification) -> Profile:
     """The run's profile as this checkout has it, which must be what the run had."""
-    profile = profile_of(found.run)
-    ran = str((found.run.header.get("profile") or {}).get("sha256", ""))
+    profile = profile_of(verification.run)
+    ran = str((verification.run.header.get("profile") or {}).get("sha256", ""))
     if profile.sha256 != ran or profile.sha256 != load_profile(profile.name).sha256:
         raise RunFileError(
-            f"{found.run.path}: the run must be of {profile.name} as it is shipped now "
+            f"{verification.run.path}: the run must be of {profile.name} as it is shipped now "
             f"({profile.sha256[:12]}), got {ran[:12]}. Run it again."
         )
     return profile
 
 
-def _cases(found: Verification, profile: Profile) -> Iterable[tuple[str, Shown]]:
-    for record in found.run.records:
+def _cases(verification: Verification, profile: Profile) -> Iterable[tuple[str, Shown]]:
+    for record in verification.run.records:
         # What `explore` has drawn and a user has kept belongs to no profile.
         if record.case in profile.by_id:
             digest = digest_of(profile.by_id[record.case])

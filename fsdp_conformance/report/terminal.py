@@ -80,8 +80,10 @@ def render_findings(records: Iterable[CaseRecord], *, width: int = WIDTH) -> str
     blocks = [render_record(group.first, others=group.others, width=width) for group in groups if group not in later]
     if later:
         cases = sum(len(group.cases) for group in later)
-        told = f"{cases} more failure{'s' if cases > 1 else ''} without a known cause, which may follow from the above:"
-        lines = [*folded(told, width), *(line for group in later for line in _brief(group, width))]
+        heading = (
+            f"{cases} more failure{'s' if cases > 1 else ''} without a known cause, which may follow from the above:"
+        )
+        lines = [*folded(heading, width), *(line for group in later for line in _brief(group, width))]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -92,8 +94,8 @@ def _brief(group: Group, width: int) -> list[str]:
     seen = f"{finding.message} [{finding.check}]" if finding is not None else group.first.reason
     more = f" and {len(group.others)} more" if group.others else ""
     indent = " " * _INDENT
-    told = f"{group.first.case}{more}: {' '.join(seen.split())}"
-    return [*_headlines(group.first, width), *folded(told, width, lead=indent, indent=indent)]
+    line = f"{group.first.case}{more}: {' '.join(seen.split())}"
+    return [*_headlines(group.first, width), *folded(line, width, lead=indent, indent=indent)]
 
 
 def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = (), width: int = WIDTH) -> str:
@@ -108,7 +110,7 @@ def render_failure(record: CaseRecord, *, width: int = WIDTH) -> str:
 
 
 def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list[Field]:
-    """What there is to say about a case, in the order in which people read it; nothing is empty."""
+    """The fields that describe a case, in the order in which people read them; none is empty."""
     finding = most_telling(record.findings)
     fields = [Field("case", record.case + (f" · on {record.device}" if record.device not in ("", "cpu") else ""))]
     if finding is not None:
@@ -141,14 +143,14 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
 def closer(record: CaseRecord) -> str:
     """The command that gives a rank of the case the terminal: to be pasted, so it names the engine and the device."""
     options = [re.search(rf" {option} .+?(?= --|$)", record.repro) for option in ("--implementation", "--device")]
-    return f"fsdp-conformance debug {record.case}" + "".join(found[0] for found in options if found)
+    return f"fsdp-conformance debug {record.case}" + "".join(match[0] for match in options if match)
 
 
 def headline(record: CaseRecord) -> str:
     """The sign, the requirement that was violated, its name, and the verdict unless it is FAIL."""
     requirement = requirement_of(record)
-    known = contract.load().requirements.get(requirement)
-    name = known.name if known is not None else "(not in this contract)"
+    entry = contract.load().requirements.get(requirement)
+    name = entry.name if entry is not None else "(not in this contract)"
     verdict = "" if record.verdict is Verdict.FAIL else f"   {record.verdict}"
     return f"{SIGNS[record.verdict]} {requirement}  {name}{verdict}"
 
@@ -180,8 +182,8 @@ def verdict_words(certificate: Certificate) -> str:
 
 def certificate_text(certificate: Certificate, *, width: int = WIDTH) -> str:
     """Why there is no certificate, and what it rests on if there is one; folded at `width` columns."""
-    told = [*(f"not certified because: {reason}" for reason in certificate.reasons), *basis(certificate)]
-    return "\n".join(line for text in told for line in folded(text, width, lead="  ", indent="    "))
+    sentences = [*(f"not certified because: {reason}" for reason in certificate.reasons), *basis(certificate)]
+    return "\n".join(line for text in sentences for line in folded(text, width, lead="  ", indent="    "))
 
 
 def basis(certificate: Certificate) -> list[str]:

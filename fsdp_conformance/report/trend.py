@@ -57,9 +57,9 @@ class Failing:
     last_pass: str
     """When the last run that passed it started; empty if none did."""
     changed: tuple[str, ...]
-    """What differs between that run and the first failing one: "torch 2.12.0 -> 2.13.0"."""
+    """The differences between that run and the first failing one: "torch 2.12.0 -> 2.13.0"."""
     is_new: bool
-    """Whether the newest run is the first that fails it."""
+    """True if the newest run is the first that fails it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class Trend:
 
     @property
     def new(self) -> tuple[Failing, ...]:
-        """What fails since the newest run."""
+        """The failures that are new in the newest run."""
         return tuple(failing for failing in self.failing if failing.is_new)
 
 
@@ -113,7 +113,7 @@ def trends(runs: Iterable[RunFile]) -> list[Trend]:
     series: dict[tuple[str, str], list[RunFile]] = defaultdict(list)
     for run in runs:
         series[_name(run), str(run.header["settings"].get("device"))].append(run)
-    return [_trend(name, device, found) for (name, device), found in sorted(series.items())]
+    return [_trend(name, device, nights) for (name, device), nights in sorted(series.items())]
 
 
 def _trend(name: str, device: str, runs: Sequence[RunFile]) -> Trend:
@@ -133,7 +133,7 @@ def _trend(name: str, device: str, runs: Sequence[RunFile]) -> Trend:
         implementation=name,
         device=device,
         nights=tuple(_night(run, records) for run, records in zip(runs, judged, strict=True)),
-        failing=tuple(sorted(failing, key=lambda found: (not found.is_new, found.case))),
+        failing=tuple(sorted(failing, key=lambda failure: (not failure.is_new, failure.case))),
         fixed=tuple(sorted(fixed)),
         unsteady=unsteady,
         slower=_slower(judged),
@@ -189,12 +189,12 @@ def _slower(judged: Sequence[Mapping[str, CaseRecord]]) -> tuple[Slower, ...]:
     }
     ratios = [newest[case].seconds / before for case, before in usual.items() if before > 0]
     speed = median(ratios) if ratios else 1.0
-    found = [
+    slower = [
         Slower(case=case, seconds=newest[case].seconds, before=before * speed)
         for case, before in usual.items()
         if newest[case].seconds > max(_SLOWER * before * speed, before * speed + _SECONDS)
     ]
-    return tuple(sorted(found, key=lambda one: one.before - one.seconds))
+    return tuple(sorted(slower, key=lambda one: one.before - one.seconds))
 
 
 def _night(run: RunFile, records: Mapping[str, CaseRecord]) -> Night:
@@ -233,22 +233,22 @@ def _name(run: RunFile) -> str:
     return str((run.header.get("implementation") or {}).get("name") or run.header["settings"].get("implementation"))
 
 
-def text(found: Trend) -> str:
+def text(trend: Trend) -> str:
     """The trend for people, what needs attention first."""
-    lines = [f"{found.implementation} on {found.device}: {len(found.nights)} run{'s' * (len(found.nights) > 1)}"]
-    for night in found.nights:
+    lines = [f"{trend.implementation} on {trend.device}: {len(trend.nights)} run{'s' * (len(trend.nights) > 1)}"]
+    for night in trend.nights:
         state = "" if night.finished else ", did not finish"
         took = duration(night.seconds)
         lines.append(f"  {night.started}  {night.failed} of {night.judged} failed, {took}{state}  {night.path}")
-    for failing in found.failing:
+    for failing in trend.failing:
         lines += ["", *_failing_lines(failing)]
-    if found.fixed:
-        lines += ["", f"fixed in the last run: {', '.join(found.fixed)}"]
-    for case, outcomes in found.unsteady.items():
+    if trend.fixed:
+        lines += ["", f"fixed in the last run: {', '.join(trend.fixed)}"]
+    for case, outcomes in trend.unsteady.items():
         lines += ["", f"unsteady  {case}  [{outcomes}]  oldest first; F failed"]
-    for slow in found.slower:
+    for slow in trend.slower:
         lines += ["", f"slower    {slow.case}: {slow.seconds:.1f} s, usually {slow.before:.1f} s"]
-    lines += ["", f"{len(found.new)} new, {len(found.failing) - len(found.new)} known, {len(found.fixed)} fixed"]
+    lines += ["", f"{len(trend.new)} new, {len(trend.failing) - len(trend.new)} known, {len(trend.fixed)} fixed"]
     return "\n".join(lines)
 
 
@@ -261,11 +261,11 @@ def _failing_lines(failing: Failing) -> list[str]:
     return [*lines, f"  changed between them: {changed}"]
 
 
-def as_annotations(found: Trend) -> list[str]:
+def as_annotations(trend: Trend) -> list[str]:
     """A line for each new failure, in the form that GitHub's runner shows as an error annotation."""
     return [
-        f"::error title={_property(f'{found.implementation}: {new.case}')}::{_data(f'{new.verdict}: {new.happened}')}"
-        for new in found.new
+        f"::error title={_property(f'{trend.implementation}: {new.case}')}::{_data(f'{new.verdict}: {new.happened}')}"
+        for new in trend.new
     ]
 
 

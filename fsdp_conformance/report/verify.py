@@ -14,7 +14,7 @@ from fsdp_conformance.status import Status
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What a run file shows."""
+    """The result of verifying a run file."""
 
     run: RunFile
     certificate: Certificate
@@ -42,9 +42,9 @@ def verify(path: Path, profile: Profile | None = None) -> Verification:
 
 def profile_of(run: RunFile) -> Profile:
     """The profile that the run names: a shipped one, or a file."""
-    named = str((run.header.get("profile") or {}).get("name"))
+    recorded = str((run.header.get("profile") or {}).get("name"))
     given = str((run.header.get("settings") or {}).get("profile"))
-    return load_profile(given if given.endswith(".json") else named)
+    return load_profile(given if given.endswith(".json") else recorded)
 
 
 def _discrepancies(run: RunFile, certificate: Certificate) -> list[str]:
@@ -65,8 +65,8 @@ def _discrepancies(run: RunFile, certificate: Certificate) -> list[str]:
     if references not in (None, counted := run.reference_counts()):
         problems.append(f"references: the footer says {references!r}, but the lines yield {counted!r}")
     granted = [
-        sorted(title(tuple(scope["names"])) for scope in told.get("scopes") or () if scope["state"] == State.PASSED)
-        for told in (stated, derived)
+        sorted(title(tuple(scope["names"])) for scope in source.get("scopes") or () if scope["state"] == State.PASSED)
+        for source in (stated, derived)
     ]
     if granted[0] != granted[1]:
         problems.append(f"scopes: the footer grants {_listed(granted[0])}, but the lines {_listed(granted[1])}")

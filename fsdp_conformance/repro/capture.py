@@ -1,5 +1,5 @@
 """
-What a case's body trains and compares, found out without ranks: the body runs once, and its trainings are noted.
+Capture what a case's body trains and compares, without ranks: the body runs once, and its trainings are recorded.
 
 A body that does anything else than train and compare for parity is refused by what it did first.
 """
@@ -48,7 +48,7 @@ class Training:
 
 @dataclass(slots=True)
 class Captured:
-    """What a body does."""
+    """The trainings and comparisons of a body."""
 
     trainings: list[Training] = field(default_factory=list)
     made: dict[int, Made] = field(default_factory=dict)
@@ -56,17 +56,17 @@ class Captured:
     left_out: dict[str, None] = field(default_factory=dict)
     """Further checks of the trainings."""
     kept: list[Any] = field(default_factory=list)
-    """So that no id is used again."""
+    """Keeps the objects alive, so that no id is used again."""
 
     def maker(self, workload: Workload) -> Made:
-        """The call that made it. Raises NoScript if the body has changed it, or built it by itself."""
+        """The call that made it. Raises NoScript if the body has changed it, or built it directly."""
         if id(workload) not in self.made:
             raise NoScript(f"the body of the case changes the workload {workload.name}, so no function makes it")
         return self.made[id(workload)]
 
 
 def capture(bound: BoundCase, chosen: RunSettings) -> Captured:
-    """What rank 0 of the case would do. Raises NoScript for a body that does more than train and compare."""
+    """Capture what rank 0 of the case would do. Raises NoScript for a body that does more than train and compare."""
     captured = Captured()
     test = _instance(bound, captured, chosen)
     before = sys.getprofile()
@@ -96,10 +96,10 @@ def _instance(bound: BoundCase, captured: Captured, chosen: RunSettings) -> Any:
     def train(self: Any, workload: Workload, plan: Any = None, regime: Any = None, **options: Any) -> Training:
         if extra := sorted(set(options) - {"adapter"}):
             raise NoScript(f"{bound.case.id} trains with {', '.join(extra)}")
-        found = Training(workload=workload, plan=plan or self.plan(workload), regime=regime or Regime())
-        captured.trainings.append(found)
+        training = Training(workload=workload, plan=plan or self.plan(workload), regime=regime or Regime())
+        captured.trainings.append(training)
         captured.kept.append(workload)
-        return found
+        return training
 
     def check_parity(self: Any, run: Any, workload: Workload, regime: Any = None, **options: Any) -> None:
         if not isinstance(run, Training) or (regime or Regime()) != run.regime:
@@ -108,7 +108,7 @@ def _instance(bound: BoundCase, captured: Captured, chosen: RunSettings) -> Any:
         captured.kept.append(workload)
 
     def nothing(self: Any, *args: Any) -> None:
-        """What stands for an adapter."""
+        """Stand in for a method of the adapter."""
 
     def refuse(name: str) -> Any:
         def refused(self: Any, *args: Any, **options: Any) -> None:

@@ -199,9 +199,9 @@ class _Members:
         self.adapter = adapter
         self.sources = sources
         self.unused = unused
-        """What the script's base class calls, but not in this training."""
+        """Methods that the script's base class calls, but not in this training."""
         self.classes = [each for each in adapter.__mro__ if each not in _ROOTS]
-        self.found: dict[type, dict[str, str]] = {each: {} for each in self.classes}
+        self.texts: dict[type, dict[str, str]] = {each: {} for each in self.classes}
         for each in (*self.classes, *_PROTOCOL):
             sources.provide(each.__module__, each.__name__)
         of_torch = TORCH_BASE if issubclass(adapter, TorchAdapter) else ""
@@ -215,11 +215,11 @@ class _Members:
         if owner is None:
             self._want_of_base(name)
             return
-        if name in self.found[owner]:
+        if name in self.texts[owner]:
             return
-        self.found[owner][name] = ""  # begun: two methods may call each other
+        self.texts[owner][name] = ""  # begun: two methods may call each other
         nodes = self._nodes(owner, name)
-        self.found[owner][name] = "\n\n".join(self.sources.text_of(owner.__module__, node) for node in nodes)
+        self.texts[owner][name] = "\n\n".join(self.sources.text_of(owner.__module__, node) for node in nodes)
         for node in nodes:
             for used, inherited in _own_uses(node, {"self", "cls", *(each.__name__ for each in self.classes)}):
                 self.want(used, owner if inherited else None)
@@ -230,24 +230,24 @@ class _Members:
 
     def _class(self, cls: type) -> str:
         bases = [base.__name__ for base in self._bases(cls)]
-        texts = sorted(self.found[cls].items(), key=lambda item: self._nodes(cls, item[0])[0].lineno)
+        texts = sorted(self.texts[cls].items(), key=lambda item: self._nodes(cls, item[0])[0].lineno)
         body = "\n\n".join(text for _, text in texts) if texts else "    pass"
         return f"class {cls.__name__}({', '.join(bases)}):\n{body}"
 
     def _is_kept(self, cls: type) -> bool:
-        return cls is self.adapter or bool(self.found[cls])
+        return cls is self.adapter or bool(self.texts[cls])
 
     def _bases(self, cls: type) -> list[type]:
-        """Its bases in the script: those that have nothing are replaced by their own."""
+        """The bases of the class in the script: those without used members are replaced by their own bases."""
         flat = list(dict.fromkeys(self._flattened(cls)))
         # A base of another base would come too early in the order of classes.
         return [each for each in flat if not any(other is not each and issubclass(other, each) for other in flat)]
 
     def _flattened(self, cls: type) -> Iterator[type]:
         for base in cls.__bases__:
-            if base in _PROTOCOL or (base in self.found and self._is_kept(base)):
+            if base in _PROTOCOL or (base in self.texts and self._is_kept(base)):
                 yield base
-            elif base in self.found:
+            elif base in self.texts:
                 yield from self._flattened(base)
 
     def _nodes(self, cls: type, name: str) -> list[ast.stmt]:
@@ -255,14 +255,14 @@ class _Members:
         definition = self.sources.definition(cls.__module__, cls.__name__)
         if not isinstance(definition, ast.ClassDef):
             raise NoScript(f"{cls.__qualname__} is not a class at the top of {cls.__module__}")
-        found = [node for node in definition.body if name in _bound(node)]
-        if not found:
+        nodes = [node for node in definition.body if name in _bound(node)]
+        if not nodes:
             raise NoScript(f"{cls.__name__}.{name} has no definition in its class that can be copied")
         code = _code_of(vars(cls)[name])
         if code is not None and not any(node.lineno <= code.co_firstlineno <= (node.end_lineno or 0) or
-                                        code.co_firstlineno in _decorated(node) for node in found):  # fmt: skip
+                                        code.co_firstlineno in _decorated(node) for node in nodes):  # fmt: skip
             raise NoScript(f"{cls.__name__}.{name} is not what its class defines: it was replaced later")
-        return found
+        return nodes
 
     def _want_of_base(self, name: str) -> None:
         """The script's base class has it, and calls other members; or it is set on the object."""
@@ -271,8 +271,8 @@ class _Members:
             for used, _ in _own_uses(self._provided[name], {"self"}):
                 if used not in self.unused:
                     self.want(used)
-        known = any(hasattr(base, name) for base in _PROTOCOL if issubclass(self.adapter, base))
-        if known and name not in self._provided and name not in _SET:
+        in_protocol = any(hasattr(base, name) for base in _PROTOCOL if issubclass(self.adapter, base))
+        if in_protocol and name not in self._provided and name not in _SET:
             raise NoScript(f"{self.adapter.display_name()} uses {name} of its base class, which a script does not have")
 
 
@@ -317,7 +317,7 @@ def _bound(node: ast.stmt) -> list[str]:
 
 
 def _code_of(member: Any) -> CodeType | None:
-    """The code of a method, below its decorators; None for what is no function."""
+    """The code of a method, below its decorators; None for anything but a function."""
     function = getattr(member, "fget", None) or getattr(member, "__func__", member)
     return getattr(inspect.unwrap(function), "__code__", None)
 

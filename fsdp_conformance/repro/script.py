@@ -332,7 +332,7 @@ class _Section:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that are set before anything is imported."""
     changes: tuple[str, ...] = ()
-    """What the adapter changes in the engine or in torch."""
+    """The changes that the adapter makes to the engine or to torch."""
 
 
 def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
@@ -550,17 +550,17 @@ def _wrapping(calls: Calls) -> Iterator[str]:
 
 
 def _imports(function: str, calls: Calls) -> set[str]:
-    found = {"import torch", "import torch.distributed as dist"}
+    imports = {"import torch", "import torch.distributed as dist"}
     fsdp = sorted(calls.types | ({function} - {"DistributedDataParallel"}))
     if any("init_device_mesh" in value for _, _, given in calls.made for value in given.values()):
-        found.add("from torch.distributed.device_mesh import init_device_mesh")
+        imports.add("from torch.distributed.device_mesh import init_device_mesh")
     if fsdp:
-        found.add(f"from torch.distributed.fsdp import {', '.join(fsdp)}")
+        imports.add(f"from torch.distributed.fsdp import {', '.join(fsdp)}")
     if function == "fully_shard":
-        found.add("from torch.distributed.tensor import DTensor")
+        imports.add("from torch.distributed.tensor import DTensor")
     if function == "DistributedDataParallel":
-        found.add("from torch.nn.parallel import DistributedDataParallel")
-    return found
+        imports.add("from torch.nn.parallel import DistributedDataParallel")
+    return imports
 
 
 _MOMENTS = {
@@ -574,11 +574,11 @@ _MOMENTS = {
 
 
 def _extra(regime: Regime) -> dict[tuple[str, int, int], tuple[tuple[str, ...], ...]]:
-    """What happens besides training, by moment, step and micro-batch: its name in a script, and those of parameters."""
-    found: dict[tuple[str, int, int], tuple[tuple[str, ...], ...]] = {}
+    """The events besides training, by moment, step and micro-batch: each one's name in a script, and its parameters."""
+    extra: dict[tuple[str, int, int], tuple[tuple[str, ...], ...]] = {}
     for step in range(regime.steps):
         for event in regime.in_step(step):
             key = (_MOMENTS[event.moment.name], step, event.micro)
             happens = ((_FORWARDS | _THROUGH_ADAPTERS)[event.action], *event.names)
-            found[key] = (*found.get(key, ()), happens)
-    return found
+            extra[key] = (*extra.get(key, ()), happens)
+    return extra

@@ -100,14 +100,14 @@ class Sources:
 
     def _our_modules(self, defined: dict[str, ast.stmt]) -> dict[str, str]:
         """Names under which a module has imported modules of ours."""
-        found = {}
+        modules = {}
         for name, node in defined.items():
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == _PACKAGE:
                 alias = next(each for each in node.names if (each.asname or each.name) == name)
                 inside = getattr(importlib.import_module(str(node.module)), alias.name, None)
                 if isinstance(inside, ModuleType):
-                    found[name] = inside.__name__
-        return found
+                    modules[name] = inside.__name__
+        return modules
 
     def _read(self, module: str) -> tuple[str, dict[str, ast.stmt]]:
         if module not in self._modules:
@@ -118,7 +118,7 @@ class Sources:
 
 
 def names_of(node: ast.stmt) -> Iterator[str]:
-    """What a statement at the top of a module defines."""
+    """The names that a statement at the top of a module defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
     elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -134,7 +134,7 @@ class _Uses(ast.NodeVisitor):
     """Names that a definition reads, with the attribute that is read of them, without annotations."""
 
     def __init__(self, left_out: Sequence[ast.AST]) -> None:
-        self.found: dict[tuple[str, str], None] = {}
+        self.names: dict[tuple[str, str], None] = {}
         self._left_out = {id(each) for each in left_out}
 
     def visit_Expr(self, node: ast.Expr) -> None:
@@ -143,12 +143,12 @@ class _Uses(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.value, ast.Name):
-            self.found[node.value.id, node.attr] = None
+            self.names[node.value.id, node.attr] = None
         else:
             self.visit(node.value)
 
     def visit_Name(self, node: ast.Name) -> None:
-        self.found[node.id, ""] = None
+        self.names[node.id, ""] = None
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
@@ -163,7 +163,7 @@ class _Uses(ast.NodeVisitor):
 
 
 def _is_left_out(node: ast.AST) -> bool:
-    """Whether a statement is a call that a script leaves out."""
+    """True if a statement is a call that a script leaves out."""
     called = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
     name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
     return name in LEFT_OUT
@@ -172,7 +172,7 @@ def _is_left_out(node: ast.AST) -> bool:
 def _uses(node: ast.AST, left_out: Sequence[ast.AST] = ()) -> list[tuple[str, str]]:
     visitor = _Uses(left_out)
     visitor.visit(node)
-    return list(visitor.found)
+    return list(visitor.names)
 
 
 def _without_prefixes(text: str, node: ast.stmt, ours: dict[str, str], left_out: Sequence[ast.AST]) -> str:

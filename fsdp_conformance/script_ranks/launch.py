@@ -177,8 +177,8 @@ class ScriptLaunch:
         for follower in self._followers:
             follower.stop()
         for index, (order, report) in enumerate(zip(self._orders, self._supervisor.reports(), strict=True)):
-            said = report.measurements.get("observed") if report is not None else None
-            self.observed[index] = said or _written(Path(order.files.output).with_suffix(OBSERVED_SUFFIX))
+            observed = report.measurements.get("observed") if report is not None else None
+            self.observed[index] = observed or _written(Path(order.files.output).with_suffix(OBSERVED_SUFFIX))
         self._before_files_go()
         if self._orders:
             self.calls = logs_of(self._orders[0].case.directory, self.order.world_size)
@@ -243,10 +243,10 @@ def _own_path_entry() -> str | None:
 
 def _written(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the rank had not got that far
         return None
-    return found
+    return content
 
 
 def warm_server(*, as_cuda: bool) -> WarmServer:

@@ -1,5 +1,5 @@
 """
-The suite tested by itself: known-wrong engines must be killed, and correct engines must not.
+Tests of the suite itself: known-wrong engines must be killed, and correct engines must not.
 
     cases       single cases in this process, against any implementation
     trials      what `fsdp-conformance selftest` tries, and what came of a trial

@@ -153,14 +153,14 @@ def _compare_losses(trial: Trial) -> Result:
     record = run_case(plain_loss(), MUTANTS[trial.engine].spec)
     distance = difference(record)
     if distance is None:
-        # Nobody overlooks a training that ends in an exception.
+        # A training that ends in an exception cannot be overlooked.
         raised = record.verdict not in RAN or bool(record.findings)
         return Result(trial=trial, good=raised, strict=raised, text=f"{record.verdict}: {record.reason}")
     return Result(trial=trial, good=distance > USUAL, strict=distance > STRICT, text=f"losses differ by {distance:.3g}")
 
 
 def _right(cases: Sequence[Case], *, each_variant: bool) -> list[Trial]:
-    """Every case on the bundled engines that offer what it needs, and on each variant of them or on one in turn."""
+    """Every case on the bundled engines that offer what it needs, and on each of their variants or on one in turn."""
     variants = [name for name in CORRECT if name not in BUNDLED]
     parts = {entry.id for entry in load_profile(_COMPONENTS).entries}
     trials = []

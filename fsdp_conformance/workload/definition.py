@@ -1,5 +1,5 @@
 """
-What is trained: a model, its batches and its loss, as functions that every rank and every reference calls for itself.
+Workloads: a model, its batches and its loss, as functions that every rank and every reference calls for itself.
 
 Only the types are here; the models are in `fsdp_conformance.fixtures`.
 """
@@ -46,7 +46,7 @@ class BatchKey:
 
 
 class Fuse(Protocol):
-    """What makes a model's own code raise."""
+    """Makes a model's own code raise."""
 
     place: str
     """Where it is to raise; empty once it has."""
@@ -145,7 +145,7 @@ class Regime:
     optimizer_in_backward: bool = False
     """Each parameter has its own optimizer, which steps in a hook as soon as the gradient is there."""
     events: tuple[Event, ...] = ()
-    """What else happens, at any point of a step; events at one point in this order."""
+    """The other events, at any point of a step; events at one point happen in this order."""
     keep_outputs: bool = False
     """Record the model's outputs in the history."""
     unused_parameters: bool = False
@@ -191,15 +191,15 @@ class Regime:
             yield "backward", micro
 
     def is_reduced(self, micro: int) -> bool:
-        """Whether the gradients of micro-batch `micro` are reduced when its backward ends."""
+        """True if the gradients of micro-batch `micro` are reduced when its backward ends."""
         return not self.reduced or self.reduced[micro]
 
     def at(self, moment: Moment, step: int, micro: int = 0) -> list[Event]:
         """The events at a point of the run, in order."""
-        asked = micro if moment in PER_MICRO_BATCH else 0
+        number = micro if moment in PER_MICRO_BATCH else 0
         return [
             *self._shorthand(moment, step),
-            *(e for e in self.events if e.moment is moment and e.step == step and e.micro == asked),
+            *(e for e in self.events if e.moment is moment and e.step == step and e.micro == number),
         ]
 
     def in_step(self, step: int) -> Iterator[Event]:
@@ -209,21 +209,21 @@ class Regime:
                 yield from self.at(moment, step, micro)
 
     def frozen(self, step: int) -> tuple[str, ...] | None:
-        """The parameters that are frozen in the forwards of a step; None if no event has said so yet."""
-        said = [
+        """The parameters that are frozen in the forwards of a step; None if no event has set them yet."""
+        frozen = [
             event
             for earlier in range(step + 1)
             for event in self.in_step(earlier)
             if event.action is Action.FREEZE and (event.moment is Moment.STEP or earlier < step)
         ]
-        return said[-1].names if said else None
+        return frozen[-1].names if frozen else None
 
     def dropped(self, step: int) -> frozenset[str]:
         """The parameters whose gradients of a step are set to None before the optimizer."""
         return frozenset(name for event in self.in_step(step) if event.action is Action.DROP for name in event.names)
 
     def skips(self, step: int) -> bool:
-        """Whether the optimizer does not step."""
+        """True if the optimizer does not step."""
         return any(event.action is Action.SKIP for event in self.in_step(step))
 
     def attempts(self, step: int) -> list[tuple[Event, int]]:
@@ -235,7 +235,7 @@ class Regime:
         ]
 
     def happens(self, *actions: Action) -> bool:
-        """Whether any of the actions happens in the run."""
+        """True if any of the actions happens in the run."""
         return any(event.action in actions for step in range(self.steps) for event in self.in_step(step))
 
     def for_references(self) -> Regime:
@@ -248,15 +248,15 @@ class Regime:
 
     def _shorthand(self, moment: Moment, step: int) -> list[Event]:
         """The events that the other fields stand for."""
-        found: list[tuple[Action, tuple[str, ...]]] = []
+        actions: list[tuple[Action, tuple[str, ...]]] = []
         if moment is Moment.STEP:
-            found += [(Action.FREEZE, names) for first, names in self.frozen_at if first == step]
-            found += [(Action.EVALUATE, ())] * (step in self.eval_before)
-            found += [(Action.FORWARD, ())] * self.idle_forwards
+            actions += [(Action.FREEZE, names) for first, names in self.frozen_at if first == step]
+            actions += [(Action.EVALUATE, ())] * (step in self.eval_before)
+            actions += [(Action.FORWARD, ())] * self.idle_forwards
         elif moment is Moment.OPTIMIZER:
-            found += [(Action.DROP, self.gradient_to_none)] if self.gradient_to_none else []
-            found += [(Action.EVALUATE, ())] * (step in self.eval_between)
-        return [Event(action=action, moment=moment, step=step, names=names) for action, names in found]
+            actions += [(Action.DROP, self.gradient_to_none)] if self.gradient_to_none else []
+            actions += [(Action.EVALUATE, ())] * (step in self.eval_between)
+        return [Event(action=action, moment=moment, step=step, names=names) for action, names in actions]
 
 
 def every_point(
@@ -267,7 +267,7 @@ def every_point(
 
     The points of a step are its moments, with each micro-batch where a moment has one. A regime has the action at its
     points in every step, so that a trace that reaches the next step is seen there. Without `runs`, each point has a
-    regime of its own; with it, the points are dealt to that many regimes in turn, so that neighbours are apart.
+    separate regime; with it, the points are dealt to that many regimes in turn, so that neighbours are apart.
 
     `pending`: only the points at which a step's gradients are complete and wait for the optimizer, or all but these.
     `fields` are further fields of the events.

@@ -1,5 +1,5 @@
 """
-What happens between training steps or inside one, besides training: an evaluation, a new learning rate, an exception.
+Events between training steps or inside one, besides training: an evaluation, a new learning rate, an exception.
 
 An event is frozen data: an action at a point. A point is a step, a moment in it, and for moments that a step has once
 for each micro-batch, its number. `Regime.events` holds the events of a run. `driver.events` makes them happen to an
@@ -36,7 +36,7 @@ _ANY = frozenset(Moment)
 
 
 class Action(StrEnum):
-    """What happens."""
+    """The kinds of events."""
 
     EVALUATE = "evaluate"
     """A forward in eval mode under no_grad; its output is compared."""
@@ -167,7 +167,7 @@ class Event:
         return self.value
 
     def happens_on(self, rank: int) -> bool:
-        """Whether it happens on this rank."""
+        """True if it happens on this rank."""
         return not self.ranks or rank in self.ranks
 
     def describe(self) -> str:
@@ -184,9 +184,9 @@ def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 def without_a_save(events: Iterable[Event]) -> tuple[Event, ...]:
     """The events that load a checkpoint before one has been saved."""
-    found, saved = [], False
+    remaining, saved = [], False
     for event in in_order(events):
         saved = saved or event.action is Action.SAVE
         if event.action is Action.LOAD and not saved:
-            found.append(event)
-    return tuple(found)
+            remaining.append(event)
+    return tuple(remaining)

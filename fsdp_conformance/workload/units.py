@@ -58,7 +58,7 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
-        """Whether any of its parameters trains."""
+        """True if any of its parameters trains."""
         return any(parameter.trainable for parameter in self.parameters)
 
     @property

@@ -1,7 +1,7 @@
 """
 The verdict as an SVG picture for a README. It names the scope: "certified" alone would say more than was seen.
 
-A run that stopped early, or that left cases out, has no verdict to show, and the badge says so.
+A run that stopped early, or that left cases out, has no verdict to show, and the badge shows that instead.
 """
 
 from __future__ import annotations

@@ -59,15 +59,19 @@ def location(file: str, line: int, message: str = "") -> dict[str, Any]:
 
 
 def fingerprint(parts: Iterable[str]) -> dict[str, str]:
-    """What makes an alert the same one from run to run."""
+    """The fingerprint by which an alert is recognised from run to run."""
     return {"fsdpConformance/v1": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]}
 
 
 def _rule(id_: str) -> dict[str, Any]:
-    known = contract.load().requirements.get(id_)
-    if known is None:
+    requirement = contract.load().requirements.get(id_)
+    if requirement is None:
         return {"id": id_}
-    return {"id": id_, "shortDescription": {"text": known.name}, "fullDescription": {"text": known.sentence}}
+    return {
+        "id": id_,
+        "shortDescription": {"text": requirement.name},
+        "fullDescription": {"text": requirement.sentence},
+    }
 
 
 def _result(group: Group, run: RunFile) -> dict[str, Any]:

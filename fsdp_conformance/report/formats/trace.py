@@ -44,19 +44,19 @@ def _events(process: int, record: CaseRecord) -> Iterator[dict[str, Any]]:
     for end in ends:
         yield _name("thread_name", process, end.rank + 1, f"rank {end.rank}, before its end")
         for place, line in enumerate(end.last_collectives):
-            found = traced(line)
-            number = int(found["number"]) if found else place
-            words = f"{found['op']} {found['bytes']} B" if found else line
-            arguments = {"line": line, "ended": found is not None and found["state"] == "closed"}
-            yield _event(process, end.rank + 1, number, words, found["op"] if found else "", arguments)
+            match = traced(line)
+            number = int(match["number"]) if match else place
+            words = f"{match['op']} {match['bytes']} B" if match else line
+            arguments = {"line": line, "ended": match is not None and match["state"] == "closed"}
+            yield _event(process, end.rank + 1, number, words, match["op"] if match else "", arguments)
 
 
 def _schedule(process: int, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines):
-        found = scheduled(line)
-        words = f"{found['op']} {found['bytes']} B" if found else line
-        arguments = {"line": line, "phase": found["phase"] if found else ""}
-        yield _event(process, _SCHEDULE, number, words, found["op"] if found else "", arguments)
+        match = scheduled(line)
+        words = f"{match['op']} {match['bytes']} B" if match else line
+        arguments = {"line": line, "phase": match["phase"] if match else ""}
+        yield _event(process, _SCHEDULE, number, words, match["op"] if match else "", arguments)
 
 
 def _event(

@@ -1,5 +1,5 @@
 """
-What the page draws rather than tells: where tensors differ, which collectives ranks issued, how many bytes they held.
+The pictures on the page: where tensors differ, which collectives ranks issued, how many bytes they held.
 
 Each picture is a table of small marks with a sentence for each, so that it can be read without seeing colours.
 """
@@ -76,7 +76,7 @@ class Level:
 
     @property
     def exceeded(self) -> bool:
-        """Whether more was held than allowed."""
+        """True if more was held than allowed."""
         return self.bound is not None and self.held > self.bound
 
 
@@ -160,21 +160,21 @@ def scheduled(line: str) -> re.Match[str] | None:
 
 
 def _size(line: str, form: re.Pattern[str]) -> int:
-    found = form.match(line)
-    return int(found["bytes"]) if found else 0
+    match = form.match(line)
+    return int(match["bytes"]) if match else 0
 
 
 def _collective(line: str, form: re.Pattern[str], largest: int) -> Mark:
-    found = form.match(line)
-    if found is None:  # a later version's line is told, not understood
+    match = form.match(line)
+    if match is None:  # a line of a later version is shown as text
         return Mark(line)
-    state = found.groupdict().get("state", _DONE)
-    return Mark(line, found["op"], int(found["bytes"]) / max(largest, 1), state != _DONE)
+    state = match.groupdict().get("state", _DONE)
+    return Mark(line, match["op"], int(match["bytes"]) / max(largest, 1), state != _DONE)
 
 
 def memory(records: Iterable[CaseRecord]) -> list[Memory]:
-    """What cases measured as bytes with a bound; the ones that exceed it come first."""
-    found = [
+    """Measurements in bytes that have a bound; the ones that exceed it come first."""
+    measurements = [
         Memory(record.case, rank, quantity, levels)
         for record in records
         for quantity, measured in record.measurements.items()
@@ -182,7 +182,7 @@ def memory(records: Iterable[CaseRecord]) -> list[Memory]:
         for rank, figures in _by_rank(measured)
         if (levels := _levels(figures))
     ]
-    return sorted(found, key=lambda one: (not any(level.exceeded for level in one.levels), one.case, one.rank))
+    return sorted(measurements, key=lambda one: (not any(level.exceeded for level in one.levels), one.case, one.rank))
 
 
 def _by_rank(measured: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

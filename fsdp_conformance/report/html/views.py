@@ -116,7 +116,7 @@ class View:
 
 
 def view(run: RunFile, certificate: Certificate, *, changes: Changes | None = None, baseline: str = "") -> View:
-    """What the page of this run shows; `changes` are those since the run that `baseline` names."""
+    """The content of this run's page; `changes` are those since the run that `baseline` names."""
     implementation: Mapping[str, Any] = run.header.get("implementation") or {}
     engine = " ".join(str(implementation.get(key) or "") for key in ("name", "version")).strip()
     return View(
@@ -182,13 +182,15 @@ def _problem(group: Group, *, illustrated: bool) -> Problem:
 
 def _chapters(records: Sequence[CaseRecord]) -> tuple[Chapter, ...]:
     """The whole contract: also requirements for which nothing ran."""
-    named: dict[str, list[CaseRecord]] = {}
+    by_requirement: dict[str, list[CaseRecord]] = {}
     for record in records:
-        named.setdefault(record.requirements[0], []).append(record)
-    known = contract.load().requirements
+        by_requirement.setdefault(record.requirements[0], []).append(record)
+    requirements = contract.load().requirements
     chapters: dict[str, list[RequirementLine]] = {}
-    for requirement in known.values():
-        chapters.setdefault(requirement.chapter, []).append(_requirement(requirement, named.pop(requirement.id, [])))
+    for requirement in requirements.values():
+        chapters.setdefault(requirement.chapter, []).append(
+            _requirement(requirement, by_requirement.pop(requirement.id, []))
+        )
     return tuple(
         Chapter(letter=letter, name=CHAPTERS.get(letter, "?"), requirements=tuple(chapters[letter]))
         for letter in sorted(chapters, key=list(CHAPTERS).index)

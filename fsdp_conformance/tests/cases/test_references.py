@@ -28,7 +28,7 @@ def _world() -> Iterator[None]:
 
 
 def _source(directory: Path, *, fresh: bool = True, workload: Workload | None = None) -> _Source:
-    """The offer is made anew, as for another case."""
+    """The offer is made again, as for another case."""
     offer = Offer(directory=str(directory), limit=2**30, origin={}, run="", known=frozenset(), wanted=frozenset())
     known, wanted = offer.store.names()
     return _Source(
@@ -64,9 +64,9 @@ def test_marked_written_taken(tmp_path: Path, workload: Workload) -> None:
     assert (_counts(writes), _suffixes(tmp_path)) == ((1, 0, 0), [".references"])
 
     takes = _source(tmp_path, fresh=False, workload=workload)
-    found = takes.obtained()
+    obtained = takes.obtained()
     assert (_counts(takes), takes.is_wanted()) == ((0, 1, 0), False)
-    assert _section(found) == _section(trained)
+    assert _section(obtained) == _section(trained)
 
 
 def test_ranks_that_differ_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_ranks_that_differ_share_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_entry_whose_references_disagree_is_refused(tmp_path: Path) -> None:
-    """It has the right hashes, but no case could have written it: it is removed, and judges nobody."""
+    """It has the right hashes, but no case could have written it: it is removed, and judges no engine."""
     writes = _source(tmp_path)
     writes.obtained()
     assert writes.offer is not None
@@ -111,7 +111,7 @@ def test_an_entry_whose_references_disagree_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_store(tmp_path: Path) -> None:
-    """Switched off: everything is trained, and counted."""
+    """Without a store, everything is trained, and counted."""
     source = _source(tmp_path)
     source.offer = None
 

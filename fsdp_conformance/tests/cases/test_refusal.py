@@ -1,4 +1,4 @@
-"""What counts as a refusal: deliberate errors that name what they refuse, and no breakdown."""
+"""Refusals: deliberate errors that name what they refuse count, breakdowns do not."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_refusals(error: Exception) -> None:
     ],
 )
 def test_breakdowns(act: Callable[[], object], why: str) -> None:
-    """What Python raises by itself is a defect, whatever its text; an error must name what was asked for."""
+    """An exception that Python raises itself is a defect, whatever its text; an error must name what was requested."""
     assert (why_no_refusal(raised(act), NAMES) or "").endswith(why)
 
 

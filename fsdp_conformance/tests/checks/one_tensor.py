@@ -18,7 +18,7 @@ def calibrate_one(
     scale: float | None = None,
     **options: Any,
 ) -> Bound:
-    """What `calibrate` gives for a single tensor."""
+    """The bound that `calibrate` returns for a single tensor."""
     (bound,) = calibrate(
         [expected],
         [[sample] for sample in samples],

@@ -35,7 +35,7 @@ PLAN = plan_of(STAIRCASE)
 
 
 def messages(result: CheckResult) -> list[str]:
-    """What was found, the same in several steps once."""
+    """The messages of the findings, each one once even if several steps repeat it."""
     return list(dict.fromkeys(finding.message for finding in result.findings))
 
 
@@ -76,13 +76,13 @@ def full_sharding(
     replicas: tuple[int, ...] = (),
     micro_batches: int = 1,
     steps: int = 3,
-    kept: bool = False,
+    stay_gathered: bool = False,
 ) -> list[CollectiveRecord]:
     """
-    What an engine issues that gathers the root first and then the units in their order, and scatters in reverse.
+    The collectives of an engine that gathers the root first and then the units in order, and scatters in reverse.
 
-    The last micro-batch alone is reduced if the plan defers reduction. `kept`: no gathers in backward. Reduced shards
-    are all-reduced over `replicas` if there are any.
+    The last micro-batch alone is reduced if the plan defers reduction. `stay_gathered`: no gathers in backward. Reduced
+    shards are all-reduced over `replicas` if there are any.
     """
     units = owning_units(workload, plan).shared
     root, inner = [unit for unit in units if not unit.fqn], [unit for unit in units if unit.fqn]
@@ -91,7 +91,7 @@ def full_sharding(
         for micro in range(micro_batches):
             records += [_of_unit(Op.ALL_GATHER, unit, step, "forward", group) for unit in (*root, *inner)]
             for unit in (*reversed(inner), *root):
-                if not kept:
+                if not stay_gathered:
                     records.append(_of_unit(Op.ALL_GATHER, unit, step, "backward", group))
                 if unit.trainable and not (plan.defer_reduction and micro < micro_batches - 1):
                     scattered = _of_unit(Op.REDUCE_SCATTER, unit, step, "backward", group)

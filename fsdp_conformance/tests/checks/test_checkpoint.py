@@ -65,7 +65,7 @@ def test_a_state_dict_in_any_order_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "words"),
     [
         (_renamed, "with a wrapper in the name"),
         (lambda state: state.pop(WHOLE), "missing"),
@@ -78,14 +78,14 @@ def test_a_state_dict_in_any_order_is_right() -> None:
         (_replaced(lambda value: value * float("nan")), "elements differ"),
     ],
 )
-def test_a_damaged_state_dict_is_found(damage: Callable[[dict[str, Any]], object], told: str) -> None:
-    """One wrong name, shape, dtype, kind or element is a finding that says so."""
+def test_a_damaged_state_dict_is_found(damage: Callable[[dict[str, Any]], object], words: str) -> None:
+    """One wrong name, shape, dtype, kind or element is a finding that names it."""
     state = _state().model
     damage(state)
     messages = [finding.message for finding in _judged(state).findings]
 
     assert len(messages) == 1
-    assert told in messages[0]
+    assert words in messages[0]
 
 
 def test_rounding_is_allowed_only_where_it_is_asked_for() -> None:
@@ -111,7 +111,7 @@ def _move_state(optimizer: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "words"),
     [
         (_move_state, "momentum_buffer"),
         (lambda optimizer: optimizer["state"].pop(WHOLE), "parameters with optimizer state"),
@@ -123,7 +123,7 @@ def _move_state(optimizer: dict[str, Any]) -> None:
         (lambda optimizer: optimizer["param_groups"].append({"params": []}), "number of groups"),
     ],
 )
-def test_damaged_optimizer_state_is_found(damage: Callable[[dict[str, Any]], object], told: str) -> None:
+def test_damaged_optimizer_state_is_found(damage: Callable[[dict[str, Any]], object], words: str) -> None:
     """State at another parameter, lost state and other settings are each found; the undamaged state is not."""
     right = checkpoint.same_optimizer_state(_state().optimizer, LAST.optimizer, requirement="R144", rank=0)
     state = _state().optimizer
@@ -132,7 +132,7 @@ def test_damaged_optimizer_state_is_found(damage: Callable[[dict[str, Any]], obj
 
     assert right.findings == []
     assert right.count.comparisons > len(LAST.model)
-    assert any(told in finding.message for finding in wrong.findings)
+    assert any(words in finding.message for finding in wrong.findings)
 
 
 def _history(shift: float, steps: range) -> TrainingHistory:
@@ -159,8 +159,8 @@ def test_parameters_are_compared_with_a_state_dict() -> None:
     params = {"a": torch.ones(2), "b": torch.ones(3)}
 
     def findings(expected: dict[str, Any]) -> list[str | None]:
-        found = checkpoint.same_parameters(params, expected, requirement="R149", rank=0).findings
-        return [finding.fqn for finding in found]
+        differences = checkpoint.same_parameters(params, expected, requirement="R149", rank=0).findings
+        return [finding.fqn for finding in differences]
 
     assert findings({"a": torch.ones(2), "b": torch.ones(3), "buffer": torch.ones(1)}) == []
     assert findings({"a": torch.zeros(2)}) == ["a", "b"]
@@ -177,10 +177,10 @@ def test_a_copy_does_not_share_storage() -> None:
 
 
 def test_a_load_that_moves_storage_is_found() -> None:
-    """Addresses by name, before and after."""
-    kept, other = torch.ones(2), torch.ones(2)
-    before = checkpoint.addresses({"a": kept, "b": kept, "number": 3})
-    after = checkpoint.addresses({"a": kept, "b": other})
+    """Addresses are compared by name, before and after."""
+    unmoved, other = torch.ones(2), torch.ones(2)
+    before = checkpoint.addresses({"a": unmoved, "b": unmoved, "number": 3})
+    after = checkpoint.addresses({"a": unmoved, "b": other})
     result = checkpoint.unmoved(before, after, requirement="R148", rank=0)
 
     assert set(before) == {"a", "b"}

@@ -92,31 +92,31 @@ def test_some_units_deferred() -> None:
     scatters = [r for r in records if r.op is Op.REDUCE_SCATTER and r.nbytes == 216]
     once = [r for r in records if r not in scatters] + scatters[::3]
 
-    def found(given: Sequence[CollectiveRecord], judged: Plan) -> list[str]:
+    def judged_messages(given: Sequence[CollectiveRecord], judged: Plan) -> list[str]:
         run = history(given, micro_batches=3)
         return messages(communication.collective_counts(run, STAIRCASE, judged, requirement="R095"))
 
-    assert found(once, plan) == []
-    assert found(records, plan) == ["reduce_scatter: expected 16, got 18"]
-    assert found(once, replace(plan, deferred_units=())) == ["reduce_scatter: expected 6, got 16"]
+    assert judged_messages(once, plan) == []
+    assert judged_messages(records, plan) == ["reduce_scatter: expected 16, got 18"]
+    assert judged_messages(once, replace(plan, deferred_units=())) == ["reduce_scatter: expected 6, got 16"]
 
 
 def test_kept_between_micro_batches() -> None:
     """Parameters that are kept are gathered once a step; it takes sharding that keeps them in a micro-batch, too."""
     plan = plan_of(STAIRCASE, Sharding.GRAD_OPTIM, reshard_after_backward=False)
-    records = full_sharding(STAIRCASE, plan, micro_batches=2, kept=True)
+    records = full_sharding(STAIRCASE, plan, micro_batches=2, stay_gathered=True)
     gathers = [r for r in records if r.op is Op.ALL_GATHER]
     first = [r for step in range(3) for r in [g for g in gathers if g.step == step][:6]]
     once = [r for r in records if r.op is not Op.ALL_GATHER] + first
 
-    def found(given: Sequence[CollectiveRecord], judged: Plan = plan) -> list[str]:
+    def judged_messages(given: Sequence[CollectiveRecord], judged: Plan = plan) -> list[str]:
         run = history(given, micro_batches=2)
         return messages(communication.collective_counts(run, STAIRCASE, judged, requirement="R096"))
 
-    assert found(once) == []
-    assert found(records) == ["all_gather in forward: expected 6, got 12"]
+    assert judged_messages(once) == []
+    assert judged_messages(records) == ["all_gather in forward: expected 6, got 12"]
     with pytest.raises(SuiteError, match="reshard_after_backward: expected None"):
-        found(once, plan_of(STAIRCASE, reshard_after_backward=False))
+        judged_messages(once, plan_of(STAIRCASE, reshard_after_backward=False))
 
 
 def test_reduced_once() -> None:
@@ -124,20 +124,20 @@ def test_reduced_once() -> None:
     records = full_sharding(STAIRCASE, PLAN)
     scatters = [r for r in records if r.op is Op.REDUCE_SCATTER]
 
-    def found(given: Sequence[CollectiveRecord], **options: int) -> list[str]:
+    def judged_messages(given: Sequence[CollectiveRecord], **options: int) -> list[str]:
         run = history(given, **options)
         return messages(communication.reduced_once(run, STAIRCASE, PLAN, requirement="R135"))
 
     most = int(1.5 * BYTES)
-    assert found(records) == []
-    assert found([*records, *scatters]) == [
+    assert judged_messages(records) == []
+    assert judged_messages([*records, *scatters]) == [
         f"gradients reduced: expected {BYTES} to {most} B, got {2 * BYTES} B; each should be reduced once"
     ]
-    assert found([r for r in records if r not in scatters]) == [
+    assert judged_messages([r for r in records if r not in scatters]) == [
         f"gradients reduced: expected {BYTES} to {most} B, got 0 B; each should be reduced once"
     ]
     with pytest.raises(SuiteError, match="micro-batches: expected 1, got 2"):
-        found(records, micro_batches=2)
+        judged_messages(records, micro_batches=2)
 
 
 def test_no_more_collectives_than_without() -> None:
@@ -145,17 +145,17 @@ def test_no_more_collectives_than_without() -> None:
     records = full_sharding(STAIRCASE, PLAN)
     more = [*records, collective(Op.ALL_REDUCE, 4, step=1)]
 
-    def found(mine: Sequence[CollectiveRecord], others: Sequence[CollectiveRecord]) -> list[str]:
+    def judged_messages(mine: Sequence[CollectiveRecord], others: Sequence[CollectiveRecord]) -> list[str]:
         return messages(
             communication.no_more_collectives(history(mine), history(others), "empty units", requirement="R022")
         )
 
-    assert found(records, records) == found(records, more) == []
-    assert found(more, records) == ["all_reduce with empty units: expected 0, got 1; as many as without them"]
+    assert judged_messages(records, records) == judged_messages(records, more) == []
+    assert judged_messages(more, records) == ["all_reduce with empty units: expected 0, got 1; as many as without them"]
 
 
 def test_the_first_step_is_not_counted() -> None:
-    """One-time checks of the first iteration are another requirement's."""
+    """One-time checks of the first iteration belong to another requirement."""
     records = [*full_sharding(STAIRCASE, PLAN), collective(Op.ALL_GATHER, 280, step=0)]
 
     assert counts(records).findings == []
@@ -196,9 +196,9 @@ def test_the_norm_of_clipping_is_no_extra() -> None:
 def test_gradient_sharding_gathers_in_forward_alone() -> None:
     """ZeRO-2 keeps parameters: an all-gather in backward is reported."""
     plan = plan_of(STAIRCASE, Sharding.GRAD_OPTIM)
-    kept = full_sharding(STAIRCASE, plan, kept=True)
+    stay_gathered = full_sharding(STAIRCASE, plan, stay_gathered=True)
 
-    assert counts(kept, plan).findings == []
+    assert counts(stay_gathered, plan).findings == []
     assert messages(counts(full_sharding(STAIRCASE, plan), plan)) == ["all_gather in backward: expected 0, got 6"]
 
 
@@ -210,14 +210,14 @@ def test_no_sharding_is_all_reduce_of_everything() -> None:
     assert messages(counts(replicated(BYTES // 2), plan)) == [
         f"gradients all-reduced: expected at least {BYTES} B, got {BYTES // 2} B"
     ]
-    assert messages(counts(full_sharding(STAIRCASE, plan, kept=True), plan))[:2] == [
+    assert messages(counts(full_sharding(STAIRCASE, plan, stay_gathered=True), plan))[:2] == [
         "all_gather: expected 0, got 6",
         "reduce_scatter: expected 0, got 6",
     ]
 
 
 def test_hybrid_sharding_all_reduces_each_unit_once() -> None:
-    """Two replicas of two ranks: n all-reduces more, no less."""
+    """Two replicas of two ranks add exactly n all-reduces."""
     plan = plan_of(STAIRCASE, Sharding.HYBRID, replicas=2)
     records = full_sharding(STAIRCASE, plan, group=(0, 1), replicas=(0, 2))
     right = history(records, world_size=4)
@@ -274,7 +274,7 @@ def test_reducing_nothing_at_all_is_reported() -> None:
 
 
 def test_reducing_the_first_micro_batch_alone_is_reported() -> None:
-    """The right number of bytes at the wrong time."""
+    """It sends the right number of bytes at the wrong time."""
     plan = plan_of(STAIRCASE, Sharding.DEFAULT, defer_reduction=True)
     right = history(full_sharding(STAIRCASE, plan, micro_batches=2), micro_batches=2).collectives
     per_step = len(right) // 3
@@ -291,7 +291,7 @@ def test_reducing_the_first_micro_batch_alone_is_reported() -> None:
 def test_gradient_sharding_gathers_once_under_deferral() -> None:
     """ZeRO-2 keeps parameters over a deferred backward: a second pass of gathers is reported."""
     plan = plan_of(STAIRCASE, Sharding.GRAD_OPTIM, defer_reduction=True)
-    twice = full_sharding(STAIRCASE, plan, micro_batches=2, kept=True)
+    twice = full_sharding(STAIRCASE, plan, micro_batches=2, stay_gathered=True)
     first = {id(r) for step in range(3) for r in [r for r in twice if r.step == step and r.phase == "forward"][:6]}
     once = [r for r in twice if r.phase != "forward" or id(r) in first]
 
@@ -308,7 +308,7 @@ def test_gradient_sharding_gathers_once_under_deferral() -> None:
 
 
 def test_equal_schedules_have_equal_digests() -> None:
-    """Whatever the site, the method and the ranks of the group are."""
+    """The site, the method and the ranks of the group make no difference."""
     ours = history(full_sharding(STAIRCASE, PLAN, group=(0, 1)))
     theirs = history([replace(r, site="x.py:1 in y", name="z", group=(2, 3)) for r in ours.collectives])
 

@@ -82,13 +82,13 @@ def test_wrong_gradients_are_found(workload: Workload, factor: float) -> None:
     references = references_of(workload)
     wrong = implementation_run(replace(references, workload=with_factor(workload, factor)))
 
-    found = gradient_findings(without_gradients(wrong), references)
+    wrong_findings = gradient_findings(without_gradients(wrong), references)
 
-    assert {(finding.requirement, finding.step) for finding in found} == {("R003", 0)}
-    shown = found[0].fqn
+    assert {(finding.requirement, finding.step) for finding in wrong_findings} == {("R003", 0)}
+    shown = wrong_findings[0].fqn
     assert shown is not None
     if references.exact:
-        assert found[0].message == gradient_findings(wrong, references)[0].message
+        assert wrong_findings[0].message == gradient_findings(wrong, references)[0].message
     assert gradient(wrong, 0, shown).abs().max() > 0
 
 
@@ -97,14 +97,14 @@ def test_a_frozen_parameter_that_moves_is_found() -> None:
     references = references_of(probes.exact_frozen())
     history = without_gradients(implementation_run(references))
     name = "stages.0.linear.weight"
-    moved = next(known for known in history.initial_params if known.startswith("stages.0"))
+    moved = next(fqn for fqn in history.initial_params if fqn.startswith("stages.0"))
     for record in history.steps[1:]:
         record.params[moved] = record.params[moved] + 1
 
-    (found,) = gradient_findings(history, references)
+    (finding,) = gradient_findings(history, references)
 
-    assert (found.fqn, found.step) == (moved, 1), name
-    assert found.message == f"gradient: expected None, got a tensor of {tuple(history.initial_params[moved].shape)}"
+    assert (finding.fqn, finding.step) == (moved, 1), name
+    assert finding.message == f"gradient: expected None, got a tensor of {tuple(history.initial_params[moved].shape)}"
 
 
 @pytest.mark.parametrize("regime", [Regime(optimizer="adam"), Regime(max_norm=0.5)])
@@ -116,7 +116,7 @@ def test_other_regimes_are_not_derivable(regime: Regime) -> None:
 
 
 def test_dropped_gradients_are_left_out() -> None:
-    """Nothing tells what a gradient was that is gone before the step."""
+    """A gradient that is gone before the step cannot be derived."""
     names = ("0.weight", "0.bias")
     references = references_of(probes.exact_mlp(), Regime(gradient_to_none=names))
 

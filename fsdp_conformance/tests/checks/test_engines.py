@@ -32,10 +32,10 @@ class EngineTestCase(RecordedRanks):
         self, spec: str, workload: Workload, regime: Regime | None = None, **plan: Any
     ) -> tuple[TrainingHistory, Plan]:
         regime = regime or Regime()
-        wanted = session.plan_for(workload, regime, Plan(**plan))
+        full_plan = session.plan_for(workload, regime, Plan(**plan))
         adapter = registry.load(spec)()
-        history = session.train(adapter, workload, wanted, regime, World(rank=self.rank, size=self.world_size))
-        return history, wanted
+        history = session.train(adapter, workload, full_plan, regime, World(rank=self.rank, size=self.world_size))
+        return history, full_plan
 
     def witness(self, history: TrainingHistory, plan: Plan) -> list[Finding]:
         result = partition.sharding_witness(history, plan, world_size=self.world_size, padding=PADDING)
@@ -56,7 +56,7 @@ class TwoRanks(EngineTestCase):
         self._all_checks("torch-fsdp2")
 
     def test_fsdp1(self) -> None:
-        """Nor on FSDP1, whose all-gathers are of lists on the CPU."""
+        """No check reports anything on FSDP1, whose all-gathers are of lists on the CPU."""
         self._all_checks("torch-fsdp1")
 
     def _all_checks(self, spec: str) -> None:
@@ -91,10 +91,10 @@ class TwoRanks(EngineTestCase):
             run, plan = self.run_training(spec, partly)
             self.assert_silent(communication.frozen_reductions(run, partly, plan, requirement="R072"))
         eager, plan = self.run_training("torch-fsdp2", accumulation, Regime(micro_batches=2))
-        found = communication.deferred_counts(eager, accumulation, plan, requirement="R065").findings
+        findings = communication.deferred_counts(eager, accumulation, plan, requirement="R065").findings
 
-        self.assertEqual({1, 2}, {finding.step for finding in found})
-        self.assertEqual(4, len(found))
+        self.assertEqual({1, 2}, {finding.step for finding in findings})
+        self.assertEqual(4, len(findings))
 
     def test_every_strategy_shows_its_sharding(self) -> None:
         """Uneven layers and padded storages included; a default of any degree passes."""
@@ -105,21 +105,21 @@ class TwoRanks(EngineTestCase):
     def test_replicated_training_is_refused(self) -> None:
         """DDP and FSDP1's NO_SHARD train at parity and do not shard."""
         for spec in ("torch-ddp", "torch-fsdp1-no-shard"):
-            found = self.witness(*self.run_training(spec, models.wide_mlp()))
+            findings = self.witness(*self.run_training(spec, models.wide_mlp()))
 
-            self.assertEqual({"R188"}, {finding.requirement for finding in found}, spec)
-            self.assertIn("got 290400 B; 1.000 of 290400 B", found[0].message)
+            self.assertEqual({"R188"}, {finding.requirement for finding in findings}, spec)
+            self.assertIn("got 290400 B; 1.000 of 290400 B", findings[0].message)
 
     def test_a_shard_group_of_one_in_fsdp1(self) -> None:
         """FSDP1 reduces over the shard group of one rank instead of the replicas: a defect of torch, and it is seen."""
         nested = probes.exact_nested()
         run, plan = self.run_training("torch-fsdp1", nested, sharding=Sharding.HYBRID, replicas=2)
-        found = groups_used(run, nested, plan, requirement="R069").findings
+        findings = groups_used(run, nested, plan, requirement="R069").findings
 
         self.assertEqual(
-            f"ranks of all_reduce: expected [0,1], got [{self.rank}]; 5 of 5 collectives", found[0].message
+            f"ranks of all_reduce: expected [0,1], got [{self.rank}]; 5 of 5 collectives", findings[0].message
         )
-        self.assertIn("gradients reduced over the replica group [0,1]: expected all, got none", found[1].message)
+        self.assertIn("gradients reduced over the replica group [0,1]: expected all, got none", findings[1].message)
 
 
 class FourRanks(EngineTestCase):

@@ -59,7 +59,7 @@ def test_bits_count_and_layout_does_not() -> None:
     ids=lambda value: f"{value.dtype} {tuple(value.shape)}",
 )  # fmt: skip
 def test_any_tensor_has_a_digest(value: Tensor) -> None:
-    """Scalars, booleans, nothing at all, bfloat16, complex numbers and parameters."""
+    """Scalars, booleans, empty tensors, bfloat16, complex numbers and parameters have one."""
     assert len(digest(value)) == 64
 
 
@@ -70,5 +70,5 @@ def test_labels_name_step_and_tensor() -> None:
 
 
 def test_what_differs_by_design_is_left_out() -> None:
-    """Experts have values of their own on every rank."""
+    """Experts have their own values on every rank."""
     assert parameter_digests(history(ONE), exclude=["0.weight"]) == {}

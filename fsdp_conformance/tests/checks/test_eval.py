@@ -72,13 +72,13 @@ def test_silence_is_silence_over_one_rank_too() -> None:
 
 
 def frozen_run(records: Sequence[CollectiveRecord]) -> CheckResult:
-    """R072: frozen units of 336 and 624 bytes beside trainable ones of 624, 624 and 156."""
+    """R072: frozen units of 336 and 624 bytes with trainable ones of 624, 624 and 156."""
     workload = frozen.frozen_units()
     return communication.frozen_reductions(history(records), workload, plan_of(workload), requirement="R072")
 
 
 def test_frozen_units_are_not_reduced() -> None:
-    """Three scatters, or one bucket of 1404 bytes."""
+    """The step has three scatters, or one bucket of 1404 bytes."""
     workload = frozen.frozen_units()
 
     assert frozen_run(full_sharding(workload, plan_of(workload))).findings == []
@@ -101,6 +101,6 @@ def test_a_frozen_unit_that_is_reduced_is_reported() -> None:
 
 
 def test_a_workload_without_frozen_units_is_the_suites_mistake() -> None:
-    """Nothing to look for."""
+    """There is nothing to look for."""
     with pytest.raises(SuiteError, match="frozen units: expected at least 1, got 0"):
         communication.frozen_reductions(history([]), STAIRCASE, PLAN, requirement="R072")

@@ -55,7 +55,7 @@ def test_hybrid_groups() -> None:
 
 
 def test_the_world_alone() -> None:
-    """Three ranks over the world pass; two of them, or nothing at all, are reported; one rank alone is no traffic."""
+    """Three ranks over the world pass; two of them, or nothing at all, are reported; one rank alone has no traffic."""
     right = full_sharding(STAIRCASE, PLAN, group=(0, 1, 2))
     aside = [*right, collective(Op.ALL_REDUCE, 4, step=1, group=(0, 1))]
     alone = [*right, collective(Op.ALL_REDUCE, 4, step=1, group=(0,))]
@@ -76,15 +76,15 @@ def test_the_group_that_parameters_are_resharded_to() -> None:
     world = full_sharding(STAIRCASE, plan, group=(0, 1, 2, 3))
     right = [replace(r, group=(2, 3)) if (r.phase, r.op) == ("backward", Op.ALL_GATHER) else r for r in world]
 
-    def found(records: Sequence[CollectiveRecord], asked: Plan = plan) -> CheckResult:
-        return reshard_group_used(history(records, world_size=4, rank=2), STAIRCASE, asked, requirement="R005")
+    def judged(records: Sequence[CollectiveRecord], requested: Plan = plan) -> CheckResult:
+        return reshard_group_used(history(records, world_size=4, rank=2), STAIRCASE, requested, requirement="R005")
 
-    assert found(right).findings == []
-    assert messages(found(world)) == [
+    assert judged(right).findings == []
+    assert messages(judged(world)) == [
         "gathered in backward over [2,3]: expected at least 3020 B, got 0 B; 7072 B over all groups"
     ]
     with pytest.raises(SuiteError, match="reshard_after_forward must divide 4 ranks, got None"):
-        found(right, PLAN)
+        judged(right, PLAN)
 
 
 def test_replicas_that_are_never_reduced_are_reported() -> None:

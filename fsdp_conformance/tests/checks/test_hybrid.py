@@ -51,7 +51,7 @@ def test_deferred_micro_batches_reduce_nothing() -> None:
 
 
 def test_no_all_reduce() -> None:
-    """Replicas that never meet."""
+    """The replicas never meet."""
     result = judged([record for record in RIGHT if record.op is not Op.ALL_REDUCE])
 
     assert messages(result) == ["all_reduce in the replica group: expected 6, got 0; one per reduce_scatter"]
@@ -60,7 +60,7 @@ def test_no_all_reduce() -> None:
 
 @pytest.mark.parametrize(("op", "group"), [(Op.REDUCE_SCATTER, (0, 1, 2, 3)), (Op.ALL_REDUCE, (0, 1))])
 def test_the_wrong_group(op: Op, group: tuple[int, ...]) -> None:
-    """What runs elsewhere does not count."""
+    """Collectives in another group do not count."""
     message = messages(judged(changed(op, lambda record: replace(record, group=group))))[0]
 
     assert re.fullmatch(f"{op.value} in the (shard|replica) group: expected 6, got 0; .*", message)

@@ -24,7 +24,7 @@ def run(micro_batches: int = 1) -> TrainingHistory:
 
 
 def messages(got: TrainingHistory, losses: Losses = Losses.EQUAL, other: TrainingHistory | None = None) -> list[str]:
-    """What is found against an undisturbed run."""
+    """The messages of a comparison with an undisturbed run."""
     result = same_training(got, other or run(), what="one unit", requirement="R126", losses=losses)
     assert result.count.comparisons > 0
     return [f"{finding.step} {finding.fqn} {finding.message}" for finding in result.findings]
@@ -61,10 +61,10 @@ def test_other_differences(kind: str) -> None:
         record.params["w"] = torch.zeros(3)
     else:
         record.losses[0] = torch.tensor(2.0)
-    found = messages(changed)
-    assert found
+    texts = messages(changed)
+    assert texts
     # A parameter that is gone altogether also cannot have moved.
-    assert all(message.startswith(("1 ", "None None parameters")) for message in found)
+    assert all(message.startswith(("1 ", "None None parameters")) for message in texts)
 
 
 def test_losses_of_other_splits() -> None:
@@ -83,8 +83,8 @@ def test_runs_that_do_not_train() -> None:
     idle = run()
     for record in idle.steps:
         record.params["w"] = torch.zeros(2)
-    found = messages(idle, other=copy.deepcopy(idle))
-    assert found == ["None None parameters: expected some that training moved, got none"] * 2
+    texts = messages(idle, other=copy.deepcopy(idle))
+    assert texts == ["None None parameters: expected some that training moved, got none"] * 2
 
 
 def test_different_lengths() -> None:

@@ -71,17 +71,17 @@ def run(**changes: int) -> TrainingHistory:
 
 
 def holds(result: CheckResult) -> bool:
-    """Whether nothing was found, in at least one comparison."""
+    """True if there are no findings, from at least one comparison."""
     assert result.count.comparisons > 0
     return not result.findings
 
 
 def test_sizes_are_those_of_the_model() -> None:
     """Shards are rounded up by row, a unit's full size is padded to whole rows of every rank."""
-    found = memory.sizes(WORKLOAD, plan(), world_size=2)
+    sizes = memory.sizes(WORKLOAD, plan(), world_size=2)
 
-    assert (found.full, found.shard, found.largest, found.root) == (FULL, SHARD, PADDED_UNIT, PADDED_ROOT)
-    assert (found.below_root, found.gathered) == (4 * UNIT, 4 * PADDED_UNIT + PADDED_ROOT)
+    assert (sizes.full, sizes.shard, sizes.largest, sizes.root) == (FULL, SHARD, PADDED_UNIT, PADDED_ROOT)
+    assert (sizes.below_root, sizes.gathered) == (4 * UNIT, 4 * PADDED_UNIT + PADDED_ROOT)
     hybrid = memory.sizes(WORKLOAD, plan(sharding=Sharding.HYBRID, replicas=2), world_size=4)
     assert hybrid.shard == SHARD
 
@@ -89,7 +89,7 @@ def test_sizes_are_those_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("held", "right"),
     [(SHARD, True), (int(SHARD * 1.1), True), (SHARD + FULL, False), (FULL, False), (0, False)],
-    ids=["a shard", "padding as declared", "a copy beside it", "the whole", "nothing"],
+    ids=["a shard", "padding as declared", "an extra copy", "the whole", "nothing"],
 )
 def test_shards_alone(held: int, right: bool) -> None:
     """A shard and the declared padding; more is a copy, nothing is not on the device at all."""
@@ -122,7 +122,7 @@ def test_where_the_optimizer_state_alone_is_sharded(held: int, grown: int, right
         (FULL + SHARD + SCALARS + 1, SHARD, False),
         (FULL, SHARD + SCALARS + 1, False),
     ],
-    ids=["parameters in full", "all sharded", "more than a shard beside them", "more than a shard of the gradients"],
+    ids=["parameters in full", "all sharded", "more than a shard as well", "more than a shard of the gradients"],
 )
 def test_where_the_gradients_are_sharded_and_the_parameters_are_not(held: int, grown: int, right: bool) -> None:
     """ZeRO-2 holds the parameters in full, the shard that its optimizer steps, and a shard of the gradients."""
@@ -137,7 +137,7 @@ def test_where_the_gradients_are_sharded_and_the_parameters_are_not(held: int, g
 
 
 def test_offloaded_shards_are_not_on_the_device() -> None:
-    """Nothing held is right there."""
+    """It is right to hold nothing there."""
     result = memory.shards_alone(run(held=0), WORKLOAD, plan(offload="cpu"), world_size=2, padding=0.15)
 
     assert holds(result)
@@ -147,8 +147,8 @@ def test_offloaded_shards_are_not_on_the_device() -> None:
 def test_what_is_held_at_the_loss(reshard: bool) -> None:
     """Resharded: the root and activations. Kept: every unit. Each is wrong for the other."""
     sharding = Sharding.FULL if reshard else Sharding.GRAD_OPTIM
-    kept = run(forward=PADDED_ROOT + 4 * PADDED_UNIT + ACTIVATIONS.kept)
-    for history, right in ((run(), reshard), (kept, not reshard)):
+    unresharded = run(forward=PADDED_ROOT + 4 * PADDED_UNIT + ACTIVATIONS.kept)
+    for history, right in ((run(), reshard), (unresharded, not reshard)):
         result = memory.resharded_after_forward(history, WORKLOAD, plan(sharding=sharding), ACTIVATIONS, world_size=2)
         assert holds(result) == right
 
@@ -177,8 +177,8 @@ def test_peaks_are_bounded(point: str) -> None:
 
 def peaks(history: TrainingHistory, **changes: Any) -> CheckResult:
     """R038 with 15 % padding; full sharding unless `changes` of the plan say otherwise."""
-    asked = plan(**{"sharding": Sharding.FULL, **changes})
-    return memory.peaks(history, WORKLOAD, asked, ACTIVATIONS, world_size=2, padding=0.15)
+    full_plan = plan(**{"sharding": Sharding.FULL, **changes})
+    return memory.peaks(history, WORKLOAD, full_plan, ACTIVATIONS, world_size=2, padding=0.15)
 
 
 def test_peaks_count_what_is_always_held() -> None:
@@ -196,10 +196,10 @@ def test_peaks_where_everything_is_kept() -> None:
 
 @pytest.mark.parametrize(("moment", "spare"), [("forward", 1), ("backward", 3)])
 def test_units_gathered_show_in_the_bytes(moment: str, spare: int) -> None:
-    """The declared number of units and the buffers beside them; one unit more is too many."""
-    beside = SHARD + (SHARD if moment == "backward" else 0) + PADDED_ROOT + ACTIVATIONS.forward_peak + SCALARS
+    """The declared number of units plus the buffers may be held; one unit more is too many."""
+    others = SHARD + (SHARD if moment == "backward" else 0) + PADDED_ROOT + ACTIVATIONS.forward_peak + SCALARS
     for units, right in ((2 + spare, True), (3 + spare, False)):
-        counted = [(moment, step, BASE + beside + step * STATE + units * PADDED_UNIT) for step in (0, 1)]
+        counted = [(moment, step, BASE + others + step * STATE + units * PADDED_UNIT) for step in (0, 1)]
         result = memory.units_gathered(
             run(), WORKLOAD, plan(), ACTIVATIONS, counted, world_size=2, most=2, padding=0.15
         )
@@ -245,8 +245,8 @@ def test_the_same_bytes_with_and_without() -> None:
     """At setup, after backward and between steps; less is as good."""
     assert holds(memory.same_bytes(run(), run(), "R085", what="it"))
     assert holds(memory.same_bytes(run(), run(backward=SHARD + UNIT), "R085", what="it"))
-    (found, _) = memory.same_bytes(run(backward=SHARD + UNIT), run(), "R085", what="it").findings
-    assert (found.requirement, found.phase, found.step) == ("R085", "backward", 0)
+    (finding, _) = memory.same_bytes(run(backward=SHARD + UNIT), run(), "R085", what="it").findings
+    assert (finding.requirement, finding.phase, finding.step) == ("R085", "backward", 0)
 
 
 def test_a_history_without_bytes_cannot_be_judged() -> None:

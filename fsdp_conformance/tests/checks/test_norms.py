@@ -53,10 +53,10 @@ def test_the_right_norm_passes() -> None:
 )
 def test_a_wrong_norm_is_found(got: torch.Tensor | None, exact: bool) -> None:
     """A bit too many, a rounding too many, the norm of half the elements, NaN, infinity, none: each is a finding."""
-    found = norm_by_hand(_history([torch.tensor(5.0), got]), [5, 5], requirement="R101", exact=exact).findings
+    findings = norm_by_hand(_history([torch.tensor(5.0), got]), [5, 5], requirement="R101", exact=exact).findings
 
-    assert [(finding.step, finding.requirement, finding.phase) for finding in found] == [(1, "R101", "step")]
-    assert found[0].message.startswith("total norm: expected 5, got ")
+    assert [(finding.step, finding.requirement, finding.phase) for finding in findings] == [(1, "R101", "step")]
+    assert findings[0].message.startswith("total norm: expected 5, got ")
 
 
 def test_digests_tell_ranks_apart() -> None:
@@ -69,7 +69,7 @@ def test_digests_tell_ranks_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "dims", "found"),
+    ("sent", "dims", "count"),
     [
         ([(Op.ALL_REDUCE, 4)], 1, 0),
         ([(Op.ALL_REDUCE, 4)] * 2, 2, 0),
@@ -79,9 +79,9 @@ def test_digests_tell_ranks_apart() -> None:
         ([(Op.ALL_REDUCE, 4), (Op.ALL_GATHER, 4)], 1, 1),
     ],
 )
-def test_the_price_of_a_norm(sent: list[tuple[Op, int]], dims: int, found: int) -> None:
+def test_the_price_of_a_norm(sent: list[tuple[Op, int]], dims: int, count: int) -> None:
     """One scalar for each dim of the mesh, and nothing else; the first step is not judged."""
     result = reductions_of_the_norm(_history([torch.tensor(1.0)] * 2, sent), dims=dims, requirement="R102")
 
-    assert len(result.findings) == found
+    assert len(result.findings) == count
     assert all(finding.step == 1 for finding in result.findings)

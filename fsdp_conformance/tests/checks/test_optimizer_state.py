@@ -20,7 +20,7 @@ def state() -> State:
 
 
 def messages(got: State, *, exact: bool = True) -> list[str]:
-    """What is found against that state."""
+    """The messages of a comparison with that state."""
     expected = TrainingHistory(source="float64", rank=0, world_size=2, optimizer_state=state())
     references = References(
         workload=probes.exact_mlp(), regime=Regime(), rank=0, world_size=2, histories={"float64": expected}, exact=exact

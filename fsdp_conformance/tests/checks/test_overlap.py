@@ -1,4 +1,4 @@
-"""What may go beside computation, from clocks written by hand: lane 0 is the host, 1 computes, 2 communicates."""
+"""Collectives that may overlap computation, with handwritten clocks: lane 0 is the host, 1 computes, 2 communicates."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def forward(*, waiting: Iterable[int] = (), host: bool = False, nbytes: int = NB
     run = Forward()
     for unit in range(1, UNITS + 1):
         waits = unit in set(waiting)
-        known = unit - 1 if waits else max(0, unit - 2)
+        communicated = unit - 1 if waits else max(0, unit - 2)
         run.collective(
             Op.ALL_GATHER,
             number=unit,
-            computed=known,
-            host=known if host and waits else 0,
+            computed=communicated,
+            host=communicated if host and waits else 0,
             order=2 * unit,
             nbytes=nbytes,
         )
@@ -84,14 +84,16 @@ def backward(*, held: Iterable[int] = (), host: bool = False) -> Forward:
     run = Forward()
     run.phase = "backward"
     for unit in range(1, UNITS + 1):
-        known = unit - 1 if unit in set(held) else max(0, unit - 2)
-        run.compute(unit, communicated=known, order=2 * unit, host=known if host and unit in set(held) else 0)
+        communicated = unit - 1 if unit in set(held) else max(0, unit - 2)
+        run.compute(
+            unit, communicated=communicated, order=2 * unit, host=communicated if host and unit in set(held) else 0
+        )
         run.collective(Op.REDUCE_SCATTER, number=unit, computed=unit, order=2 * unit + 1)
     return run
 
 
-def test_gathers_that_run_ahead_go_beside_computation() -> None:
-    """All but the first, which has nothing before it."""
+def test_gathers_that_run_ahead_overlap_computation() -> None:
+    """All of them do except the first, which has nothing before it."""
     result = forward().judged()
 
     assert [] == result.findings
@@ -105,7 +107,7 @@ def test_one_unit_more_may_be_alone() -> None:
 
 
 def test_gathers_that_wait_for_the_unit_before_them() -> None:
-    """As on the stream that computes."""
+    """They behave as if they were on the stream that computes."""
     (finding,) = forward(waiting=range(1, UNITS + 1)).judged().findings
 
     assert "R080" == finding.requirement
@@ -118,7 +120,7 @@ def test_gathers_that_wait_for_the_unit_before_them() -> None:
 
 
 def test_a_host_that_waits_for_the_device() -> None:
-    """What the host has waited for is known to all that it issues afterwards."""
+    """All that the host issues after a wait comes after the work that it waited for."""
     (finding,) = forward(waiting=range(1, UNITS + 1), host=True).judged().findings
     assert "the host waits for the device in between" == finding.likely
 
@@ -147,7 +149,7 @@ def test_each_phase_is_judged_by_itself() -> None:
 
 
 def test_bytes_count_and_flags_do_not() -> None:
-    """Small collectives that wait, as for a flag that ranks exchange, are no parameters."""
+    """Small collectives that wait, such as a flag that ranks exchange, do not count as parameters."""
     run = forward()
     for number in range(100, 120):
         run.collective(Op.ALL_GATHER, number=number, computed=UNITS, order=number, nbytes=8)
@@ -157,7 +159,7 @@ def test_bytes_count_and_flags_do_not() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, UNITS - 1])
 def test_few_buckets_are_no_judgement(count: int) -> None:
-    """An engine that sends everything at once has nothing to put beside anything; that is no pass."""
+    """An engine that sends everything at once has nothing to overlap, and does not pass."""
     run = Forward()
     for number in range(1, count + 1):
         run.collective(Op.ALL_GATHER, number=number, computed=0, order=number)
@@ -176,7 +178,7 @@ def test_other_steps_do_not_count() -> None:
 
 
 def test_collectives_without_computation_are_alone() -> None:
-    """A model whose units never told that they compute must not pass."""
+    """A model whose units never report that they compute must not pass."""
     run = forward()
     run.work.computed.clear()
 

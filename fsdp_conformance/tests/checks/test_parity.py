@@ -28,8 +28,8 @@ def _findings(history: TrainingHistory, references: References, **options: bool)
     return sorted((finding for result in results for finding in result.findings), key=lambda finding: finding.step or 0)
 
 
-def _told(finding: Finding) -> str:
-    """What a person reads, field by field."""
+def _as_text(finding: Finding) -> str:
+    """The fields that a person reads."""
     lines = [f"{finding.requirement} ({finding.check}): {finding.message}", finding.where()]
     for name in ("got", "expected", "ratio", "ulps", "bound", "differing", "elements", "call", "likely"):
         value = getattr(finding, name)
@@ -163,7 +163,7 @@ def test_a_small_difference_of_one_norm_is_found() -> None:
 
 
 def test_later_steps_are_counted_and_not_told() -> None:
-    """Each kind tells of the first step at which it diverges; the comparisons of later ones still count."""
+    """Each kind reports the first step at which it diverges; the comparisons of later ones still count."""
     references = references_of(probes.exact_long())
     history = damaged(implementation_run(references))
     whole = parity.kind_parity(Kind.GRADIENT, history, references).count.comparisons
@@ -195,12 +195,12 @@ def test_a_parameter_that_follows_a_gradient_says_so() -> None:
     _one_element(history)
     history.steps[1].params["stages.1.linear.weight"][2, 3] += 0.5
 
-    found = {finding.check: finding.likely for finding in _findings(history, references)}
-    assert found["parameter parity"] == "a consequence of the wrong gradient in step 1"
+    causes = {finding.check: finding.likely for finding in _findings(history, references)}
+    assert causes["parameter parity"] == "a consequence of the wrong gradient in step 1"
 
 
 def test_a_difference_is_told_when_its_cause_cannot_be_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in the search for a cause is a bug in the suite, and the finding says so."""
+    """An error in the search for a cause is reported in the finding, as a bug in the suite."""
 
     def broken(evidence: object) -> None:
         raise KeyError("no such signature")
@@ -209,10 +209,10 @@ def test_a_difference_is_told_when_its_cause_cannot_be_worked_out(monkeypatch: p
     history = damaged(implementation_run(references))
     history.steps[0].losses[0] += 1
     monkeypatch.setattr("fsdp_conformance.diagnosis.causes.likely", broken)
-    found = _findings(history, references)
+    findings = _findings(history, references)
 
-    assert [finding.check for finding in found] == ["loss parity"]
-    assert found[0].likely == "unknown: a bug in the suite, please report it: KeyError: 'no such signature'"
+    assert [finding.check for finding in findings] == ["loss parity"]
+    assert findings[0].likely == "unknown: a bug in the suite, please report it: KeyError: 'no such signature'"
 
 
 def test_zero_may_stand_for_none() -> None:
@@ -265,8 +265,8 @@ def test_norms_and_clipped_gradients() -> None:
     assert history.steps[1].clipped_grads is not None
     history.steps[1].clipped_grads["module.2.bias"] = None
 
-    found = [(finding.check, finding.step, finding.fqn) for finding in _findings(history, references)]
-    assert found == [("norm parity", 0, "total norm"), ("clipped gradient parity", 1, "module.2.bias")]
+    places = [(finding.check, finding.step, finding.fqn) for finding in _findings(history, references)]
+    assert places == [("norm parity", 0, "total norm"), ("clipped gradient parity", 1, "module.2.bias")]
 
 
 def test_outputs_are_compared_with_their_structure() -> None:
@@ -280,10 +280,12 @@ def test_outputs_are_compared_with_their_structure() -> None:
     output["none"] = 0
     output["packed"].data[0, 0] += 1
 
-    found = {finding.fqn: finding.message for finding in parity.kind_parity(Kind.OUTPUT, history, references).findings}
-    assert "[0]['encoded'].pair" in found
-    assert "[0]['none']" in found
-    assert "[0]['packed'].data" in found
+    messages = {
+        finding.fqn: finding.message for finding in parity.kind_parity(Kind.OUTPUT, history, references).findings
+    }
+    assert "[0]['encoded'].pair" in messages
+    assert "[0]['none']" in messages
+    assert "[0]['packed'].data" in messages
 
 
 def test_eval_outputs_are_compared() -> None:
@@ -321,10 +323,10 @@ def test_missing_buffers_are_no_hidden_ones() -> None:
     for record in history.steps:
         record.buffers = {}
 
-    found = _findings(history, references)
+    findings = _findings(history, references)
 
-    assert {finding.check for finding in found} == {"initial parity", "buffer parity"}
-    assert "buffer 'input_mean' is missing" in {finding.message for finding in found}
+    assert {finding.check for finding in findings} == {"initial parity", "buffer parity"}
+    assert "buffer 'input_mean' is missing" in {finding.message for finding in findings}
 
 
 def test_comparing_nothing_is_an_error() -> None:
@@ -409,17 +411,17 @@ def test_results_go_into_a_report() -> None:
 
 
 class Texts(TestCase):
-    """What a person reads."""
+    """The texts that a person reads."""
 
     def test_a_summed_gradient(self) -> None:
-        """The sentence stands alone, the numbers stand beside it."""
+        """The sentence is complete without the numbers, which are separate."""
         references = references_of(probes.rank_coded())
         history = damaged(implementation_run(references))
 
         _scale_gradients(4.0)(history)
 
         self.assertExpectedInline(
-            _told(_findings(history, references)[0]),
+            _as_text(_findings(history, references)[0]),
             """\
 R003 (gradient parity): gradient: expected 3.75, got 15; 11 of 11 elements differ
 step 0 | reduce | 'scale' | rank 1 | element [0]
@@ -441,7 +443,7 @@ likely: summed over ranks instead of averaged: got / expected = 4 at every eleme
         gradient(history, 0, "parts.1.weight").sub_(parts[2] / 4)  # type: ignore[operator]
 
         self.assertExpectedInline(
-            _told(_findings(history, references)[0]),
+            _as_text(_findings(history, references)[0]),
             """\
 R003 (gradient parity): gradient: expected 3.75, got 2.75; 13 of 13 elements differ
 step 0 | reduce | 'parts.1.weight' | rank 1 | element [0]
@@ -462,7 +464,7 @@ likely: rank 2 missing: equals the sum over ranks 0, 1, 3, divided by 4""",
         gradient(history, 0, "0.weight")[12] = 0
 
         self.assertExpectedInline(
-            _told(_findings(history, references)[0]),
+            _as_text(_findings(history, references)[0]),
             """\
 R003 (gradient parity): gradient: expected -1, got 0; 3 of 65 elements differ
 step 0 | reduce | '0.weight' | rank 1 | element [12, 0]
@@ -486,7 +488,7 @@ likely: last padded rows dropped,
         finding = _findings(history, references)[0]
 
         self.assertExpectedInline(
-            _told(replace(finding, bound=None)),
+            _as_text(replace(finding, bound=None)),
             """\
 R003 (gradient parity): gradient: expected -0.177352665, got -0.221690834; 1 of 4 elements differ
 step 0 | reduce | 'module.2.bias' | rank 1 | element [1]

@@ -103,10 +103,10 @@ def test_views_of_a_whole_are_no_shards(kind: str) -> None:
     """An engine that shows shards by default holds shards: bytes of storage count, not those of the views."""
     views = run(600, 600, 600)
     views.held_bytes[kind] = FULL
-    found = witness(views)
+    result = witness(views)
 
-    assert findings(found) == [("R188", {"params": "parameters", "grads": "gradients"}[kind] + " held: 1200 B")]
-    assert found.findings[0].likely == "the shards, of 600 B, are views of whole tensors, so nothing is freed"
+    assert findings(result) == [("R188", {"params": "parameters", "grads": "gradients"}[kind] + " held: 1200 B")]
+    assert result.findings[0].likely == "the shards, of 600 B, are views of whole tensors, so nothing is freed"
 
 
 @pytest.mark.parametrize("op", [Op.ALL_TO_ALL, Op.SEND])
@@ -163,7 +163,7 @@ def test_an_engine_that_promises_no_resharding_may_keep_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sharding", "right", "wrong", "named"),
+    ("sharding", "right", "wrong", "expected"),
     [
         (Sharding.FULL, (600, 600, 600), (1200, 600, 600), "parameters held: 1200 B"),
         (Sharding.GRAD_OPTIM, (1200, 600, 600), (1200, 1200, 600), "gradients held: 1200 B"),
@@ -171,11 +171,11 @@ def test_an_engine_that_promises_no_resharding_may_keep_parameters() -> None:
     ],
 )
 def test_a_degree_must_show(
-    sharding: Sharding, right: tuple[int, int, int], wrong: tuple[int, int, int], named: str
+    sharding: Sharding, right: tuple[int, int, int], wrong: tuple[int, int, int], expected: str
 ) -> None:
-    """What the plan asks to be sharded is; one degree less fails."""
+    """Everything that the plan shards is sharded; one degree less fails."""
     assert findings(witness(run(*right), sharding)) == []
-    assert findings(witness(run(*wrong), sharding))[0] == ("R188", named)
+    assert findings(witness(run(*wrong), sharding))[0] == ("R188", expected)
 
 
 def test_a_shard_with_too_much_padding_is_another_requirement() -> None:

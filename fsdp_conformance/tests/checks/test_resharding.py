@@ -11,7 +11,7 @@ from fsdp_conformance.tests.checks.schedules import PLAN, STAIRCASE, full_shardi
 
 
 def test_units_that_are_gathered_again_pass() -> None:
-    """The schedule of full sharding."""
+    """This is the schedule of full sharding."""
     result = gathered_again(history(full_sharding(STAIRCASE, PLAN)), STAIRCASE, PLAN, requirement="R111")
 
     assert result.findings == []
@@ -32,7 +32,7 @@ def test_gathers_after_the_step_before_count() -> None:
 
 
 def test_a_unit_that_is_not_gathered_again_is_reported() -> None:
-    """In the first step after it was left unsharded."""
+    """The finding is in the first step after the unit was left unsharded."""
     records = full_sharding(STAIRCASE, PLAN)
     left_out = next(r for r in records if (r.op, r.phase, r.step) == (Op.ALL_GATHER, "forward", 1))
     run = history([record for record in records if record is not left_out])
@@ -46,7 +46,7 @@ def test_a_unit_that_is_not_gathered_again_is_reported() -> None:
 
 
 def test_whole_parameters_are_no_shards() -> None:
-    """By bytes: replicated engines hold everything between steps."""
+    """Replicated engines hold all bytes between steps."""
     run = TrainingHistory(source="mine", rank=0, world_size=2, full_bytes={"params": 100})
 
     assert not holds_whole_parameters(replace(run, held_bytes={"params": 50}))

@@ -31,7 +31,7 @@ def test_results_add_up() -> None:
 
 
 def test_nothing_compared_is_an_error() -> None:
-    """No comparison, no finding, no reason: the suite proves nothing."""
+    """Without a comparison, a finding or a reason, the suite proves nothing."""
     with pytest.raises(NothingCompared, match=r"comparisons: expected at least 1, got 0 \[gradient parity, rank 1\]"):
         result().into(RankReport(rank=1))
 
@@ -52,11 +52,11 @@ def test_a_tally_counts_and_finds() -> None:
     tally.expect(True, "unused", elements=4)
     tally.expect(False, "x: expected 2, got 1", step=1, got="1")
     tally.expect(False, "y: expected 2, got 1", requirement="R033")
-    found = tally.result(notes=["n"])
+    result = tally.result(notes=["n"])
 
-    assert found.count == CheckCount(comparisons=3, elements=6)
-    assert [(f.requirement, f.check, f.rank, f.step, f.message) for f in found.findings] == [
+    assert result.count == CheckCount(comparisons=3, elements=6)
+    assert [(f.requirement, f.check, f.rank, f.step, f.message) for f in result.findings] == [
         ("R069", "groups", 3, 1, "x: expected 2, got 1"),
         ("R033", "groups", 3, None, "y: expected 2, got 1"),
     ]
-    assert found.notes == ["n"]
+    assert result.notes == ["n"]

@@ -57,15 +57,15 @@ def test_an_undisturbed_run_ends_as_the_observed_one() -> None:
     ],
 )
 def test_a_race_that_the_observation_hid(other: TrainingHistory, where: tuple[int, Any], seen: str) -> None:
-    """One finding, where the runs first part."""
-    (found,) = same_undisturbed(ending([1.0, 2.0], w=[1.0, 2.0, 3.0]), other, "R073").findings
+    """There is one finding, where the runs first differ."""
+    (finding,) = same_undisturbed(ending([1.0, 2.0], w=[1.0, 2.0, 3.0]), other, "R073").findings
 
-    assert (found.requirement, found.rank, (found.step, found.fqn)) == ("R073", 1, where)
-    assert re.search(seen, found.message)
+    assert (finding.requirement, finding.rank, (finding.step, finding.fqn)) == ("R073", 1, where)
+    assert re.search(seen, finding.message)
 
 
 def test_a_clean_run_has_looked_at_something() -> None:
-    """One comparison, of as many accesses as were checked."""
+    """It counts one comparison, of as many accesses as were checked."""
     result = stream_safety(run())
 
     assert result.findings == []
@@ -75,7 +75,7 @@ def test_a_clean_run_has_looked_at_something() -> None:
 
 @pytest.mark.parametrize("accesses", [0, None])
 def test_a_run_without_accesses_proves_nothing(accesses: int | None) -> None:
-    """Neither its cleanness nor its control."""
+    """Both the check and its control are errors."""
     with pytest.raises(NothingCompared, match=f"accesses checked: expected at least 1, got {accesses}"):
         stream_safety(run(accesses=accesses))
     with pytest.raises(NothingCompared):
@@ -83,14 +83,14 @@ def test_a_run_without_accesses_proves_nothing(accesses: int | None) -> None:
 
 
 def test_a_race_is_a_finding_with_its_argument() -> None:
-    """The sentence, how often, what is missing, and both stacks."""
-    (found,) = stream_safety(run(hazard(count=3))).findings
+    """The finding has the sentence, the count, the missing wait, and both stacks."""
+    (finding,) = stream_safety(run(hazard(count=3))).findings
 
-    assert found.requirement == "R074"
-    assert found.message.endswith("and does not wait for it (3 times)")
-    assert (found.rank, found.phase, found.call) == (1, "forward", "all_gather_into_tensor")
-    assert found.likely == "a wait is missing between the stream that writes and the one that reads"
-    assert found.detail == "the sentence\n  first: add_\n  then: all_gather"
+    assert finding.requirement == "R074"
+    assert finding.message.endswith("and does not wait for it (3 times)")
+    assert (finding.rank, finding.phase, finding.call) == (1, "forward", "all_gather_into_tensor")
+    assert finding.likely == "a wait is missing between the stream that writes and the one that reads"
+    assert finding.detail == "the sentence\n  first: add_\n  then: all_gather"
 
 
 @pytest.mark.parametrize(
@@ -107,16 +107,16 @@ def test_a_race_is_a_finding_with_its_argument() -> None:
     ],
 )
 def test_the_requirement_of_a_race(kind: HazardKind, then: str, now: str, expected: str) -> None:
-    """What the optimizer wrote and somebody reads too early is R074; pinned memory is R138; the rest is R075."""
+    """A read too early of something that the optimizer wrote is R074; pinned memory is R138; the rest is R075."""
     assert requirement_of(hazard(kind, then_label=then, now_label=now)) == expected
 
 
 def test_a_case_can_say_another_requirement() -> None:
-    """For kinds, and for what follows the optimizer."""
+    """It may name one for each kind, and one for accesses after the optimizer."""
     names = {HazardKind.REUSE_IN_FLIGHT: "R078", "parameters": "R073"}
-    found = stream_safety(run(hazard(HazardKind.REUSE_IN_FLIGHT), hazard()), names).findings
+    findings = stream_safety(run(hazard(HazardKind.REUSE_IN_FLIGHT), hazard()), names).findings
 
-    assert [item.requirement for item in found] == ["R078", "R073"]
+    assert [item.requirement for item in findings] == ["R078", "R073"]
 
 
 def test_the_control_must_have_races() -> None:

@@ -79,8 +79,10 @@ def test_bytes_are_those_of_the_dtypes() -> None:
     halved = [replace(r, nbytes=r.nbytes // 2) for r in full_sharding(STAIRCASE, PLAN)]
 
     def judged(records: Sequence[CollectiveRecord], reduce_dtype: str | None) -> list[str]:
-        asked = replace(plan, reduce_dtype=reduce_dtype)
-        return messages(wire_volume(history(records), STAIRCASE, asked, world_size=2, padding=0.0, requirement="R068"))
+        cast_plan = replace(plan, reduce_dtype=reduce_dtype)
+        return messages(
+            wire_volume(history(records), STAIRCASE, cast_plan, world_size=2, padding=0.0, requirement="R068")
+        )
 
     assert judged(halved, None) == []
     assert judged(halved, "float32") == ["sent by reduce-scatters: expected 6256 B, got 3128 B"]

@@ -77,7 +77,7 @@ def _findings(history: TrainingHistory, build: Callable[[Any], Optimizer]) -> li
 @needs_muon
 @pytest.mark.parametrize("changed", [{}, {"weight_decay": 0.5}, {"nesterov": False}, {"momentum": 0.5, "lr": 0.5}])
 def test_unsharded_updates_pass(changed: dict[str, Any]) -> None:
-    """Whatever the settings."""
+    """The settings make no difference."""
     for seed in range(10):
         assert _findings(_trained(seed, _build(**changed)), _build(**changed)) == []
 
@@ -123,7 +123,7 @@ def test_parts_of_matrices_are_found(parts: Parts) -> None:
 
 @needs_muon
 def test_other_defects_are_found() -> None:
-    """Momentum that is lost, another rate, and a step that is missing."""
+    """Lost momentum, another rate and a missing step are findings."""
     assert len(_findings(_trained(0, _build(), forgets=True), _build())) == 4
     assert len(_findings(_trained(0, _build(lr=0.125)), _build())) == 4
     history = _trained(0, _build())
@@ -142,7 +142,7 @@ def test_a_gradient_that_is_missing_is_found() -> None:
 
 
 def test_shampoo_needs_matrices() -> None:
-    """What is flat is rejected when the optimizer is made."""
+    """Flat parameters are rejected when the optimizer is made."""
     with pytest.raises(ValueError, match=r"Shampoo needs matrices \(2D\), got a parameter of shape \(4,\)"):
         Shampoo([nn.Parameter(torch.zeros(4))], lr=0.5)
 

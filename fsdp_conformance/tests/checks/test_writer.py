@@ -44,9 +44,9 @@ def test_the_collective_of_the_parameters_unit_is_named() -> None:
     """Units of the staircase have 70, 154, 270, 418, 598 and 54 elements: 616 bytes are the second one's."""
     history = _history(*[_reduced(seq, 4 * size) for seq, size in enumerate((54, 598, 418, 270, 154, 70))])
 
-    told = LastWriters(history, models.staircase()).of_gradient(0, "2.weight")
+    writer = LastWriters(history, models.staircase()).of_gradient(0, "2.weight")
 
-    assert told == "#4 backward reduce_scatter 616B float32 SUM [0,1,2,3] at engine.py:7 in reduce"
+    assert writer == "#4 backward reduce_scatter 616B float32 SUM [0,1,2,3] at engine.py:7 in reduce"
     assert LastWriters(history, models.staircase()).of_gradient(1, "2.weight") is None
 
 
@@ -58,7 +58,7 @@ def test_one_collective_for_all_is_named() -> None:
 
 
 def test_nothing_is_guessed() -> None:
-    """Where two collectives fit, or none, nothing is said."""
+    """Where two collectives fit, or none, there is no text."""
     twice = _history(_reduced(1, 616), _reduced(2, 616), _reduced(3, 280))
     none = _history(_reduced(1, 99_000), _reduced(2, 88_000))
 
@@ -67,7 +67,7 @@ def test_nothing_is_guessed() -> None:
 
 
 def test_the_finding_carries_the_call() -> None:
-    """Gradient parity puts the collective beside the difference."""
+    """Gradient parity reports the collective together with the difference."""
     references = references_of(models.staircase())
     history = damaged(implementation_run(references))
     history.collectives = [_reduced(seq, 4 * size) for seq, size in enumerate((54, 598, 418, 270, 154, 70))]
@@ -100,8 +100,8 @@ def test_explaining_builds_the_model_once() -> None:
     # The gradients of single ranks are needed to explain a difference, and are computed from a model of each rank.
     references.contributions()
     built.clear()
-    found = parity.kind_parity(Kind.GRADIENT, history, references)
+    result = parity.kind_parity(Kind.GRADIENT, history, references)
 
     assert len(built) == 1
-    assert [finding.step for finding in found.findings] == [0] * parity.MAX_FINDINGS
-    assert found.count.comparisons > parity.MAX_FINDINGS * len(history.steps)
+    assert [finding.step for finding in result.findings] == [0] * parity.MAX_FINDINGS
+    assert result.count.comparisons > parity.MAX_FINDINGS * len(history.steps)

@@ -6,7 +6,7 @@ from fsdp_conformance.contract import fingerprint
 
 
 def test_cases_and_fixtures_are_covered() -> None:
-    """In a checkout they lie beside the package, in a wheel within it; under the same names."""
+    """In a checkout they are next to the package, in a wheel inside it; the names are the same."""
     names = set(fingerprint._files())
 
     assert {"suites/test_a_parity.py", "fixtures/probes.py", "checks/parity.py", "__init__.py"} <= names

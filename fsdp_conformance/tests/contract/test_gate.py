@@ -26,7 +26,7 @@ def place(device: str, *, num_ranks: int | None = None, problem: str = "") -> Pl
 def gated_as(
     case_fields: dict[str, Any], *, declared: str = "", devices: int | None = None, compiler: bool = True, **run: Any
 ) -> Gated:
-    """What the gate decides on a case of these fields."""
+    """The gate's decision on a case with these fields."""
     settings = RunSettings(**run)
     simulated = place(SIMULATED, problem="" if compiler else "no C++ compiler")
     return gate(
@@ -62,7 +62,7 @@ def test_a_case_is_chosen_by_its_id_or_by_any_of_its_requirements(chosen: str) -
     ],
 )
 def test_a_case_that_the_user_left_out_is_disabled(run: dict[str, Any], option: str) -> None:
-    """DISABLED, with the option that left it out; a part of an id is no id."""
+    """The verdict is DISABLED, with the option that left it out; part of an id does not select the case."""
     decided = gated_as({}, **run)
 
     assert decided.device == "cpu"
@@ -93,7 +93,7 @@ def test_a_declared_flag_runs() -> None:
 
 
 def test_an_absent_environment_is_named() -> None:
-    """NOT_RUN_ENV with what is absent, and only that."""
+    """The verdict is NOT_RUN_ENV, and the record names exactly what is absent."""
     record = gated({"environment": ("gloo", "cuda", "nccl")})
 
     assert record is not None
@@ -103,7 +103,7 @@ def test_an_absent_environment_is_named() -> None:
 
 
 def test_undeclared_outranks_absent() -> None:
-    """What the implementation does not offer is known on every machine."""
+    """A feature that the implementation does not offer is unsupported on every machine."""
     record = gated({"needs": ("no_sync",), "environment": ("cuda",)})
 
     assert record is not None
@@ -170,7 +170,7 @@ def test_an_adapter_for_the_cpu_alone_is_unsupported_on_a_gpu(name: str) -> None
 
 
 def test_a_world_larger_than_torchruns_is_not_run() -> None:
-    """Each rank needs a worker of its own."""
+    """Each rank needs its own worker."""
     record = gated({"world_size": 4}, ranks="torchrun", num_workers=2)
 
     assert record is not None
@@ -214,7 +214,7 @@ def test_the_record_says_how_to_run_the_case_again() -> None:
 
 
 def test_a_record_without_implementation_has_a_line_without_it() -> None:
-    """A case that is run by plain unittest."""
+    """Plain unittest runs cases without one."""
     record = gated({}, world_sizes=(3,), implementation="")
 
     assert record is not None
@@ -222,22 +222,22 @@ def test_a_record_without_implementation_has_a_line_without_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [("accelerator",), ("pinned_memory",), ("stream_order",), ("gloo", "accelerator", "pinned_memory")]
+    "environment", [("accelerator",), ("pinned_memory",), ("stream_order",), ("gloo", "accelerator", "pinned_memory")]
 )
-def test_a_case_that_asks_for_an_accelerator_runs_on_the_simulated_one(asked: tuple[str, ...]) -> None:
+def test_a_case_that_asks_for_an_accelerator_runs_on_the_simulated_one(environment: tuple[str, ...]) -> None:
     """On the CPU, for an implementation that knows other accelerators than CUDA; the others stay on the CPU."""
-    assert gated_as({"environment": asked}, declared="any_accelerator") == Gated(device=SIMULATED, record=None)
+    assert gated_as({"environment": environment}, declared="any_accelerator") == Gated(device=SIMULATED, record=None)
     assert gated_as({"environment": ("gloo",)}, declared="any_accelerator") == Gated(device="cpu", record=None)
 
 
-@pytest.mark.parametrize("asked", [("accelerator", "cuda"), ("accelerator", "nccl")])
-def test_what_only_cuda_can_show_is_not_simulated(asked: tuple[str, ...]) -> None:
-    """NOT_RUN_ENV on the CPU, as without a simulator."""
-    decided = gated_as({"environment": asked}, declared="any_accelerator")
+@pytest.mark.parametrize("environment", [("accelerator", "cuda"), ("accelerator", "nccl")])
+def test_what_only_cuda_can_show_is_not_simulated(environment: tuple[str, ...]) -> None:
+    """The verdict is NOT_RUN_ENV on the CPU, as without a simulator."""
+    decided = gated_as({"environment": environment}, declared="any_accelerator")
 
     assert decided.device == "cpu"
     assert decided.record is not None
-    assert decided.record.measurements == {"absent": list(asked)}
+    assert decided.record.measurements == {"absent": list(environment)}
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_what_only_cuda_can_show_is_not_simulated(asked: tuple[str, ...]) -> Non
     ids=["not wanted", "no compiler"],
 )
 def test_without_the_simulated_accelerator_the_case_is_not_run(here: dict[str, Any], reason: str) -> None:
-    """NOT_RUN_ENV with the reason; that the machine has no accelerator is no fault of the implementation."""
+    """NOT_RUN_ENV with the reason: a machine without an accelerator is not the implementation's fault."""
     record = gated({"environment": ("accelerator",)}, **{"declared": "any_accelerator", **here})
 
     assert record is not None
@@ -269,7 +269,7 @@ def test_without_the_simulated_accelerator_the_case_is_not_run(here: dict[str, A
 
 @pytest.mark.parametrize("compiler", [True, False])
 def test_an_implementation_that_declines_other_accelerators_declines_the_case(compiler: bool) -> None:
-    """What an engine declines never looks like something that the machine lacks."""
+    """A feature that an engine declines never looks like something that the machine lacks."""
     record = gated({"environment": ("accelerator",)}, declared="", compiler=compiler)
 
     assert record is not None
@@ -277,7 +277,7 @@ def test_an_implementation_that_declines_other_accelerators_declines_the_case(co
 
 
 def test_every_case_of_a_run_on_the_simulated_accelerator_is_on_it() -> None:
-    """--device sim: whatever the case asks for; what it cannot show is absent there too."""
+    """With --device sim, cases run whatever accelerator they ask for; what it cannot show is absent there too."""
     run: dict[str, Any] = {"device": SIMULATED, "declared": "any_accelerator"}
 
     assert gated_as({}, **run) == Gated(device=SIMULATED, record=None)
@@ -310,7 +310,7 @@ def test_a_simulated_accelerator_that_cannot_be_built_runs_nothing() -> None:
 
 
 def test_flags_are_those_of_the_device_of_the_case() -> None:
-    """What is not offered on the CPU may be offered on the simulated accelerator."""
+    """A feature that is not offered on the CPU may be offered on the simulated accelerator."""
     decided = gate(
         a_case(needs=("cpu_offload_params",), environment=("accelerator",)),
         declared={

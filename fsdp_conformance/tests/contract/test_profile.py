@@ -99,7 +99,7 @@ def test_the_quick_cases_are_chosen_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("name", ["cores", "of-load", "base-2026.10"])
 def test_an_unknown_profile_is_refused_with_the_known_ones(name: str) -> None:
-    """And with what was probably meant."""
+    """The error also suggests the name that was probably meant."""
     with pytest.raises(UsageError, match=r"profile must be one of .*base-2026\.11.*Did you mean '\w+-2026\.11'"):
         load_profile(name)
 
@@ -125,7 +125,7 @@ def test_an_entry_has_what_a_certificate_needs() -> None:
 
 
 def test_entries_are_in_the_order_of_ids() -> None:
-    """Whatever the order of the suites."""
+    """The order of the suites makes no difference."""
     ids = [entry.id for entry in made({"world_size": 4}, {"world_size": 2}, {"world_size": 3}).entries]
 
     assert ids == ["R001/probe-ws2", "R001/probe-ws3", "R001/probe-ws4"]
@@ -139,7 +139,7 @@ def test_a_selection_has_only_what_was_named() -> None:
 
 
 def test_unknown_ids_and_requirements_are_refused_together() -> None:
-    """All problems in one error."""
+    """One error has all problems."""
     with pytest.raises(ConfigError) as raised:
         made({"requirements": ("R999",)}, only=["R999/probe-ws2", "R001/other-ws2"])
 
@@ -150,7 +150,7 @@ def test_unknown_ids_and_requirements_are_refused_together() -> None:
 
 
 def test_cases_are_collected_from_every_class_of_every_module(tmp_path: Path) -> None:
-    """By id; plain tests are left out."""
+    """The cases are sorted by id; plain tests are left out."""
     suite = mini_suite.write(tmp_path)
 
     assert list(suite.profile.by_id) == [
@@ -165,7 +165,7 @@ def test_cases_are_collected_from_every_class_of_every_module(tmp_path: Path) ->
 
 
 def test_an_id_that_two_methods_have_is_refused(tmp_path: Path) -> None:
-    """Naming both places."""
+    """The error names both places."""
     suite = mini_suite.write(tmp_path)
     (suite.package / "test_more.py").write_text((suite.package / "test_cases.py").read_text(encoding="utf-8"))
 
@@ -195,7 +195,7 @@ def test_the_hash_is_of_the_content() -> None:
     ],
 )
 def test_the_hash_sees_every_change_that_matters(change: dict[str, Any]) -> None:
-    """Each field that a certificate looks at."""
+    """Each field that a certificate reads changes the hash."""
     assert made(change).sha256 != made({}).sha256
 
 
@@ -205,7 +205,7 @@ def test_the_hash_sees_whether_a_profile_certifies() -> None:
 
 
 def test_a_profile_survives_its_file() -> None:
-    """Written and read it is the same."""
+    """A profile that is written and read again is the same."""
     profile = made({}, {"world_size": 3, "needs": ("zero3",)})
 
     assert profile_from_json(profile.to_text(), where="here") == profile
@@ -245,13 +245,13 @@ def test_a_profile_that_was_edited_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x"}'])
 def test_what_is_no_profile_is_refused(text: str) -> None:
-    """With the place."""
+    """The error names the place."""
     with pytest.raises(UsageError, match="here is not a profile"):
         profile_from_json(text, where="here")
 
 
 def test_an_unknown_profile_suggests_a_near_one() -> None:
-    """And lists those that are shipped."""
+    """The error also lists the profiles that are shipped."""
     with pytest.raises(
         UsageError, match=r"profile must be one of .*, got 'core-2026\.12'.*Did you mean 'core-2026\.11'"
     ):
@@ -262,7 +262,6 @@ def test_an_unknown_profile_suggests_a_near_one() -> None:
 
 
 def test_equal_profiles_do_not_differ() -> None:
-    """Silence."""
     assert difference(made({}), made({})) == []
 
 
@@ -285,7 +284,7 @@ def test_equal_profiles_do_not_differ() -> None:
     ],
 )
 def test_each_difference_is_said(ours: Profile, theirs: Profile, words: str) -> None:
-    """One sentence."""
+    """Each difference is one sentence."""
     assert difference(ours, theirs) == [words]
 
 
@@ -310,7 +309,7 @@ def test_a_profile_is_written_and_checked(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_selection_is_checked_against_the_cases_that_it_has(tmp_path: Path) -> None:
-    """The other cases of the suites are no difference."""
+    """The other cases of the suites do not count as a difference."""
     mini_suite.write(tmp_path)
     where = ["--suites", mini_suite.PACKAGE, "--output", str(tmp_path / "written.json")]
 
@@ -320,6 +319,6 @@ def test_a_selection_is_checked_against_the_cases_that_it_has(tmp_path: Path) ->
 
 
 def test_an_error_of_the_command_has_its_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Usage: the profile is not there."""
+    """A missing profile is a usage error."""
     assert main(["--check", "none", "--suites", "fsdp_conformance.report"]) == 2
     assert "profile must be one of" in capsys.readouterr().err

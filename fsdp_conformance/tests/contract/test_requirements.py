@@ -39,7 +39,7 @@ def requirement(**changes: Any) -> Requirement:
 
 
 def linted(*requirements: Requirement, **future: str) -> list[str]:
-    """What the lint says of a contract of these."""
+    """The lint's complaints about a contract of these requirements."""
     return lint(Contract({item.id: item for item in requirements}, future))
 
 
@@ -52,7 +52,7 @@ def test_the_contract_is_sound() -> None:
 
 
 def test_every_requirement_is_there() -> None:
-    """R000 to R188 without a gap."""
+    """The ids go from R000 to R188 without a gap."""
     assert list(contract.load().requirements) == [f"R{number:03d}" for number in range(189)]
 
 
@@ -64,7 +64,7 @@ def test_the_levels_are_those_of_the_specification() -> None:
 
 
 def test_components_are_conditional() -> None:
-    """R163 to R187 bind who declares the component."""
+    """R163 to R187 bind engines that declare the component."""
     components = {"reducer", "bucketing", "chunk_pool", "mesh", "sim_ranks"}
     bound = [contract.load()[f"R{number}"] for number in range(163, 188)]
 
@@ -73,7 +73,7 @@ def test_components_are_conditional() -> None:
 
 
 def test_every_chapter_has_a_requirement() -> None:
-    """And comes once, in the order of CHAPTERS, but for what was added at the end."""
+    """Each chapter comes once, in the order of CHAPTERS, except for the requirement added at the end."""
     chapters = [item.chapter for item in contract.load().requirements.values()][:-1]
 
     assert list(dict.fromkeys(chapters)) == list(CHAPTERS)
@@ -106,13 +106,13 @@ def test_sources_are_public() -> None:
 
 
 def test_an_unknown_requirement_suggests_a_near_one() -> None:
-    """A usage error, not a KeyError."""
+    """It raises a usage error, not a KeyError."""
     with pytest.raises(UsageError, match=r"requirement must be one of R000 to R188, got 'R0033'; did you mean .*R003"):
         contract.load()["R0033"]
 
 
 def test_levels_have_words() -> None:
-    """For reports."""
+    """Reports print these words."""
     assert [level.word for level in Level] == ["MUST", "MUST if declared", "SHOULD"]
 
 
@@ -138,13 +138,12 @@ def test_a_requirement_is_read() -> None:
     ],
 )
 def test_a_malformed_requirement_is_refused(old: str, new: str, problem: str) -> None:
-    """With the id and the field."""
+    """The error names the id and the field."""
     with pytest.raises(ConfigError, match=re.escape(problem)):
         contract.parse(ENTRY.replace(old, new))
 
 
 def test_all_problems_come_at_once() -> None:
-    """Not only the first."""
     with pytest.raises(ConfigError) as raised:
         contract.parse(ENTRY.replace('"M"', '"X"') + ENTRY.replace('name = "A name"\n', ""))
 
@@ -197,7 +196,7 @@ def test_a_future_flag_that_has_come_is_reported() -> None:
     ]
 
 
-def test_a_future_flag_that_nobody_names_is_reported() -> None:
-    """Nor does it grow."""
+def test_a_future_flag_that_no_requirement_names_is_reported() -> None:
+    """The list of flags to come does not grow needlessly."""
     assert linted(requirement(), later="later") == ["no requirement names future flag later"]
     assert linted(requirement(flags=("later",)), later="later") == []

@@ -65,13 +65,13 @@ def test_names_that_rules_mention_exist() -> None:
 
 
 def test_titles() -> None:
-    """As the headline has them."""
+    """Scopes are listed as in the headline of a certificate."""
     assert (title(BASE), title(("hybrid", "offload"))) == ("base", "hybrid + offload")
 
 
 @pytest.mark.parametrize("name", ["core-2026.11", "components-2026.11", "smoke"])
 def test_shipped_profiles_have_the_scopes_of_their_cases(name: str) -> None:
-    """Written once, and still right."""
+    """The stored scopes are still right."""
     requirements = contract.load()
 
     assert [

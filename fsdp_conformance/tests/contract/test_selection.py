@@ -12,7 +12,7 @@ from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case
 
-#: Case id to what it covers beside the requirement that it is named after.
+#: Case id to what it covers besides the requirement that it is named after.
 CASES = {
     "R001/probe-ws2": ("R003",),
     "R001/probe-ws3": ("R003",),
@@ -99,8 +99,8 @@ def test_a_value_that_selects_nothing_is_refused(profile: Profile, settings: dic
     with pytest.raises(ConfigError) as raised:
         ids(profile, **settings)
 
-    (found,) = raised.value.problems
-    assert found.startswith(problem)
+    (text,) = raised.value.problems
+    assert text.startswith(problem)
 
 
 def test_a_requirement_that_is_only_covered_points_to_the_other_option() -> None:
@@ -111,7 +111,7 @@ def test_a_requirement_that_is_only_covered_points_to_the_other_option() -> None
 
 
 def test_all_problems_come_at_once(profile: Profile) -> None:
-    """One for each value."""
+    """The error has one problem for each value."""
     with pytest.raises(ConfigError) as raised:
         ids(profile, cases=("R9", "x*"), chapters=("Z",), world_sizes=(9,))
 

@@ -45,19 +45,19 @@ def own(rank: int, micro: int = 0) -> Tensor:
 
 
 def cause(evidence: Evidence, got: Tensor, **fields: Any) -> str:
-    """What is said if `got` is seen in place of the right tensor; a long text on two lines."""
-    told = str(likely(replace(evidence, got=got, **fields)))
-    return told if len(told) <= 115 else told.replace(": ", ":\n    ", 1)
+    """The likely cause if `got` is seen in place of the right tensor; a long text takes two lines."""
+    text = str(likely(replace(evidence, got=got, **fields)))
+    return text if len(text) <= 115 else text.replace(": ", ":\n    ", 1)
 
 
 def by_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Each rank's rows of its own tensor."""
+    """Each rank's rows from its own tensor."""
     parts = [torch.chunk(tensor, len(tensors))[rank] for rank, tensor in enumerate(tensors)]
     return torch.cat(parts)
 
 
 def flat(tensors: Sequence[Tensor], length: int) -> Tensor:
-    """Each rank's part of its own flat tensor, of that length."""
+    """Each rank's part, of that length, from its own flat tensor."""
     parts = [tensor.flatten()[rank * length : (rank + 1) * length] for rank, tensor in enumerate(tensors)]
     return torch.cat(parts).view(tensors[0].shape)
 
@@ -214,7 +214,7 @@ averaged twice, or one of 2 backwards missing, or divided by 4 instead of 2:
         )
 
     def test_coincidence_in_pieces(self) -> None:
-        """A single rank's gradient is no piece, and neither are pieces that are right."""
+        """A single rank's gradient does not count as a piece, nor do pieces that are right."""
         right = gradient()
         totals = [own(rank) for rank in range(3)]
         turned = by_rows([totals[1], totals[0], totals[2]])
@@ -380,7 +380,7 @@ dropped, or rows of a shard lost: every element is zero""",
         )
 
     def test_precision(self) -> None:
-        """Rounded to fewer bits."""
+        """The cause is rounding to fewer bits."""
         right = replace(gradient(), contributions=None)
         thirds = right.expected / 7 + 0.1234567
 
@@ -390,7 +390,7 @@ dropped, or rows of a shard lost: every element is zero""",
         )
 
     def test_none(self) -> None:
-        """A gradient on one side alone."""
+        """One side alone has a gradient."""
         zeros, some = torch.zeros(3), torch.ones(3)
         seen = (
             likely_none(None, some), likely_none(None, some, used=True), likely_none(zeros, None),
@@ -408,7 +408,7 @@ a frozen parameter received a gradient""",
         )
 
     def test_nothing_is_made_up(self) -> None:
-        """Noise has no cause, nor a single wrong element, nor a loss that is merely another number."""
+        """Noise has no cause, nor a single wrong element, nor a loss that is just another number."""
         right = gradient()
         noise = right.expected + torch.linspace(-1, 1, 21, dtype=torch.float64).view(7, 3).sin() * 3
         one = edited(right.expected, slice(0, 1), 5.0)

@@ -20,7 +20,7 @@ def failed(case: str, likely: str = "", check: str = "gradient parity", **change
 
 
 def raised(case: str, line: int, verdict: Verdict = Verdict.FAIL) -> CaseRecord:
-    """A case in which the engine raised at a line of its own."""
+    """A case in which the engine raised at one of its own lines."""
     traceback = (
         "Traceback (most recent call last):\n"
         '  File "/x/site-packages/fsdp_conformance/driver/session.py", line 7, in run\n'
@@ -73,7 +73,7 @@ def test_a_line_of_the_engine_is_one_problem() -> None:
     assert cases(records) == [["R001/a-ws2", "R130/b-ws4"], ["R001/c-ws2"], ["R001/d-ws2"]]
 
 
-def test_frames_of_test_frameworks_are_nobodys_engine() -> None:
+def test_frames_of_test_frameworks_are_not_the_engines() -> None:
     """Every parameterised case goes through the same line of them."""
     text = (
         "Traceback (most recent call last):\n"
@@ -88,7 +88,7 @@ def test_frames_of_test_frameworks_are_nobodys_engine() -> None:
 
 
 def test_exceptions_without_a_line_of_the_engine_go_by_what_they_say() -> None:
-    """That every rank raised the same exception is no cause: two exceptions are two problems, one is one."""
+    """The same exception on every rank is not a cause: two exceptions are two problems, one is one."""
     likely = "every rank raised: the same exception"
     says = ["rank 0 raised RuntimeError: mixed", "rank 1 raised RuntimeError: mixed", "rank 0 raised KeyError: 'x'"]
     records = [
@@ -103,7 +103,7 @@ def test_exceptions_without_a_line_of_the_engine_go_by_what_they_say() -> None:
 
 
 def test_failures_without_a_cause_come_briefly_after_a_common_one() -> None:
-    """They may follow from it, which nothing proves: they are told in two lines each, and stay failures."""
+    """They may follow from it, but nothing proves it: each one takes two lines, and stays a failure."""
     common = [failed(f"R003/{name}-ws2", f"{SUMMED}: 2") for name in "abc"]
     alone = failed("R109/state-dict-ws2", check="parameters after a load")
     text = render_findings([*common, alone])
@@ -131,7 +131,7 @@ def test_without_a_common_cause_every_failure_is_told_in_full(others: list[CaseR
 
 
 def test_what_cannot_follow_is_told_in_full() -> None:
-    """A rank that died says something of its own, and values from before training follow from nothing."""
+    """The death of a rank is a separate problem, and wrong values before training have no earlier cause."""
     common = [failed(f"R003/{name}-ws2", f"{SUMMED}: 2") for name in "abc"]
     crash = a_record("R145/x-ws2", Verdict.CRASH, a_finding("R145", check="process end", likely=""))
     before = a_record("R019/x-ws2", Verdict.FAIL, a_finding("R001", check="initial parity", phase="init", likely=""))

@@ -8,20 +8,20 @@ from fsdp_conformance.diagnosis.headline import causes_in, most_telling
 from fsdp_conformance.outcome.records import Finding
 
 
-def found(check: str, likely: str | None, *, step: int | None = 0, **fields: Any) -> Finding:
+def finding(check: str, likely: str | None, *, step: int | None = 0, **fields: Any) -> Finding:
     """A finding of a check in step 0."""
     return Finding(requirement="R003", check=check, message=f"{check} differs", step=step, likely=likely, **fields)
 
 
-def told(*findings: Finding) -> str | None:
-    """What the most telling one names."""
+def headline_of(*findings: Finding) -> str | None:
+    """The headline of these findings."""
     finding = most_telling(findings)
     return None if finding is None else finding.likely
 
 
 def gradients(*likely: str | None, step: int = 0) -> list[Finding]:
     """Findings of gradients in one step."""
-    return [found("gradient parity", cause, fqn=f"{index}.weight", step=step) for index, cause in enumerate(likely)]
+    return [finding("gradient parity", cause, fqn=f"{index}.weight", step=step) for index, cause in enumerate(likely)]
 
 
 def test_nothing_says_nothing() -> None:
@@ -34,23 +34,25 @@ def test_nothing_says_nothing() -> None:
 
 def test_the_gradients_explain_the_loss_of_their_step() -> None:
     """A loss that differs names no cause; the gradients behind it do."""
-    loss = found("loss parity", None)
+    loss = finding("loss parity", None)
     rounded = gradients("computed in bfloat16: with parameters that were rounded to it")
 
-    assert told(loss, *rounded) == "computed in bfloat16: with parameters that were rounded to it"
+    assert headline_of(loss, *rounded) == "computed in bfloat16: with parameters that were rounded to it"
 
 
 def test_a_race_explains_what_is_not_finite() -> None:
     """Even if the first value that differs was seen before."""
     nan = gradients("storage was read before it was written: 30 of 65 elements are not finite")
-    race = found("stream safety", "a wait is missing between the stream that writes and the one that reads", step=None)
+    race = finding(
+        "stream safety", "a wait is missing between the stream that writes and the one that reads", step=None
+    )
 
     assert most_telling([*nan, race]) is race
 
 
 def test_how_a_case_ended_decides() -> None:
     """An exception, or training on what should have been refused, is not replaced by a value that it led to."""
-    refused = found("loud refusal", None)
+    refused = finding("loud refusal", None)
 
     assert most_telling([refused, *gradients("dropped: every element is zero")]) is refused
 
@@ -65,9 +67,9 @@ def test_later_steps_are_consequences() -> None:
 
 def test_a_cause_of_few_is_not_believed() -> None:
     """One tensor of four fits a cause by chance. At one of two it is still not the most of them."""
-    assert told(*gradients(None, "transposed: all 3 rows", None, None)) is None
-    assert told(*gradients(None, "transposed: all 3 rows")) is None
-    assert told(*gradients(None, "transposed: all 3 rows", "transposed: all 5 rows")) == "transposed: all 3 rows"
+    assert headline_of(*gradients(None, "transposed: all 3 rows", None, None)) is None
+    assert headline_of(*gradients(None, "transposed: all 3 rows")) is None
+    assert headline_of(*gradients(None, "transposed: all 3 rows", "transposed: all 5 rows")) == "transposed: all 3 rows"
 
 
 def test_causes_that_do_not_fit_the_others_are_left_out() -> None:
@@ -75,18 +77,18 @@ def test_causes_that_do_not_fit_the_others_are_left_out() -> None:
     both = "rank 1 missing, or not reduced: equals this rank's own gradient divided by the world size"
     one = "not reduced: the rows of each rank equal its own gradient divided by the world size"
 
-    assert str(told(*gradients(both, one))).startswith("not reduced: equals")
-    assert str(told(*gradients(both, both))).startswith("rank 1 missing: equals"), (
+    assert str(headline_of(*gradients(both, one))).startswith("not reduced: equals")
+    assert str(headline_of(*gradients(both, both))).startswith("rank 1 missing: equals"), (
         "the cause that is refuted more easily"
     )
     several = "summed over ranks instead of averaged, or counted twice: got / expected = 2"
-    assert told(*gradients(several, several)) == several
+    assert headline_of(*gradients(several, several)) == several
 
 
 def test_a_parameter_does_not_explain_what_it_follows_from() -> None:
     """A norm that differs without a cause leaves none for the update that it scales."""
-    norm = found("norm parity", "scaled: got / expected = 1.3")
-    update = found("parameter parity", "update scaled by 2: at every element")
+    norm = finding("norm parity", "scaled: got / expected = 1.3")
+    update = finding("parameter parity", "update scaled by 2: at every element")
 
     assert most_telling([norm, update]) is norm
 
@@ -94,15 +96,15 @@ def test_a_parameter_does_not_explain_what_it_follows_from() -> None:
 def test_losses_must_be_unanimous() -> None:
     """One number fits many causes, so a loss is believed only if all ranks say the same, and gradients say nothing."""
     stale = "stale parameters: forward saw those of the previous step"
-    losses = [found("loss parity", stale, rank=0), found("loss parity", None, rank=1)]
+    losses = [finding("loss parity", stale, rank=0), finding("loss parity", None, rank=1)]
 
-    assert told(*losses[:1], *gradients(None)) == stale
-    assert told(*losses, *gradients(None)) is None
-    assert told(*losses[:1], *gradients("wrong sign: got / expected = -1")) == "wrong sign: got / expected = -1"
+    assert headline_of(*losses[:1], *gradients(None)) == stale
+    assert headline_of(*losses, *gradients(None)) is None
+    assert headline_of(*losses[:1], *gradients("wrong sign: got / expected = -1")) == "wrong sign: got / expected = -1"
 
 
 def test_causes_are_read_from_an_explanation() -> None:
-    """Up to the colon; a description is no cause."""
+    """The headline is the text up to the colon; a description is not a cause."""
     assert causes_in("summed over ranks, or counted twice: got / expected = 2, which is 2") == (
         "summed over ranks", "counted twice",
     )  # fmt: skip

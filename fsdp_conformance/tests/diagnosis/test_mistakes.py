@@ -28,10 +28,10 @@ def references(**regime: object) -> References:
 
 
 def loss(
-    found: References, params: Tensors, step: int, *, seen: BatchKey | None = None, micro: int = 0, rank: int = RANK
+    refs: References, params: Tensors, step: int, *, seen: BatchKey | None = None, micro: int = 0, rank: int = RANK
 ) -> tuple[Tensor, nn.Module]:
     """The loss of a batch with these parameters, where the model sees the inputs of the batch `seen`."""
-    workload = found.workload
+    workload = refs.workload
     model = workload.build(rank)
     model.load_state_dict({name: value.float() for name, value in params.items()}, strict=False)
     key = BatchKey(step=step, micro=micro, rank=rank, world_size=WORLD_SIZE)
@@ -39,82 +39,82 @@ def loss(
     return workload.loss(model(*inputs.args, **inputs.kwargs), batch), model
 
 
-def cause(history: TrainingHistory, found: References, kind: Kind) -> str | None:
-    """What is said of the first finding of a kind, which must differ."""
-    return kind_parity(kind, history, found).findings[0].likely
+def cause(history: TrainingHistory, refs: References, kind: Kind) -> str | None:
+    """The likely cause of the first finding of a kind; there must be one."""
+    return kind_parity(kind, history, refs).findings[0].likely
 
 
-def with_loss(found: References, value: Tensor, step: int, micro: int = 0) -> TrainingHistory:
+def with_loss(refs: References, value: Tensor, step: int, micro: int = 0) -> TrainingHistory:
     """A history that is right but for one loss."""
-    history = damaged(implementation_run(found))
+    history = damaged(implementation_run(refs))
     history.steps[step].losses[micro] = value.detach()
     return history
 
 
 def test_parameters_of_the_previous_step() -> None:
     """Of the whole model, or of one module."""
-    found = references()
-    before, now = found.expected.initial_params, found.expected.steps[0].params
+    refs = references()
+    before, now = refs.expected.initial_params, refs.expected.steps[0].params
     module = next(iter(now)).rpartition(".")[0]
     mixed = {name: before[name] if name.rpartition(".")[0] == module else value for name, value in now.items()}
 
-    whole, _ = loss(found, before, 1)
-    part, _ = loss(found, mixed, 1)
+    whole, _ = loss(refs, before, 1)
+    part, _ = loss(refs, mixed, 1)
 
-    assert cause(with_loss(found, whole, 1), found, Kind.LOSS) == (
+    assert cause(with_loss(refs, whole, 1), refs, Kind.LOSS) == (
         "stale parameters: forward saw those of the previous step"
     )
-    told = str(cause(with_loss(found, part, 1), found, Kind.LOSS))
-    assert told.startswith("stale parameters: ")
-    assert told.endswith("computed with those of the previous step")
+    text = str(cause(with_loss(refs, part, 1), refs, Kind.LOSS))
+    assert text.startswith("stale parameters: ")
+    assert text.endswith("computed with those of the previous step")
 
 
 def test_inputs_of_another_time_or_rank() -> None:
     """The model sees them, and the loss is taken with the right target."""
-    found = references(micro_batches=2)
-    now = found.expected.steps[0].params
+    refs = references(micro_batches=2)
+    now = refs.expected.steps[0].params
     previous = BatchKey(step=1, micro=0, rank=RANK, world_size=WORLD_SIZE)
     other = BatchKey(step=1, micro=1, rank=0, world_size=WORLD_SIZE)
 
-    stale, _ = loss(found, now, 1, seen=previous, micro=1)
-    foreign, _ = loss(found, now, 1, seen=other, micro=1)
+    stale, _ = loss(refs, now, 1, seen=previous, micro=1)
+    foreign, _ = loss(refs, now, 1, seen=other, micro=1)
 
-    assert cause(with_loss(found, stale, 1, 1), found, Kind.LOSS) == (
+    assert cause(with_loss(refs, stale, 1, 1), refs, Kind.LOSS) == (
         "stale inputs: forward saw the previous micro-batch"
     )
-    assert cause(with_loss(found, foreign, 1, 1), found, Kind.LOSS) == (
+    assert cause(with_loss(refs, foreign, 1, 1), refs, Kind.LOSS) == (
         "another rank's data: forward saw rank 0's micro-batch"
     )
 
 
 def test_an_optimizer_that_steps_after_each_micro_batch() -> None:
     """The second forward of the first step sees parameters after plain SGD with the first micro-batch's mean."""
-    found = references(micro_batches=2)
-    before = found.expected.initial_params
+    refs = references(micro_batches=2)
+    before = refs.expected.initial_params
     grads: list[dict[str, Tensor]] = []
     for rank in range(WORLD_SIZE):
-        value, model = loss(found, before, 0, rank=rank)
+        value, model = loss(refs, before, 0, rank=rank)
         torch.autograd.backward(value)
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     stepped = {}
     for name, value in before.items():
         parameter = nn.Parameter(value.float().clone())
         parameter.grad = (grads[0][name] + grads[1][name]) / WORLD_SIZE
-        found.workload.optimizers["sgd"]([parameter]).step()
+        refs.workload.optimizers["sgd"]([parameter]).step()
         stepped[name] = parameter.detach()
 
-    early, _ = loss(found, stepped, 0, micro=1)
+    early, _ = loss(refs, stepped, 0, micro=1)
 
-    assert str(cause(with_loss(found, early, 0, 1), found, Kind.LOSS)).startswith(
+    assert str(cause(with_loss(refs, early, 0, 1), refs, Kind.LOSS)).startswith(
         "the optimizer stepped after the first micro-batch"
     )
 
 
 def test_a_loss_that_fits_nothing_has_no_cause() -> None:
-    """Merely another number."""
-    found = references()
+    """It is just another number."""
+    refs = references()
 
-    assert cause(with_loss(found, found.expected.steps[1].losses[0].float() * 1.1, 1), found, Kind.LOSS) is None
+    assert cause(with_loss(refs, refs.expected.steps[1].losses[0].float() * 1.1, 1), refs, Kind.LOSS) is None
 
 
 def _new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
@@ -143,52 +143,52 @@ def _zeros(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
 )
 def test_optimizer_steps(name: str, last: Callable[[torch.optim.Optimizer, nn.Parameter], None], expected: str) -> None:
     """The second step of an optimizer that loses its state, steps twice, or gets zeros."""
-    found = references(optimizer=name)
-    key = next(iter(found.expected.initial_params))
-    parameter = nn.Parameter(found.expected.initial_params[key].float().clone())
-    optimizer = found.workload.optimizers[name]([parameter])
+    refs = references(optimizer=name)
+    key = next(iter(refs.expected.initial_params))
+    parameter = nn.Parameter(refs.expected.initial_params[key].float().clone())
+    optimizer = refs.workload.optimizers[name]([parameter])
     for step, move in enumerate((lambda *_: optimizer.step(), last)):
-        grad = (found.expected.steps[step].grads or {})[key]
+        grad = (refs.expected.steps[step].grads or {})[key]
         assert grad is not None
         parameter.grad = grad.float()
         move(optimizer, parameter)
-    history = damaged(implementation_run(found))
+    history = damaged(implementation_run(refs))
     history.steps[1].params[key] = parameter.detach()
 
-    assert str(cause(history, found, Kind.PARAMETER)).startswith(f"{expected}: ")
+    assert str(cause(history, refs, Kind.PARAMETER)).startswith(f"{expected}: ")
 
 
 @pytest.mark.parametrize("use", ["embedding.weight", "head.weight"])
 def test_a_tied_parameter_that_became_several(use: str) -> None:
     """The gradient of one use alone is recognised, and the use is named; the right gradient is not mistaken for it."""
-    found = references_of(probes.exact_tied(), Regime(), rank=RANK, world_size=WORLD_SIZE)
-    history = damaged(implementation_run(found))
+    refs = references_of(probes.exact_tied(), Regime(), rank=RANK, world_size=WORLD_SIZE)
+    history = damaged(implementation_run(refs))
     total: Tensor = torch.zeros(())
     for rank in range(WORLD_SIZE):
-        model = found.workload.build(rank)
+        model = refs.workload.build(rank)
         module, _, key = use.rpartition(".")
         own = nn.Parameter(model.get_parameter(use).detach().clone())
         model.get_submodule(module)._parameters[key] = own
-        batch = found.workload.batch(BatchKey(step=0, micro=0, rank=rank, world_size=WORLD_SIZE))
-        found.workload.loss(model(*batch.args, **batch.kwargs), batch).backward()
+        batch = refs.workload.batch(BatchKey(step=0, micro=0, rank=rank, world_size=WORLD_SIZE))
+        refs.workload.loss(model(*batch.args, **batch.kwargs), batch).backward()
         assert own.grad is not None
         total = total + own.grad / WORLD_SIZE
     grads = history.steps[0].grads or {}
     listed = next(iter({"embedding.weight", "head.weight"} & grads.keys()))
     grads[listed] = total
 
-    assert cause(history, found, Kind.GRADIENT) == (
+    assert cause(history, refs, Kind.GRADIENT) == (
         f"a tied parameter became several: this is the gradient of {use!r} alone"
     )
 
 
 def test_without_a_mistake_the_replay_is_the_reference() -> None:
     """Each supposed value differs from the right one, or the mistake has no effect, as weight decay that is zero."""
-    found = references(optimizer="adam")
-    key = next(iter(found.expected.initial_params))
-    right = found.expected.steps[1].params[key]
+    refs = references(optimizer="adam")
+    key = next(iter(refs.expected.initial_params))
+    right = refs.expected.steps[1].params[key]
 
-    values = dict(supposed_parameters(found, 1, key))
+    values = dict(supposed_parameters(refs, 1, key))
 
     assert len(values) >= 6
     assert [phrase for phrase, value in values.items() if torch.allclose(value, right.double(), rtol=1e-9)] == [
@@ -198,11 +198,11 @@ def test_without_a_mistake_the_replay_is_the_reference() -> None:
 
 def test_gradients_are_supposed_only_where_the_losses_agree() -> None:
     """Right losses leave no room for a forward with a mistake; the stale loss leaves that one."""
-    found = references()
-    stale, _ = loss(found, found.expected.initial_params, 1)
+    refs = references()
+    stale, _ = loss(refs, refs.expected.initial_params, 1)
 
-    right = [phrase for phrase, _ in supposed_gradients(found, 1, found.expected.steps[1].losses)]
-    seen = dict(supposed_gradients(found, 1, [stale.detach()]))
+    right = [phrase for phrase, _ in supposed_gradients(refs, 1, refs.expected.steps[1].losses)]
+    seen = dict(supposed_gradients(refs, 1, [stale.detach()]))
 
     assert not [phrase for phrase in right if phrase.startswith(("stale", "parameters"))]
     assert list(seen) == ["stale parameters: forward saw those of the previous step"]
@@ -210,18 +210,18 @@ def test_gradients_are_supposed_only_where_the_losses_agree() -> None:
 
 def test_a_norm_of_part_of_the_gradients() -> None:
     """The square, one rank's own gradients, and one parameter alone."""
-    found = references(max_norm=0.1)
-    grads = found.expected.steps[0].grads or {}
+    refs = references(max_norm=0.1)
+    grads = refs.expected.steps[0].grads or {}
     norm = torch.stack([grad.norm() for grad in grads.values() if grad is not None]).norm()
     first, value = next((name, grad) for name, grad in grads.items() if grad is not None)
-    history = damaged(implementation_run(found))
+    history = damaged(implementation_run(refs))
 
-    told = []
+    causes = []
     for wrong in (norm**2, norm * WORLD_SIZE**0.5, value.norm()):
         history.steps[0].grad_norm = wrong.float()
-        told.append(cause(history, found, Kind.NORM))
+        causes.append(cause(history, refs, Kind.NORM))
 
-    assert [str(text).partition(": ")[0] for text in told] == [
+    assert [str(text).partition(": ")[0] for text in causes] == [
         "the norm is not a square root",
         "the squared norms of replicated gradients are added over ranks",
         f"the norm of {first!r} alone",
@@ -230,13 +230,13 @@ def test_a_norm_of_part_of_the_gradients() -> None:
 
 def test_inputs_of_other_shapes_are_no_explanation() -> None:
     """Where the size of a batch varies with rank and step, an engine cannot have taken the inputs of another."""
-    found = references_of(deep.deep_ragged(), rank=RANK, world_size=WORLD_SIZE)
-    sizes = {len(found.workload.batch(BatchKey(step=1, micro=0, rank=rank, world_size=2)).args[0]) for rank in range(2)}
-    right = found.expected.steps[1].losses[0]
+    refs = references_of(deep.deep_ragged(), rank=RANK, world_size=WORLD_SIZE)
+    sizes = {len(refs.workload.batch(BatchKey(step=1, micro=0, rank=rank, world_size=2)).args[0]) for rank in range(2)}
+    right = refs.expected.steps[1].losses[0]
 
     assert len(sizes) == 2
-    of_losses = [phrase for phrase, _ in supposed_losses(found, 1, 0)]
-    of_gradients = [phrase for phrase, _ in supposed_gradients(found, 1, [right])]
+    of_losses = [phrase for phrase, _ in supposed_losses(refs, 1, 0)]
+    of_gradients = [phrase for phrase, _ in supposed_gradients(refs, 1, [right])]
     assert any(phrase.startswith("stale parameters") for phrase in of_losses)
     assert of_gradients
     assert not any("another rank's data" in phrase or "stale inputs" in phrase for phrase in of_losses + of_gradients)

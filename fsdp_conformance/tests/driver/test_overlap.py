@@ -18,7 +18,7 @@ pytestmark = compiled
 
 
 class Recorded(SimulatedRanks):
-    """One kernel, and collectives beside it, after it and before it."""
+    """One kernel, and collectives during it, after it and before it."""
 
     def init_rank(self) -> None:
         ShardedTrainingTestCase.init_rank(self)
@@ -37,7 +37,7 @@ class Recorded(SimulatedRanks):
             kernel = mine + 1
             recorder.compute()
             with sim.stream(side):
-                beside = all_gather_into_tensor(gathered, mine, async_op=True)
+                during = all_gather_into_tensor(gathered, mine, async_op=True)
             behind = all_gather_into_tensor(torch.empty(2, device=self.device), kernel, async_op=True)
             behind.wait()
             kernel.add_(1)
@@ -46,7 +46,7 @@ class Recorded(SimulatedRanks):
             with sim.stream(side):
                 after_host = dist.all_reduce(torch.ones(1, device=self.device), async_op=True)
         after_host.wait()
-        beside.wait()
+        during.wait()
         self.assertEqual(observers, len(log().observers))
 
         first, second = recorder.work.computed

@@ -145,10 +145,10 @@ class _RaisesAtTheEnd(TorchFSDP2):
 
 @needs_schedules
 class Refuses(RankTestCase):
-    """What cannot be a pipeline, on every rank, before anything is built."""
+    """Pipelines that every rank refuses, before anything is built."""
 
     def refused(self, problem: str, workload: Workload | None = None, **fields: Any) -> None:
-        """The ConfigError says so; `fields` are those of the plan, or a regime."""
+        """Require a ConfigError with this text; `fields` are those of the plan, or a regime."""
         regime = fields.pop("regime", Regime(micro_batches=2, pipeline="1f1b"))
         with self.assertRaisesRegex(ConfigError, problem):
             self.run_training("torch-fsdp2", workload or pipeline.pipeline(2), regime, **{"stages": STAGES, **fields})
@@ -179,7 +179,7 @@ class Refuses(RankTestCase):
         self.refused(r"got '0.unit\+1.unit' outside", units=("0.unit+1.unit",))
 
     def test_batches(self) -> None:
-        """Of several arguments, or of several sizes."""
+        """Batches of several arguments, or of several sizes, are refused."""
         regime = Regime(micro_batches=2, pipeline="1f1b")
         two = replace(pipeline.pipeline(2), batch=lambda key: Batch(args=(torch.ones(3, 7), 1)))
         ragged = replace(
@@ -208,7 +208,7 @@ class Refuses(RankTestCase):
 
 
 def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedules without the option are left alone, and the message says so."""
+    """Schedules without the option are left alone, and the message mentions it."""
     monkeypatch.setattr(pipeline_stage, "_SCHEDULES", {"1f1b": lambda stage, count, loss_fn: None})
     assert re.fullmatch("needs pipeline schedules with .*scale_grads, which torch .* does not have", too_old())
     with pytest.raises(EnvironmentUnavailable, match="scale_grads"):
@@ -232,8 +232,8 @@ def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_shapes(fields: dict[str, Any], world_size: int, shape: dict[str, int]) -> None:
     """The dimensions that the plan asks for, outermost first."""
-    found = parallel_shape(Plan(**fields), world_size)
-    assert list(found.items()) == list(shape.items())
+    parallel = parallel_shape(Plan(**fields), world_size)
+    assert list(parallel.items()) == list(shape.items())
 
 
 def test_shapes_that_do_not_fit() -> None:

@@ -286,7 +286,7 @@ class Loop(RankTestCase):
         self.assertIn("observe", {record.phase for record in process_group.log().records})
 
     def test_histories_alias_nothing(self) -> None:
-        """What was noted in a step does not change in later ones."""
+        """The record of a step does not change in later steps."""
         history = self.run_training("torch-fsdp2")
         storages = [
             tensor.data_ptr()
@@ -349,7 +349,7 @@ class Loop(RankTestCase):
         moments: list[str] = []
         with watched(moments):
             plan = plan_for(RICH, regime, Plan())
-            found = session.train(
+            plain = session.train(
                 UnderWatch(moments),
                 RICH,
                 plan,
@@ -359,18 +359,18 @@ class Loop(RankTestCase):
                 Conditions(undisturbed=True),
             )
         self.assertEqual(["full_params", "step 0", "step 1", "fetched", "full_params", "step 2"], moments)
-        self.assertEqual([[2, 2, 2]] * 2, [[len(record.losses) for record in run.steps] for run in (usual, found)])
-        result = same_undisturbed(usual, found, "R075")
+        self.assertEqual([[2, 2, 2]] * 2, [[len(record.losses) for record in run.steps] for run in (usual, plain)])
+        result = same_undisturbed(usual, plain, "R075")
         self.assertEqual([], result.findings)
         self.assertEqual(6 + len(usual.steps[-1].params), result.count.comparisons)
-        self.assertEqual([], found.memory)
-        # It does wait, read and count where it is not told to leave the device alone.
+        self.assertEqual([], plain.memory)
+        # An ordinary run does wait, read and count.
         with watched(moments):
             self.run_training(TorchFSDP2, RICH, regime)
         self.assertLessEqual({"synchronised", "counted", "fetched"}, set(moments))
 
     def test_an_exception_passes_and_faults_are_taken_out(self) -> None:
-        """What the implementation raises reaches the case; nothing stays installed."""
+        """An exception of the implementation reaches the case; nothing stays installed."""
         adapter = Failing()
         fault = PointDelay("after_loss", ranks=[1], milliseconds=1)
         with self.assertRaisesRegex(RuntimeError, "tired"):
@@ -406,13 +406,13 @@ class Loop(RankTestCase):
         self.assertEqual([4.0, 8.0, 8.0], scales)
         self.assertEqual([None] * 3, [record.grads for record in scaled.steps])
         self.assertNotIn("full_grads", adapter.entries)
-        for got, wanted in zip(scaled.steps, plain.steps, strict=True):
-            torch.testing.assert_close(got.losses, wanted.losses)
-            torch.testing.assert_close(got.params, wanted.params)
+        for got, expected in zip(scaled.steps, plain.steps, strict=True):
+            torch.testing.assert_close(got.losses, expected.losses)
+            torch.testing.assert_close(got.params, expected.params)
 
 
 class Parts(unittest.TestCase):
-    """What needs no ranks."""
+    """Tests that need no ranks."""
 
     def test_plan_for(self) -> None:
         """The workload's structure and the regime's demands are put into a plan; what the plan names stays."""

@@ -115,7 +115,7 @@ def test_all_problems_at_once() -> None:
 
 
 def test_a_rank_that_dies() -> None:
-    """What was found before is kept, the death is a problem of the check that was running, and the run ends."""
+    """Earlier results stay, the death is a problem of the check that was running, and the run ends."""
     results = results_of("DiesInStep")
 
     assert results["ADAPTER-04"].problems == ()

@@ -111,10 +111,10 @@ class RollbackKeepsMomentum(Reference):
 
     def load_checkpoint(self, directory: Path) -> None:
         states = self.optimizer.state if self.optimizer is not None else {}
-        kept = {parameter: copy.deepcopy(state) for parameter, state in states.items()}
+        copies = {parameter: copy.deepcopy(state) for parameter, state in states.items()}
         super().load_checkpoint(directory)
-        if self.optimizer is not None and kept:
-            self.optimizer.state.update(kept)
+        if self.optimizer is not None and copies:
+            self.optimizer.state.update(copies)
 
 
 class RecoversLate(Reference):
@@ -139,7 +139,7 @@ class AnotherClass(Reference):
 
 
 class GoesOnWithoutException(Reference):
-    """Wrong only where user code raises in a backward: the caller is not told."""
+    """Wrong only where user code raises in a backward: the exception does not reach the caller."""
 
     name: ClassVar[str] = "goes-on-without-exception"
 

@@ -50,22 +50,22 @@ def test_what_is_drawn_can_be_written_and_built(example: Example) -> None:
     assert set(axes(example)) == set(PLAIN)
     assert asks(example) <= ALL
     assert {name for name, param in example.workload().build(1).named_parameters() if param.requires_grad}
-    assert _named(example) <= {*built, *example.plan.units}
+    assert _names(example) <= {*built, *example.plan.units}
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(examples(ALL, (1,)))
 def test_a_schedule_names_what_the_model_has(example: Example) -> None:
     """Also on one rank, which has no peers that use other layers: a name that is missing would end the references."""
-    assert _named(example) <= {*example.model.shapes(), *example.plan.units}
+    assert _names(example) <= {*example.model.shapes(), *example.plan.units}
     assert "unused_divergent" not in asks(example)
 
 
-def _named(example: Example) -> set[str]:
+def _names(example: Example) -> set[str]:
     """The parameters and units that the schedule names."""
     regime = example.regime
-    found = {*regime.gradient_to_none, *(name for _, names in regime.frozen_at for name in names)}
-    return found | {name for event in regime.events for name in event.names}
+    mentioned = {*regime.gradient_to_none, *(name for _, names in regime.frozen_at for name in names)}
+    return mentioned | {name for event in regime.events for name in event.names}
 
 
 @pytest.mark.slow
@@ -114,28 +114,28 @@ def test_the_save_and_its_load_go_together() -> None:
     )
     example = _planned(DrawnModel(), regime=Regime(steps=1, events=events))
 
-    found = {tuple(event.action for event in each.regime.events) for each in simpler(example)}
+    actions = {tuple(event.action for event in each.regime.events) for each in simpler(example)}
 
-    assert found >= {(Action.READ,), (Action.SAVE, Action.READ), (Action.SAVE, Action.LOAD)}
-    assert (Action.READ, Action.LOAD) not in found
+    assert actions >= {(Action.READ,), (Action.SAVE, Action.READ), (Action.SAVE, Action.LOAD)}
+    assert (Action.READ, Action.LOAD) not in actions
 
 
 def test_events_move_to_the_first_step() -> None:
-    """So that the steps after it can go; a load never before its save."""
+    """The later steps can then be removed; a load never comes before its save."""
     events = (
         Event(action=Action.SAVE, moment=Moment.STEP, step=1),
         Event(action=Action.LOAD, moment=Moment.END, step=1),
     )
     example = _planned(DrawnModel(), regime=Regime(steps=2, events=events))
 
-    found = {tuple(event.step for event in each.regime.events) for each in simpler(example)}
+    steps = {tuple(event.step for event in each.regime.events) for each in simpler(example)}
 
-    assert (0, 1) in found
-    assert (0, 0) not in found
+    assert (0, 1) in steps
+    assert (0, 0) not in steps
 
 
 def test_the_plainest_example_has_no_features() -> None:
-    """What everything shrinks to is plain on every axis."""
+    """The example that everything shrinks to is plain on every axis."""
     assert features(_planned(DrawnModel(), regime=Regime(steps=1))) == frozenset()
 
 
@@ -213,7 +213,7 @@ def test_the_words_of_an_axis(change: dict[str, object], axis: str, value: str) 
     ],
 )
 def test_other_text_is_refused(text: str) -> None:
-    """What is no example, or one of another version, raises ConfigError instead of training something else."""
+    """Text that is not an example of this version raises ConfigError instead of training something else."""
     with pytest.raises(ConfigError):
         example_from_json(text)
 

@@ -35,7 +35,7 @@ def _wrong(example: Example, check: str = "gradient parity", likely: str = "the 
 
 
 class _Engine:
-    """An engine that fails where a function says so."""
+    """An engine that fails where a function tells it to."""
 
     def __init__(self, judged: Callable[[Example], Outcome | None]) -> None:
         self.judged = judged
@@ -52,10 +52,10 @@ def _explore(judged: Callable[[Example], Outcome | None], examples: int = 80, se
 
 def test_a_correct_engine_has_no_failure() -> None:
     """Every example is counted on every axis."""
-    found = _explore(lambda example: None)
+    result = _explore(lambda example: None)
 
-    assert (found.failures, found.ran, found.passed) == ([], 80, 80)
-    assert all(sum(values.values()) == 80 for values in found.covered.values())
+    assert (result.failures, result.ran, result.passed) == ([], 80, 80)
+    assert all(sum(values.values()) == 80 for values in result.covered.values())
 
 
 def test_the_same_seed_draws_the_same() -> None:
@@ -76,9 +76,9 @@ def test_a_failure_of_two_axes_is_found_and_shrunk_to_them() -> None:
         wrong = example.regime.micro_batches > 1 and axes(example)["shapes"] != "more rows than ranks"
         return _wrong(example) if wrong else None
 
-    found = _explore(judged)
+    result = _explore(judged)
 
-    (failure,) = found.failures
+    (failure,) = result.failures
     assert {item.partition(":")[0] for item in failure.needs} >= {"accumulation", "shapes"}
     assert len(failure.needs) <= 3
     assert len(failure.needs) <= len(features(failure.drawn))
@@ -94,9 +94,9 @@ def test_a_failure_after_an_event_is_shrunk_to_it() -> None:
         wrong = regime.micro_batches > 1 and any(event.action is Action.LEARNING_RATE for event in regime.events)
         return _wrong(example) if wrong else None
 
-    found = _explore(judged, examples=120)
+    result = _explore(judged, examples=120)
 
-    (failure,) = found.failures
+    (failure,) = result.failures
     assert {event.action for event in failure.example.regime.events} == {Action.LEARNING_RATE}
     assert "events: learning rate" in failure.needs
     assert len(failure.needs) <= 3
@@ -117,9 +117,9 @@ def test_checkpoints_and_exceptions_are_drawn_and_shrunk(action: Action, left: s
     def judged(example: Example) -> Outcome | None:
         return _wrong(example) if any(event.action is action for event in example.regime.events) else None
 
-    found = _explore(judged, examples=120)
+    result = _explore(judged, examples=120)
 
-    (failure,) = found.failures
+    (failure,) = result.failures
     assert {event.action for event in failure.example.regime.events} == left
     assert len(failure.needs) <= 2
 
@@ -133,11 +133,11 @@ def test_different_failures_are_told_apart_and_each_is_told_once() -> None:
             return _wrong(example, check="parameter parity", likely="the update is lost")
         return _wrong(example) if example.world_size > 2 else None
 
-    found = _explore(judged, examples=120)
+    result = _explore(judged, examples=120)
 
-    assert {failure.signature.check for failure in found.failures} == {"gradient parity", "parameter parity"}
-    assert len(found.failures) == 2
-    assert found.left_out > 0
+    assert {failure.signature.check for failure in result.failures} == {"gradient parity", "parameter parity"}
+    assert len(result.failures) == 2
+    assert result.left_out > 0
 
 
 @pytest.mark.slow
@@ -149,21 +149,21 @@ def test_a_known_failure_does_not_hide_another_one() -> None:
             return _wrong(example, check="loss parity", likely="stale")
         return _wrong(example) if example.model.frozen else None
 
-    found = _explore(judged, examples=200)
+    result = _explore(judged, examples=200)
 
-    assert {failure.signature.check for failure in found.failures} == {"loss parity", "gradient parity"}
+    assert {failure.signature.check for failure in result.failures} == {"loss parity", "gradient parity"}
 
 
 def test_an_engine_that_always_fails_ends_the_exploration() -> None:
-    """There is nothing left to find out."""
-    found = _explore(_wrong)
+    """There is nothing left to explore."""
+    result = _explore(_wrong)
 
-    assert found.fails_always
-    assert len(found.failures) == 1
-    assert found.failures[0].needs == frozenset()
+    assert result.fails_always
+    assert len(result.failures) == 1
+    assert result.failures[0].needs == frozenset()
 
 
-def test_what_judges_nobody_is_counted_with_its_reason() -> None:
+def test_examples_without_a_verdict_are_counted_with_their_reason() -> None:
     """Rejected and refused examples are neither failures nor covered."""
 
     def judged(example: Example) -> Outcome | None:
@@ -173,25 +173,25 @@ def test_what_judges_nobody_is_counted_with_its_reason() -> None:
             return Outcome(record=_record(example, Verdict.FAIL), declined="ValueError: no")
         return None
 
-    found = _explore(judged)
+    result = _explore(judged)
 
-    assert found.failures == []
-    assert found.rejected["not exact"] + found.declined["ValueError: no"] + found.passed == found.ran
-    assert not {"2", "3"} & set(found.covered["world size"])
+    assert result.failures == []
+    assert result.rejected["not exact"] + result.declined["ValueError: no"] + result.passed == result.ran
+    assert not {"2", "3"} & set(result.covered["world size"])
 
 
 @pytest.mark.slow
 def test_an_engine_that_fails_now_and_then() -> None:
-    """A failure that does not repeat while it is shrunk is told as it was drawn."""
+    """A failure that does not repeat while it is shrunk is reported as it was drawn."""
     seen: list[Example] = []
 
     def judged(example: Example) -> Outcome | None:
         seen.append(example)
         return _wrong(example) if len(seen) == 20 else None
 
-    found = _explore(judged, examples=60)
+    result = _explore(judged, examples=60)
 
-    (failure,) = found.failures
+    (failure,) = result.failures
     assert failure.example == failure.drawn
 
 
@@ -246,7 +246,7 @@ def test_the_engines_frame_is_part_of_the_signature() -> None:
 
 
 def test_the_summary_names_counts_and_reasons() -> None:
-    """What ran, what did not judge and why, and every value of every axis."""
+    """The summary shows what ran, what could not be judged and why, and every value of every axis."""
     text = summary({
         "ran": 9, "passed": 5, "rejected": {"not exact": 2}, "declined": {"ValueError: no": 1}, "left_out": 4,
         "covered": {"world size": {"2": 5, "3": 1}}, "shrinks": 7, "seconds": 30.0,

@@ -64,7 +64,7 @@ def test_the_file_is_python_and_the_same_every_time(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    """It is named, with what to do."""
+    """The error names the directory and what to do."""
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentUnavailable, match="Choose another --save"):
         saved.save(tmp_path / "file", _EXAMPLE, implementation="torch-fsdp2", signature="FAIL")

@@ -74,28 +74,28 @@ def test_one_process_runs_many_examples() -> None:
 
 
 def test_a_correct_engine_has_no_failure() -> None:
-    """What is drawn for it passes, or is refused by it; hardly anything cannot be judged."""
-    found = _explored("reference", examples=8)
+    """Examples drawn for it pass, or are refused by it; hardly any cannot be judged."""
+    exploration = _explored("reference", examples=8)
 
-    assert [str(failure.signature) for failure in found.failures] == []
-    assert found.passed >= 5
+    assert [str(failure.signature) for failure in exploration.failures] == []
+    assert exploration.passed >= 5
 
 
 @pytest.mark.nightly
 def test_a_correct_engine_has_no_failure_in_many_examples() -> None:
-    """The same with two hundred examples."""
-    found = _explored("reference", examples=200)
+    """The result is the same with two hundred examples."""
+    exploration = _explored("reference", examples=200)
 
-    assert [str(failure.signature) for failure in found.failures] == []
-    assert found.passed >= 160
+    assert [str(failure.signature) for failure in exploration.failures] == []
+    assert exploration.passed >= 160
 
 
 @pytest.mark.nightly
 def test_wrong_where_two_axes_meet() -> None:
     """An engine that is wrong only for odd rows in a second micro-batch is found, and shrunk to that."""
-    found = _explored("OddAndSecond", examples=60, failures=1)
+    exploration = _explored("OddAndSecond", examples=60, failures=1)
 
-    (failure,) = found.failures
+    (failure,) = exploration.failures
     assert failure.signature.requirement in {"R001", "R002", "R003"}
     assert failure.example.regime.micro_batches > 1
     assert any(shape[0] % 2 for shape in failure.example.model.shapes().values() if len(shape) == 2)
@@ -149,7 +149,7 @@ def test_a_refusal_is_no_failure() -> None:
 
 @pytest.mark.nightly
 def test_an_adapter_that_cannot_be_loaded() -> None:
-    """It is a mistake of the adapter, told with what Python said."""
+    """The adapter is at fault, and the error quotes Python's message."""
     order = RunOrder(settings=RunSettings(implementation=f"{_ENGINES}:Missing", ranks="simulated"), device="cpu")
     with WarmWorker(order) as worker, pytest.raises(AdapterError, match="Missing"):
         worker.run(_example())
@@ -195,7 +195,7 @@ def _raise(moment: Moment, micro: int = 0) -> tuple[Event, ...]:
     ],
 )
 def test_wrong_only_at_an_event(name: str, events: tuple[Event, ...], requirement: str) -> None:
-    """Each event shows an engine that is right without it, and says so by the requirement that names the defect."""
+    """Each event exposes an engine that is right without it, under the requirement that names the defect."""
     regime = Regime(steps=3, micro_batches=2, unused_parameters=True)
     plain = replace(_example(), regime=regime)
     with _worker(name) as worker:
@@ -228,7 +228,7 @@ def test_a_correct_engine_passes_at_every_moment_of_these_events() -> None:
 
 
 def test_a_correct_engine_passes_with_joined_blocks() -> None:
-    """Whether a unit of several modules is sharded can be asked of every engine that declares both."""
+    """Any engine that declares both can be asked to shard a unit of several modules."""
     joined = _example(DrawnModel(blocks=(DrawnBlock(), DrawnBlock()), joined=True))
     with _worker("reference") as worker:
         outcome = worker.run(joined)

@@ -1,4 +1,4 @@
-"""A rank that was made to fail must be named, with the cause, and nobody may be left."""
+"""A rank that was made to fail must be named, with the cause, and no rank may be left running."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ def test_as_it_should_be(failure: Failure, peer: tuple[RankReport, RankExit]) ->
     assert record.notes == [f"stress failure {failure} struck rank 1 before {_WHERE}"]
 
 
-@pytest.mark.parametrize("told", list(Failure))
+@pytest.mark.parametrize("planned", list(Failure))
 @pytest.mark.parametrize("did", list(Failure))
-def test_another_cause(told: Failure, did: Failure) -> None:
+def test_another_cause(planned: Failure, did: Failure) -> None:
     """Each way to end passes for itself alone."""
-    record = _drilled(told, _LOST, _RIGHT[did])
+    record = _drilled(planned, _LOST, _RIGHT[did])
 
-    assert (record.verdict is Verdict.PASS) == (told is did)
+    assert (record.verdict is Verdict.PASS) == (planned is did)
 
 
 def test_an_exception_that_was_replaced() -> None:
-    """The engine's own words in place of the exception's."""
+    """The engine's own message replaces that of the exception."""
     record = _drilled(Failure.RAISE, _LOST, _raised(1, "builtins.RuntimeError", "the forward failed"))
 
     assert record.verdict is Verdict.FAIL
@@ -87,13 +87,13 @@ def test_an_exception_that_was_replaced() -> None:
 
 
 def test_the_wrong_rank() -> None:
-    """A peer that raises for itself, and earlier."""
+    """A peer raises independently, and earlier."""
     record = _drilled(Failure.RAISE, _raised(0, "builtins.KeyError", "weight", 0.1), _RIGHT[Failure.RAISE])
 
     assert "got rank 0 raised KeyError" in record.reason
 
 
-def test_nobody_failed() -> None:
+def test_no_rank_failed() -> None:
     """The exception was lost: both ranks trained on."""
     fine = [(RankReport(rank=r), RankExit(rank=r, pid=1, exitcode=0, time=1.0, reported=True)) for r in (0, 1)]
 
@@ -101,7 +101,7 @@ def test_nobody_failed() -> None:
 
 
 def test_a_peer_that_hangs() -> None:
-    """It had to be ended."""
+    """The suite had to end it."""
     record = _drilled(Failure.KILL, _ended(0), _RIGHT[Failure.KILL])
 
     assert (record.verdict, record.findings[0].rank) == (Verdict.FAIL, 0)
@@ -122,7 +122,7 @@ def test_a_failure_that_never_struck() -> None:
 
 
 def test_a_case_that_expects_exceptions() -> None:
-    """What it took for a refusal was the injected exception, so nothing can be said."""
+    """The case took the injected exception for a refusal, so there is no conclusion."""
     report, end = _LOST
     record = _drilled(Failure.RAISE, (replace(report, measurements={SWALLOWED: True}), end), _RIGHT[Failure.RAISE])
 

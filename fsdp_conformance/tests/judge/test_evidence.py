@@ -1,4 +1,4 @@
-"""What a record keeps of its ranks' reports, and which verdicts do not follow from it."""
+"""The evidence that a record keeps of its ranks' reports, and verdicts that do not follow from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def judged(*reports: RankReport, declared: str = "", **case: Any) -> CaseRecord:
     return keep_evidence(record, reports)
 
 
-def found(record: CaseRecord, declared: str = "", settings: RunSettings | None = None, **case: Any) -> list[str]:
+def problems(record: CaseRecord, declared: str = "", settings: RunSettings | None = None, **case: Any) -> list[str]:
     """The contradictions of a record."""
     flags = frozenset(declared.split())
     return contradictions(record, a_case(**case), declared=lambda _: flags, settings=settings or RunSettings())
@@ -63,14 +63,14 @@ def test_a_rank_without_digests_keeps_none() -> None:
 
 
 def test_a_failure_keeps_nothing() -> None:
-    """Nobody gains by forging it."""
+    """There is nothing to gain from forging it."""
     record = judged(a_report(0, a_finding()), a_report(1))
 
     assert (record.verdict, record.evidence) == (Verdict.FAIL, [])
 
 
 def test_what_decides_is_kept() -> None:
-    """Whatever a later version of the judge makes of it."""
+    """It stays for any later version of the judge."""
     decisive: dict[str, Any] = {
         "asked": ["zero3"],
         "unobserved": ["full_grads"],
@@ -85,12 +85,12 @@ def test_what_decides_is_kept() -> None:
 
 
 def test_no_report_leaves_no_evidence() -> None:
-    """As of ranks that never started."""
+    """Ranks that never started leave no report."""
     assert keep_evidence(a_record(verdict=Verdict.NOT_RUN_ENV), [None, None]).evidence == []
 
 
 def test_a_missing_report_is_not_kept() -> None:
-    """As of a rank that another machine could not run."""
+    """A rank that another machine could not run has none."""
     reports = [a_report(0, comparisons=0, not_run="no device"), None]
     record = keep_evidence(a_record(verdict=Verdict.NOT_RUN_ENV), reports)
 
@@ -110,16 +110,16 @@ def test_honest_records_do_not_contradict_themselves() -> None:
     refusal = judged(*refused, **flag)
     never = a_record(verdict=Verdict.UNSUPPORTED, measurements={"undeclared": ["zero3"]})
 
-    assert found(judged(a_report(0), a_report(1))) == []
-    assert (refusal.verdict, found(refusal, **flag)) == (Verdict.UNSUPPORTED, [])
-    assert found(never, needs=("zero3",)) == []
-    assert found(a_record(verdict=Verdict.NOT_RUN_ENV), environment=("cuda",)) == []
+    assert problems(judged(a_report(0), a_report(1))) == []
+    assert (refusal.verdict, problems(refusal, **flag)) == (Verdict.UNSUPPORTED, [])
+    assert problems(never, needs=("zero3",)) == []
+    assert problems(a_record(verdict=Verdict.NOT_RUN_ENV), environment=("cuda",)) == []
 
 
 @pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.HANG, Verdict.ERROR_SUITE, Verdict.DISABLED])
 def test_verdicts_that_do_no_good_are_believed(verdict: Verdict) -> None:
-    """Whatever else is in the record."""
-    assert found(a_record("R001/probe-ws2", verdict, a_finding())) == []
+    """The rest of the record makes no difference."""
+    assert problems(a_record("R001/probe-ws2", verdict, a_finding())) == []
 
 
 def test_a_refusal_may_have_consequences() -> None:
@@ -131,24 +131,24 @@ def test_a_refusal_may_have_consequences() -> None:
     passed = judged(a_report(0), a_report(1))
     passed.consequences = ["rank 1 lost a peer"]
 
-    assert (record.verdict, len(record.consequences), found(record, **flag)) == (Verdict.UNSUPPORTED, 1, [])
-    assert found(passed) == ["PASS with 1 finding"]
+    assert (record.verdict, len(record.consequences), problems(record, **flag)) == (Verdict.UNSUPPORTED, 1, [])
+    assert problems(passed) == ["PASS with 1 finding"]
 
 
 def test_findings_are_counted() -> None:
-    """In words."""
+    """The text counts findings in words."""
     record = judged(a_report(0), a_report(1))
     record.findings = [a_finding(), a_finding()]
 
-    assert found(record) == ["PASS with 2 findings"]
+    assert problems(record) == ["PASS with 2 findings"]
 
 
 def test_a_pass_needs_the_flags_that_are_asked_for_before_it_runs() -> None:
     """All of them are named; a flag that only the model asks for is not needed."""
     record = judged(a_report(0), a_report(1))
 
-    assert found(record, needs=("zero3", "no_sync")) == ["PASS after it ran, but zero3, no_sync is not declared"]
-    assert found(record, needs=("frozen_mixed",)) == []
+    assert problems(record, needs=("zero3", "no_sync")) == ["PASS after it ran, but zero3, no_sync is not declared"]
+    assert problems(record, needs=("frozen_mixed",)) == []
 
 
 @pytest.mark.parametrize(("declared", "problems"), [("any_accelerator", 0), ("", 1)])

@@ -87,7 +87,7 @@ def test_what_cannot_be_seen_is_part_of_the_evidence() -> None:
 
 
 def test_what_cannot_be_seen_excuses_no_finding() -> None:
-    """What was seen to be wrong stays wrong, and is not a matter of loud refusal."""
+    """A finding stays a finding, and is not a matter of loud refusal."""
     blind = a_report(0, findings=[a_finding()])
     blind.unobserved = ["full_buffers"]
     record = judged(blind, a_report(1))
@@ -157,7 +157,7 @@ def test_a_rank_that_compared_nothing_is_the_suites_error() -> None:
 
 
 def test_a_rank_without_checks_is_the_suites_error() -> None:
-    """No oracle spoke."""
+    """No check ran there."""
     assert judged(a_report(0), a_report(1, checks={})).verdict is Verdict.ERROR_SUITE
 
 
@@ -204,7 +204,7 @@ def test_the_reason_is_the_finding_that_says_most(needs: tuple[str, ...]) -> Non
 
 
 def test_a_finding_on_a_rank_that_counted_nothing_fails() -> None:
-    """What was seen outranks what was not counted."""
+    """A finding outranks a missing count."""
     assert judged(a_report(0), a_report(1, a_finding(rank=1), comparisons=0)).verdict is Verdict.FAIL
 
 
@@ -294,7 +294,7 @@ def test_endless_findings_are_cut_and_the_cut_is_said() -> None:
 
 
 def test_an_undeclared_flag_that_works_is_under_declared() -> None:
-    """PASS, and the report says so."""
+    """The verdict is PASS, and the report mentions it."""
     record = judged(a_report(0), a_report(1), needs=("frozen_mixed",))
 
     assert record.verdict is Verdict.PASS
@@ -330,7 +330,7 @@ def with_digests(rank: int, digest: str, label: str = "params step 2 0.weight", 
 
 
 def test_equal_digests_pass() -> None:
-    """Also where a rank has none of that label."""
+    """They also pass if a rank has none of that label."""
     assert judged(with_digests(0, "aa"), with_digests(1, "aa"), a_report(2)).verdict is Verdict.PASS
 
 
@@ -363,7 +363,7 @@ def test_of_several_groups_that_differ_the_one_with_the_lowest_rank_is_named() -
 
 
 def test_of_two_ranks_the_first_is_taken_as_right() -> None:
-    """Somebody has to be."""
+    """At least one rank has to be."""
     assert judged(with_digests(0, "aa"), with_digests(1, "bb")).findings[0].rank == 1
 
 
@@ -371,10 +371,10 @@ def test_the_longest_prefix_names_the_requirement() -> None:
     """By default it is the one that the case is about."""
     label = "buffers step 0 bn.running_mean"
     demands = {"buffers": "R130", "buffers step": "R133"}
-    named = [a_report(rank, digests={label: str(rank)}, digest_requirements=demands) for rank in (0, 1)]
+    reports = [a_report(rank, digests={label: str(rank)}, digest_requirements=demands) for rank in (0, 1)]
     unnamed = [a_report(rank, digests={label: str(rank)}) for rank in (0, 1)]
 
-    assert judged(*named).findings[0].requirement == "R133"
+    assert judged(*reports).findings[0].requirement == "R133"
     assert judged(*unnamed).findings[0].requirement == "R001"
 
 
@@ -428,21 +428,21 @@ def test_a_schedule_digest_without_lines_still_speaks() -> None:
     assert judged(*reports).findings[0].message.startswith("schedule differs between ranks")
 
 
-# What cannot be told.
+# Results that cannot be determined.
 
 
 def test_what_no_rank_can_tell_is_not_run() -> None:
     """NOT_RUN_ENV; what is absent is taken from the ranks where they name it."""
     here = [a_report(rank, comparisons=0, not_run="no device sleep") for rank in (0, 1)]
-    named = [a_report(rank, comparisons=0, not_run="x", measurements={"absent": ["cuda"]}) for rank in (0, 1)]
+    reports = [a_report(rank, comparisons=0, not_run="x", measurements={"absent": ["cuda"]}) for rank in (0, 1)]
 
     assert (judged(*here).verdict, judged(*here).reason) == (Verdict.NOT_RUN_ENV, "no device sleep")
     assert judged(*here).measurements == {"absent": ["unnamed"]}
-    assert judged(*named).measurements == {"absent": ["cuda"]}
+    assert judged(*reports).measurements == {"absent": ["cuda"]}
 
 
 def test_a_rank_that_is_not_run_without_a_reason_says_so() -> None:
-    """An empty reason is one that nobody gave."""
+    """An empty reason counts as no reason."""
     record = judged(*(a_report(rank, comparisons=0, not_run="") for rank in (0, 1)))
 
     assert (record.verdict, record.reason) == (Verdict.NOT_RUN_ENV, "no reason given")
@@ -457,14 +457,14 @@ def test_ranks_that_disagree_about_the_environment_are_the_suites_error() -> Non
 
 
 def test_findings_outrank_an_absent_environment() -> None:
-    """What was seen was seen."""
+    """A finding counts whatever else is absent."""
     record = judged(a_report(0, a_finding()), a_report(1, not_run="no device"))
 
     assert record.verdict is Verdict.FAIL
 
 
 def test_references_that_disagree_outrank_findings() -> None:
-    """Nobody is accused by references that disagree; the findings are kept, and that is said."""
+    """References that disagree accuse no implementation; the findings stay, with a note."""
     record = judged(a_report(0, a_finding()), a_report(1, inconclusive="DDP and float64 differ by 3 ulps"))
 
     assert (record.verdict, record.reason) == (Verdict.INCONCLUSIVE, "rank 1: DDP and float64 differ by 3 ulps")

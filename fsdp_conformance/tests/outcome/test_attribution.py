@@ -31,7 +31,7 @@ def error(message: str = "boom", *, kind: str = "builtins.RuntimeError", time: f
 
 
 def report(rank: int, failure: RankError | None = None, **fields: object) -> RankReport:
-    """What a rank said."""
+    """The report of a rank."""
     return RankReport(rank=rank, error=failure, **fields)  # type: ignore[arg-type]
 
 
@@ -41,16 +41,22 @@ def end(rank: int, exitcode: int | None = 0, *, time: float = 9.0, **fields: obj
     return RankExit(rank=rank, pid=100 + rank, exitcode=exitcode, time=time, **fields)  # type: ignore[arg-type]
 
 
-def told(*ranks: tuple[RankReport | None, RankExit]) -> Attribution:
+def judged(*ranks: tuple[RankReport | None, RankExit]) -> Attribution:
     """The attribution for these ranks."""
     return attribute([item[0] for item in ranks], [item[1] for item in ranks])
 
 
-def test_nobody_failed() -> None:
+def test_no_rank_failed() -> None:
     """Two reports without an error have no first failure, and nothing to note."""
-    found = told((report(0), end(0)), (report(1), end(1)))
+    outcome = judged((report(0), end(0)), (report(1), end(1)))
 
-    assert (found.first, found.is_hang, found.consequences, found.notes, found.headline) == (None, False, (), (), "")
+    assert (outcome.first, outcome.is_hang, outcome.consequences, outcome.notes, outcome.headline) == (
+        None,
+        False,
+        (),
+        (),
+        "",
+    )
 
 
 def test_each_rank_has_a_report_and_an_exit() -> None:
@@ -60,7 +66,7 @@ def test_each_rank_has_a_report_and_an_exit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "exit_of_rank", "ending", "sentence"),
+    ("reported", "exit_of_rank", "ending", "sentence"),
     [
         (report(1), end(1), Ending.FINISHED, "rank 1 finished"),
         (None, end(1, -9, reported=False), Ending.DIED, "rank 1 was killed by SIGKILL before it reported"),
@@ -69,10 +75,10 @@ def test_each_rank_has_a_report_and_an_exit() -> None:
     ],
 )
 def test_how_a_rank_without_an_exception_ended(
-    said: RankReport | None, exit_of_rank: RankExit, ending: Ending, sentence: str
+    reported: RankReport | None, exit_of_rank: RankExit, ending: Ending, sentence: str
 ) -> None:
-    """At the time of its exit."""
-    assert ending_of(said, exit_of_rank) == RankEnding(rank=1, ending=ending, time=9.0, sentence=sentence)
+    """Its ending has the time of its exit."""
+    assert ending_of(reported, exit_of_rank) == RankEnding(rank=1, ending=ending, time=9.0, sentence=sentence)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +97,14 @@ def test_how_a_rank_without_an_exception_ended(
 def test_how_a_rank_with_an_exception_ended(
     failure: RankError, findings: list[Finding], ending: Ending, sentence: str
 ) -> None:
-    """At the time of the exception. One that reports findings is told apart; no message leaves only the class."""
-    found = ending_of(report(1, failure, findings=findings), end(1, 10))
+    """Its ending has the time of the exception. With findings it differs; without a message it quotes the class."""
+    outcome = ending_of(report(1, failure, findings=findings), end(1, 10))
 
-    assert found == RankEnding(rank=1, ending=ending, time=1.0, sentence=sentence, error=failure)
+    assert outcome == RankEnding(rank=1, ending=ending, time=1.0, sentence=sentence, error=failure)
 
 
 @pytest.mark.parametrize(
-    ("said", "exit_of_rank", "ending"),
+    ("reported", "exit_of_rank", "ending"),
     [
         (report(1), end(1), Ending.SUITE_LATE),
         (report(1, error(CLOSED)), end(1, 10), Ending.SUITE_LATE),
@@ -108,76 +114,78 @@ def test_how_a_rank_with_an_exception_ended(
         (None, end(1, -9, reported=False), Ending.DIED),
     ],
 )
-def test_a_rank_that_the_suite_delayed(said: RankReport | None, exit_of_rank: RankExit, ending: Ending) -> None:
-    """The delay explains everything but an exception of its own and a death."""
-    assert ending_of(said, replace(exit_of_rank, suite_was_late=True)).ending is ending
+def test_a_rank_that_the_suite_delayed(reported: RankReport | None, exit_of_rank: RankExit, ending: Ending) -> None:
+    """The delay explains everything except an exception of the rank's own code and a death."""
+    assert ending_of(reported, replace(exit_of_rank, suite_was_late=True)).ending is ending
 
 
 def test_only_the_first_line_is_quoted() -> None:
-    """Of several, and without what surrounds it."""
+    """The quote is the first of several lines, without what surrounds it."""
     assert first_line("\n first\nsecond\nthird\n") == "first"
 
 
 def test_cause_comes_before_consequence_whatever_the_clock_says() -> None:
     """A peer notices a dead rank before the controller does: its earlier time does not make it the first."""
-    found = told((report(0, error(CLOSED, time=1.0)), end(0, 10)), (None, end(1, -9, time=2.0, reported=False)))
+    outcome = judged((report(0, error(CLOSED, time=1.0)), end(0, 10)), (None, end(1, -9, time=2.0, reported=False)))
 
-    assert found.headline == "rank 1 was killed by SIGKILL before it reported"
-    assert [item.ending for item in found.endings] == [Ending.LOST_PEER, Ending.DIED]
-    assert len(found.consequences) == 1
-    assert not found.is_hang
+    assert outcome.headline == "rank 1 was killed by SIGKILL before it reported"
+    assert [item.ending for item in outcome.endings] == [Ending.LOST_PEER, Ending.DIED]
+    assert len(outcome.consequences) == 1
+    assert not outcome.is_hang
 
 
 def test_earliest_of_two_causes_is_first() -> None:
-    """Both ranks raised for reasons of their own; time decides."""
-    found = told((report(0, error("late", time=5.0)), end(0, 10)), (report(1, error("early", time=3.0)), end(1, 10)))
+    """Both ranks raised independently; time decides."""
+    outcome = judged(
+        (report(0, error("late", time=5.0)), end(0, 10)), (report(1, error("early", time=3.0)), end(1, 10))
+    )
 
-    assert found.headline == "rank 1 raised RuntimeError: early"
+    assert outcome.headline == "rank 1 raised RuntimeError: early"
 
 
 def test_a_cause_comes_before_a_rank_that_the_suite_delayed() -> None:
     """Even if it is later: a delay does not make a rank raise."""
     late = (report(0), end(0, time=1.0, suite_was_late=True))
 
-    assert told(late, (report(1, error(time=2.0)), end(1, 10))).headline == "rank 1 raised RuntimeError: boom"
+    assert judged(late, (report(1, error(time=2.0)), end(1, 10))).headline == "rank 1 raised RuntimeError: boom"
 
 
 def test_absent_rank_explains_those_that_waited() -> None:
     """Of a rank that is stuck and one that timed out waiting, the stuck one is first, though it was noticed later."""
     stuck = end(1, -15, reported=False, ended_by_controller=True)
-    found = told((report(0, error(TIMED_OUT)), end(0, 10)), (None, stuck))
+    outcome = judged((report(0, error(TIMED_OUT)), end(0, 10)), (None, stuck))
 
-    assert found.headline == "rank 1 did not report in time and was terminated"
-    assert found.is_hang
+    assert outcome.headline == "rank 1 did not report in time and was terminated"
+    assert outcome.is_hang
 
 
 def test_stopped_rank_comes_before_a_stuck_one() -> None:
     """A rank in state T is the better explanation, whatever its number."""
     stuck = end(0, -15, reported=False, ended_by_controller=True)
     stopped = end(1, -15, reported=False, ended_by_controller=True, stack=f"{STOPPED}; continued, it wrote:\n")
-    found = told((None, stuck), (None, stopped))
+    outcome = judged((None, stuck), (None, stopped))
 
-    assert found.headline == "rank 1 was stopped by a signal and never reported"
+    assert outcome.headline == "rank 1 was stopped by a signal and never reported"
 
 
 def test_only_waiting_ranks_are_a_hang() -> None:
     """A rank left a collective out and finished: the one that timed out is first, the one that lost it is not."""
-    found = told(
+    outcome = judged(
         (report(0, error(CLOSED, time=1.0)), end(0, 10)),
         (report(1), end(1)),
         (report(2, error(TIMED_OUT, time=2.0)), end(2, 10)),
     )
 
-    assert found.is_hang
-    assert found.headline.startswith("rank 2 timed out in a collective")
+    assert outcome.is_hang
+    assert outcome.headline.startswith("rank 2 timed out in a collective")
 
 
 def test_left_out_rank_keeps_its_reason() -> None:
-    """A skip is no failure; where another rank fails, it is told as what it is."""
+    """A skip is not a failure; where another rank fails, it is still reported as a skip."""
     skipped = (report(0, not_run="no gloo"), end(0, 86))
 
-    assert told(skipped, (report(1, not_run="no gloo"), end(1, 86))).first is None
-    assert told(skipped, (report(1, error()), end(1, 10))).consequences == ("rank 0 stopped early: no gloo",)
+    assert judged(skipped, (report(1, not_run="no gloo"), end(1, 86))).first is None
+    assert judged(skipped, (report(1, error()), end(1, 10))).consequences == ("rank 0 stopped early: no gloo",)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +200,7 @@ def test_left_out_rank_keeps_its_reason() -> None:
     ],
 )
 def test_messages_of_a_lost_peer(message: str) -> None:
-    """What gloo, NCCL and the stores say when a peer is gone is a consequence."""
+    """The errors of gloo, NCCL and the stores about a lost peer are consequences."""
     assert kind_of_error(error(message, kind="torch.distributed.DistBackendError")) == Ending.LOST_PEER
 
 
@@ -206,7 +214,7 @@ def test_messages_of_a_lost_peer(message: str) -> None:
     ],
 )
 def test_messages_of_a_timeout(message: str) -> None:
-    """What they say when a peer does not come is a hang."""
+    """Their errors about a peer that does not arrive are a hang."""
     assert kind_of_error(error(message)) == Ending.TIMED_OUT
 
 
@@ -229,7 +237,7 @@ def test_same_words_in_an_exception_of_its_own() -> None:
 def test_ends_after_the_report(exit_of_rank: RankExit, note: str | None) -> None:
     """A death after the report is in is a note, and no failure."""
     assert note == shutdown_note(report(2), exit_of_rank)
-    assert told((report(0), end(0)), (report(1), end(1)), (report(2), exit_of_rank)).first is None
+    assert judged((report(0), end(0)), (report(1), end(1)), (report(2), exit_of_rank)).first is None
 
 
 def test_exit_after_an_error_is_no_note() -> None:
@@ -241,7 +249,7 @@ def test_exit_after_an_error_is_no_note() -> None:
 @pytest.mark.parametrize("left_out", [{"not_run": "no gloo"}, {"inconclusive": "references disagree"}])
 def test_exit_of_a_rank_that_was_left_out(left_out: dict[str, Any]) -> None:
     """Any exit code is its way to leave; a signal is not."""
-    said = report(0, **left_out)
+    reported = report(0, **left_out)
 
-    assert [shutdown_note(said, end(0, code)) for code in (0, 1, 86)] == [None] * 3
-    assert shutdown_note(said, end(0, -6)) == "rank 0 was killed by SIGABRT at shutdown, after it had reported"
+    assert [shutdown_note(reported, end(0, code)) for code in (0, 1, 86)] == [None] * 3
+    assert shutdown_note(reported, end(0, -6)) == "rank 0 was killed by SIGABRT at shutdown, after it had reported"

@@ -54,8 +54,8 @@ def well(rank: int) -> tuple[RankReport, RankExit]:
 
 def test_a_rank_that_the_watchdog_of_nccl_aborted_is_not_the_culprit() -> None:
     """HANG, and the headline is the rank that did not come. A rank that aborted for another reason is a crash."""
-    said = "[rank0]: [E ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)"
-    aborted = an_exit(0, code=-6, reported=False, output=said)
+    text = "[rank0]: [E ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)"
+    aborted = an_exit(0, code=-6, reported=False, output=text)
     record = judged((None, aborted), (None, stuck(1)))
 
     assert (record.verdict, record.findings[0].rank) == (Verdict.HANG, 1)
@@ -86,7 +86,7 @@ def test_an_exception_where_it_had_to_train_fails_the_requirement_of_the_case() 
 
 
 def test_the_first_rank_to_raise_is_the_headline() -> None:
-    """By time, not by rank; the other is a consequence."""
+    """The first is the earliest, not the lowest rank; the other is a consequence."""
     record = judged(raised(0, "late", time=5.0), raised(1, "early", time=2.0))
 
     assert record.reason == "rank 1 raised RuntimeError: early"
@@ -102,7 +102,7 @@ def test_a_lost_peer_is_a_consequence_whatever_the_clock_says() -> None:
     assert record.consequences == [f"rank 0 lost a peer: RuntimeError: {LOST_PEER}"]
 
 
-def test_a_lost_peer_that_nobody_explains_fails() -> None:
+def test_an_unexplained_lost_peer_fails() -> None:
     """One rank left the training early and well: ranks issue different numbers of collectives."""
     record = judged(well(0), raised(1, LOST_PEER))
 
@@ -120,9 +120,9 @@ def test_words_about_a_peer_in_an_error_of_its_own_are_no_consequence() -> None:
 
 
 def test_an_exception_after_findings_is_the_headline() -> None:
-    """What the implementation declares should not raise; the findings before it are kept."""
-    found = failed(0, an_error("boom"), a_finding())
-    record = judged((found, an_exit(0)), raised(1, LOST_PEER))
+    """A declared feature should not raise; the findings before the exception stay."""
+    culprit = failed(0, an_error("boom"), a_finding())
+    record = judged((culprit, an_exit(0)), raised(1, LOST_PEER))
 
     assert record.reason == "rank 0 raised RuntimeError: boom"
     assert [item.check for item in record.findings] == ["training", "gradient parity"]
@@ -154,13 +154,13 @@ def test_an_earlier_death_explains_a_later_exception() -> None:
     [
         ("adapter", Verdict.ERROR_ADAPTER),
         ("suite", Verdict.ERROR_SUITE),
-        ("somebody", Verdict.ERROR_SUITE),
+        ("unheard-of", Verdict.ERROR_SUITE),
         ("environment", Verdict.NOT_RUN_ENV),
         ("implementation", Verdict.FAIL),
     ],
 )
 def test_the_verdict_follows_the_blame(blame: str, verdict: Verdict) -> None:
-    """Whoever is to blame names the verdict; a blame that nobody knows is the suite's slip."""
+    """The verdict follows from whoever is to blame; an unknown blame is an error of the suite."""
     record = judged(raised(0, blame=blame), raised(1, blame=blame, time=2.0))
 
     assert record.verdict is verdict
@@ -169,10 +169,10 @@ def test_the_verdict_follows_the_blame(blame: str, verdict: Verdict) -> None:
 
 def test_an_absent_environment_that_a_rank_names_is_kept() -> None:
     """The certificate compares it with what the manifest names."""
-    named = judged(raised(0, blame="environment", capability="cuda"), well(1))
+    record = judged(raised(0, blame="environment", capability="cuda"), well(1))
     unnamed = judged(raised(0, blame="environment"), well(1))
 
-    assert named.measurements["absent"] == ["cuda"]
+    assert record.measurements["absent"] == ["cuda"]
     assert unnamed.measurements["absent"] == ["unnamed"]
 
 
@@ -197,8 +197,8 @@ def test_all_problems_of_an_adapter_are_in_the_reason() -> None:
     assert record.reason == "rank 0: no parameter '0.weight'; '0.bias' is a shard"
 
 
-def test_references_that_disagree_judge_nobody() -> None:
-    """The exception class says so, whoever is blamed."""
+def test_references_that_disagree_judge_no_engine() -> None:
+    """The exception class decides, whoever is blamed."""
     record = judged(
         raised(0, "DDP and float64 differ", kind="fsdp_conformance.errors.ReferencesDisagree", blame="suite"), well(1)
     )
@@ -220,7 +220,7 @@ def test_references_that_disagree_judge_nobody() -> None:
     ],
 )
 def test_a_process_that_ends_without_a_report_crashed(code: int, words: str) -> None:
-    """Whatever the code: exit code 0 before the report is no success."""
+    """Any exit before the report is a failure, even with exit code 0."""
     record = judged(well(0), (None, an_exit(1, code=code, **GONE)))
 
     assert record.verdict is Verdict.CRASH
@@ -237,7 +237,6 @@ def test_the_schedule_in_the_record_is_rank_0s() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_any_rank_counts(rank: int) -> None:
-    """Not only the first."""
     ranks: list[tuple[RankReport | None, RankExit]] = [well(0), well(1), well(2)]
     ranks[rank] = (None, an_exit(rank, code=-9, **GONE))
 
@@ -281,7 +280,7 @@ def test_the_exit_code_of_a_rank_that_raised_is_no_note() -> None:
 
 @pytest.mark.parametrize("peer", [TIMED_OUT, LOST_PEER])
 def test_a_rank_kept_late_by_the_suite_explains_its_peers(peer: str) -> None:
-    """ERROR_SUITE: whatever the peers waited for in vain, the implementation is not accused."""
+    """The verdict is ERROR_SUITE: although the peers timed out, the implementation is not accused."""
     late = an_exit(1, suite_was_late=True)
 
     record = judged(raised(0, peer), (a_report(1), late))
@@ -358,7 +357,7 @@ def test_the_silent_rank_explains_the_time_outs_of_its_peers() -> None:
 
 
 def test_a_stopped_rank_explains_a_stuck_one() -> None:
-    """SIGSTOP is told apart by the first words of its stack."""
+    """SIGSTOP is recognised by the first words of the stack."""
     record = judged((None, stuck(0, time=1.0)), (None, stuck(1, time=2.0, stack="stopped (state T in /proc/PID/stat)")))
 
     assert record.reason == "rank 1 was stopped by a signal and never reported"
@@ -366,13 +365,13 @@ def test_a_stopped_rank_explains_a_stuck_one() -> None:
 
 def test_time_outs_on_every_rank_are_a_hang() -> None:
     """A collective's deadline is a deadline. The whole message is kept: a backend may say much."""
-    said = f"{TIMED_OUT}\nrank 0 waits in all_gather"
-    record = judged(raised(0, said, time=3.1), raised(1, said, time=3.0))
+    message = f"{TIMED_OUT}\nrank 0 waits in all_gather"
+    record = judged(raised(0, message, time=3.1), raised(1, message, time=3.0))
 
     assert record.verdict is Verdict.HANG
     assert record.reason == f"rank 1 timed out in a collective: RuntimeError: {TIMED_OUT}"
     assert record.findings == [
-        Finding(requirement="R001", check="deadline", message=record.reason, rank=1, detail=said)
+        Finding(requirement="R001", check="deadline", message=record.reason, rank=1, detail=message)
     ]
 
 
@@ -384,12 +383,12 @@ def test_an_exception_explains_a_time_out_of_a_peer() -> None:
 
 
 def test_a_rank_that_still_runs_hangs() -> None:
-    """No exit code and no report: nothing is known of it."""
+    """Without an exit code and a report, there is no other evidence of it."""
     assert judged(well(0), (None, an_exit(1, code=None, **GONE))).verdict is Verdict.HANG
 
 
 def test_a_hang_instead_of_a_refusal_fails_loud_refusal() -> None:
-    """What is not declared is refused by an exception, not by a hang."""
+    """A feature that is not declared has to be refused with an exception, not with a hang."""
     record = judged((None, stuck(0)), (None, stuck(1)), needs=("unused_divergent", "frozen_mixed"))
 
     assert record.verdict is Verdict.HANG
@@ -406,7 +405,7 @@ def test_a_hang_instead_of_a_refusal_fails_loud_refusal() -> None:
 
 @pytest.mark.parametrize(("message", "verdict"), [(TIMED_OUT, Verdict.HANG), (LOST_PEER, Verdict.FAIL)])
 def test_an_exception_about_a_peer_refuses_nothing(message: str, verdict: Verdict) -> None:
-    """A rank that waited in vain did not refuse what is not declared, although an exception ended it."""
+    """A rank that timed out did not refuse what is not declared, although an exception ended it."""
     record = judged(raised(0, message), raised(1, message), needs=("unused_divergent",))
 
     assert (record.verdict, record.findings[0].requirement) == (verdict, "R000")
@@ -434,12 +433,12 @@ def test_a_refusal_that_names_no_flag_is_one_of_all_that_are_undeclared() -> Non
     """They are listed; one that is named is the only one."""
     needs = ("frozen_mixed", "shared_across_units")
     unnamed = judged(refused(0), refused(1), needs=needs)
-    named = judged(refused(0, capability=needs[1]), refused(1, capability=needs[1]), needs=needs)
+    record = judged(refused(0, capability=needs[1]), refused(1, capability=needs[1]), needs=needs)
 
     assert unnamed.reason == "frozen_mixed, shared_across_units is not declared and was refused: no"
     assert unnamed.measurements == {"undeclared": list(needs)}
-    assert named.reason == "shared_across_units is not declared and was refused: no"
-    assert named.measurements == {"undeclared": ["shared_across_units"]}
+    assert record.reason == "shared_across_units is not declared and was refused: no"
+    assert record.measurements == {"undeclared": ["shared_across_units"]}
 
 
 def test_a_flag_that_the_model_asked_for_counts_as_asked() -> None:
@@ -467,7 +466,7 @@ def test_a_declared_flag_that_is_refused_is_a_defect() -> None:
 
 
 def test_a_mandatory_requirement_that_is_refused_is_a_defect() -> None:
-    """Nobody asked for anything optional."""
+    """The case asks for nothing optional."""
     record = judged(refused(0), refused(1))
 
     assert record.verdict is Verdict.FAIL
@@ -546,8 +545,8 @@ def test_an_exception_after_wrong_numbers_is_no_refusal(blame: str) -> None:
 
 def test_a_rank_that_stopped_at_its_findings_explains_a_lost_peer() -> None:
     """FAIL by the findings; the peer is folded."""
-    found = failed(0, an_error(kind="fsdp_conformance.errors.RequirementFailed"), a_finding())
-    record = judged((found, an_exit(0)), raised(1, LOST_PEER))
+    culprit = failed(0, an_error(kind="fsdp_conformance.errors.RequirementFailed"), a_finding())
+    record = judged((culprit, an_exit(0)), raised(1, LOST_PEER))
 
     assert record.verdict is Verdict.FAIL
     assert [item.requirement for item in record.findings] == ["R003"]
@@ -564,7 +563,7 @@ def test_findings_do_not_explain_a_rank_that_never_answered() -> None:
 
 @pytest.mark.parametrize("peer", [raised(1, LOST_PEER), raised(1, TIMED_OUT), (None, stuck(1))])
 def test_a_rank_that_says_not_here_explains_its_peers(peer: tuple[RankReport | None, RankExit]) -> None:
-    """NOT_RUN_ENV: the peers waited for it in vain."""
+    """The verdict is NOT_RUN_ENV: the peers timed out while they waited for it."""
     record = judged((a_report(0, comparisons=0, not_run="no pinned memory"), an_exit(0, code=72)), peer)
 
     assert (record.verdict, record.reason) == (Verdict.NOT_RUN_ENV, "no pinned memory")
@@ -572,7 +571,7 @@ def test_a_rank_that_says_not_here_explains_its_peers(peer: tuple[RankReport | N
 
 
 def test_a_rank_that_says_not_here_does_not_explain_an_exception() -> None:
-    """A cause is a cause, beside whoever was left out."""
+    """A cause counts as a cause even if other ranks were left out."""
     here = (a_report(0, comparisons=0, not_run="no pinned memory"), an_exit(0, code=72))
     record = judged(here, raised(1, LOST_PEER, time=1.0), raised(2, "boom", time=2.0))
 
@@ -605,14 +604,14 @@ def test_evidence_out_of_order_is_the_suites_error(order: tuple[list[int], list[
 
 
 def test_an_exception_of_one_rank_depends_on_the_rank() -> None:
-    """The others only lost it: the finding says so."""
+    """The finding reports that the others only lost it."""
     lost = failed(0, an_error(LOST_PEER, time=2.0)), an_exit(0, code=10)
 
     assert str(judged(lost, raised(1, "13 elements")).findings[0].likely).startswith("only rank 1 raised: ")
 
 
 def test_an_exception_of_every_rank_does_not() -> None:
-    """The same message everywhere, or another one on some ranks."""
+    """The message is the same everywhere, or another one on some ranks."""
     alike = judged(raised(0, "no such option"), raised(1, "no such option"))
     unlike = judged(raised(0, "12 elements"), raised(1, "13 elements"))
 

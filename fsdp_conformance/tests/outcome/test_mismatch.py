@@ -11,7 +11,7 @@ def _exit(rank: int, *lines: str) -> RankExit:
 
 
 def test_two_calls_in_one_group() -> None:
-    """What has come back is no evidence; the first that has not is."""
+    """Calls that have returned are not evidence; the first one that has not is."""
     text = differing_calls(
         [
             _exit(
@@ -42,7 +42,7 @@ def test_calls_that_ended_with_their_deadline() -> None:
 
 
 def test_same_calls_and_other_groups() -> None:
-    """Equal calls, calls in different groups, and a rank that has issued nothing are no mismatch."""
+    """Equal calls, calls in different groups, and a rank that has issued nothing are not a mismatch."""
     same = "#4 issued all_gather 96B float32 [0,1] at engine.py:21 in unshard (forward, step 0)"
 
     assert differing_calls([_exit(0, same), _exit(1, same)]) == ""

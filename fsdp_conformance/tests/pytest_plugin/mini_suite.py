@@ -234,7 +234,7 @@ class MiniSuite:
         return load_profile(str(self.profile_path))
 
     def environment(self, acts: Mapping[str, str] | None = None, **variables: str) -> dict[str, str]:
-        """What a process needs to find the package and to act as told."""
+        """The variables that a process needs to find the package and to act as `acts` orders."""
         paths = [str(self.root), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COLUMNS"))},

@@ -175,7 +175,7 @@ def test_a_replacement_that_collects_something_else_is_sent_away() -> None:
 
 
 def test_workers_that_disagree_run_nothing() -> None:
-    """A collection that depends on the process is an error of whoever wrote it, and says so."""
+    """A collection that depends on the process is an error with a message for its author."""
     scheduler = DevicesScheduling(2, Slots(2), {})
     for worker, collected in ((Worker("gw0"), ["a", "b"]), (Worker("gw1"), ["b", "a"])):
         scheduler.add_node(worker)
@@ -200,7 +200,7 @@ def test_a_session_that_ends_early_starts_nothing() -> None:
 
 
 class Config:
-    """What the hooks ask of pytest's configuration."""
+    """The part of pytest's configuration that the hooks use."""
 
     def __init__(self, dist: str = "load") -> None:
         self.dist = dist
@@ -252,8 +252,8 @@ def test_workers_and_their_scheduler(
 
 @pytest.mark.slow
 def test_the_suites_are_known_by_their_node_ids() -> None:
-    """As pytest names them, whatever directory they are in."""
-    found = sizes_by_node_id("fsdp_conformance.suites")
+    """The node ids are pytest's, whatever directory they are in."""
+    sizes = sizes_by_node_id("fsdp_conformance.suites")
 
-    assert found["test_a_parity.py::NumericalParity::test_exact_probe_ws4"] == 4
-    assert len(found) >= len(load_profile("core").entries)
+    assert sizes["test_a_parity.py::NumericalParity::test_exact_probe_ws4"] == 4
+    assert len(sizes) >= len(load_profile("core").entries)

@@ -1,4 +1,4 @@
-"""Which cases run at the same time: largest first, gaps filled, nobody overtaken for ever. With faked durations."""
+"""Which cases run at the same time: largest first, gaps filled, none overtaken forever. With faked durations."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_largest_worlds_start_first() -> None:
 
 
 def test_small_cases_fill_the_gap() -> None:
-    """Beside one of five ranks there is room for one of three, and for none of four."""
+    """Next to a case of five ranks there is room for one of three, and for none of four."""
     sizes = [5, 5, 4, 4, 3, 3]
     done = Simulation(sizes, Slots(8), 4, lambda case: 1.0).run()
 
@@ -112,7 +112,7 @@ def test_a_large_case_is_not_overtaken_for_ever() -> None:
     dispatch = Dispatch([8, *[1] * 40], Slots(8))
     for worker in range(4):
         dispatch.join(worker)
-    # Somebody of another kind of run has taken a device meanwhile: the large case waits from the start.
+    # Another kind of run has taken a device meanwhile: the large case waits from the start.
     dispatch.slots.take(1)
     order = []
     for _ in range(30):
@@ -128,7 +128,7 @@ def test_a_large_case_is_not_overtaken_for_ever() -> None:
 
 
 def test_a_worker_that_dies_leaves_its_next_case_to_others() -> None:
-    """And says which case it was running."""
+    """The dispatch also returns the case that the worker was running."""
     dispatch = Dispatch([2, 2, 1], Slots(2))
     assert [dispatch.join("a"), dispatch.join("b")] == [0, 2]
     (first,) = dispatch.starts()
@@ -140,7 +140,7 @@ def test_a_worker_that_dies_leaves_its_next_case_to_others() -> None:
 
 
 def test_cases_without_devices_always_fit() -> None:
-    """One with more ranks than devices is not run, and says so at once."""
+    """A case with more ranks than devices is not run, and is reported at once."""
     done = Simulation([11, 2, 0], Slots(2), 2, lambda case: 1.0).run()
 
     assert (sorted(done.order), done.now) == ([0, 1, 2], 2.0)
@@ -157,6 +157,6 @@ def test_a_node_is_filled() -> None:
 
 
 def test_one_worker_takes_the_sum() -> None:
-    """And nothing takes no time."""
+    """Without any case, it takes no time."""
     assert wall_time([(2, 3.0), (1, 4.0)], Slots(2), num_workers=1) == 7.0
     assert wall_time([], Slots(2), num_workers=2) == 0.0

@@ -1,4 +1,4 @@
-"""Cases as tests of somebody's own test suite."""
+"""Cases as tests of a user's own test suite."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ reason = "gradients are summed"
 
 def test_what_is_collected() -> None:
     """A test for each case of the profile, with its id, and the mark."""
-    found = conformance_tests("whatever")
-    (parametrized,) = found.test_case.pytestmark  # type: ignore[attr-defined]
+    collected = conformance_tests("whatever")
+    (parametrized,) = collected.test_case.pytestmark  # type: ignore[attr-defined]
 
     assert [case.id for case in parametrized.args[1]] == [entry.id for entry in load_profile("quick").entries]
-    assert [mark.name for mark in found.pytestmark] == ["conformance"]  # type: ignore[attr-defined]
-    assert not hasattr(found, "test_expectations")
+    assert [mark.name for mark in collected.pytestmark] == ["conformance"]  # type: ignore[attr-defined]
+    assert not hasattr(collected, "test_expectations")
 
 
 def test_it_costs_nothing_before_it_is_used() -> None:

@@ -23,7 +23,7 @@ from fsdp_conformance.tests.pytest_plugin import mini_suite
 from fsdp_conformance.tests.pytest_plugin.mini_suite import MiniSuite
 from fsdp_conformance.verdict import Verdict
 
-#: Each test is a run in processes of its own.
+#: Each test is a run in its own processes.
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 240
@@ -37,7 +37,7 @@ def suite(tmp_path: Path) -> MiniSuite:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a pytest run left."""
+    """The output of a pytest run."""
 
     status: int
     output: str
@@ -58,8 +58,8 @@ class Ran:
         """As the footer has it."""
         footer = self.run.footer
         assert footer is not None
-        found: dict[str, Any] = footer["certificate"]
-        return found
+        certified: dict[str, Any] = footer["certificate"]
+        return certified
 
 
 def ran(suite: MiniSuite, acts: Mapping[str, str] | None = None, *options: str, **variables: str) -> Ran:
@@ -139,7 +139,7 @@ def test_a_test_that_loses_its_verdict_is_the_suites_error(suite: MiniSuite, act
 
 
 def test_a_case_that_pytest_skips_is_disabled(suite: MiniSuite) -> None:
-    """Whatever the mark; the run is incomplete, and pytest's status says so."""
+    """The mark makes no difference; the run is incomplete, and pytest's status shows it."""
     result = ran(suite, {"R001/probe-ws1": "mark-skip"})
 
     assert result.verdicts["R001/probe-ws1"] == "DISABLED"
@@ -279,7 +279,6 @@ def test_last_failed_runs_the_failures_again(suite: MiniSuite) -> None:
 
 
 def test_settings_reach_the_run_file(suite: MiniSuite) -> None:
-    """As they were given."""
     options = ("--implementation", "my.py:Mine", "--conformance-deadline-scale", "2.5", "--reuse-ranks")
     result = ran(suite, None, *options)
     settings = result.run.header["settings"]
@@ -307,8 +306,8 @@ def test_an_order_says_everything_at_once(suite: MiniSuite, tmp_path: Path) -> N
         implementation="mine", profile=str(suite.profile_path), report_dir=str(suite.root / "report"),
         cases=("R093",), deadline_scale=2.0,
     )  # fmt: skip
-    told = {"spec": "mine", "name": "told", "version": "9", "capabilities": ["no_sync"], "shims": []}
-    order = RunOrder(settings=settings, description=told)
+    description = {"spec": "mine", "name": "told", "version": "9", "capabilities": ["no_sync"], "shims": []}
+    order = RunOrder(settings=settings, description=description)
     (tmp_path / "order.json").write_text(order.to_json(), encoding="utf-8")
 
     for workers in ((), ("-n", "2")):
@@ -399,7 +398,7 @@ def test_a_mistake_is_one_message(suite: MiniSuite, options: tuple[str, str], wo
     ],
 )
 def test_a_run_that_cannot_begin_says_why(suite: MiniSuite, options: tuple[str, ...], status: int, words: str) -> None:
-    """With a status beyond pytest's own."""
+    """It ends with a status beyond pytest's own."""
     result = ran(suite, None, *options)
 
     assert result.status == status
@@ -411,7 +410,7 @@ def test_a_run_that_cannot_begin_says_why(suite: MiniSuite, options: tuple[str, 
 
 
 def test_a_run_that_is_interrupted_has_no_footer(suite: MiniSuite) -> None:
-    """What was judged before can be read."""
+    """The cases judged before the interruption can be read."""
     result = ran(suite, {"R017/elsewhere-ws2": "interrupt"})
 
     assert result.status == pytest.ExitCode.INTERRUPTED
@@ -421,7 +420,7 @@ def test_a_run_that_is_interrupted_has_no_footer(suite: MiniSuite) -> None:
 
 
 def test_a_full_disk_ends_the_run(suite: MiniSuite) -> None:
-    """With the file intact, a message, and the environment's status."""
+    """The file is intact, and there is a message and the environment's status."""
     result = ran(suite, None, MINI_SUITE_FILE_SIZE="5000")
 
     assert result.status == EXIT_ENVIRONMENT
@@ -456,7 +455,7 @@ def test_reruns_are_not_comparable(suite: MiniSuite) -> None:
 
 
 def test_workers_come_to_the_same_verdicts(suite: MiniSuite) -> None:
-    """As one process does; records travel with the reports."""
+    """The verdicts are those of one process; records travel with the reports."""
     acts = {"R001/probe-ws4": "HANG", "R001/probe-ws2": "FAIL"}
     alone = ran(suite, acts).verdicts
     shared = ran(suite, acts, "-n", "2")

@@ -15,7 +15,7 @@ from fsdp_conformance.run_settings import RunSettings
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    """The settings of this process are those of whoever runs these tests."""
+    """The settings of this process come from the run of these tests."""
     before = run_settings.current(), run_settings.description()
     yield
     run_settings.use(*before)
@@ -63,18 +63,18 @@ def test_everything_typed_is_taken() -> None:
 
 def test_slots_are_a_number_or_what_fits() -> None:
     """0 stands for what fits."""
-    found = [
+    slots = [
         run_settings.from_words(device="cuda", slots_per_device=word).slots_per_device for word in (None, "3", "auto")
     ]
 
-    assert found == [1, 3, 0]
+    assert slots == [1, 3, 0]
 
 
 def test_stress_has_a_seed() -> None:
     """The same one every time, unless the user names another."""
-    found = [run_settings.from_words(stress=True, stress_seed=word).stress_seed for word in (None, "0", "12")]
+    seeds = [run_settings.from_words(stress=True, stress_seed=word).stress_seed for word in (None, "0", "12")]
 
-    assert found == [1, 0, 12]
+    assert seeds == [1, 0, 12]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_stress_has_a_seed() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(words: dict[str, Any], problem: str) -> None:
-    """With the word that was typed."""
+    """The error quotes the word that was typed."""
     with pytest.raises(ConfigError) as raised:
         run_settings.from_words(**words)
 
@@ -167,7 +167,6 @@ def test_what_can_be_is_not(words: dict[str, Any]) -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    """Not only the first."""
     with pytest.raises(ConfigError) as raised:
         run_settings.from_words(device="a b", world_sizes=["x", "y"], deadline_scale="0")
 

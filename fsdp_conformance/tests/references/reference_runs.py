@@ -70,7 +70,7 @@ def damaged(history: TrainingHistory) -> TrainingHistory:
 def gradient(history: TrainingHistory, step: int, name: str) -> Tensor:
     """A gradient that is there."""
     grads = history.steps[step].grads
-    found = None if grads is None else grads[name]
-    if found is None:
+    grad = None if grads is None else grads[name]
+    if grad is None:
         raise AssertionError(f"no gradient of {name!r} in step {step}")
-    return found
+    return grad

@@ -1,4 +1,4 @@
-"""The references agree with each other on real ranks, for every workload and regime, and say so when they do not."""
+"""The references agree with each other on real ranks, for every workload and regime, and report it when they do not."""
 
 from __future__ import annotations
 
@@ -215,8 +215,8 @@ def test_an_interrupted_attempt_changes_buffers_alone() -> None:
     )
     plain, disturbed = (_history(workload, each) for each in (regime, replace(regime, events=events)))
 
-    said = [("forward", 101), ("backward", 100)]
-    assert disturbed.caught == [f"Interrupted: interrupted in {place}, code {code}" for place, code in said]
+    interruptions = [("forward", 101), ("backward", 100)]
+    assert disturbed.caught == [f"Interrupted: interrupted in {place}, code {code}" for place, code in interruptions]
     assert not plain.caught
     for got, expected in zip(disturbed.steps, plain.steps, strict=True):
         assert got.losses == expected.losses
@@ -228,11 +228,11 @@ def test_an_interrupted_attempt_changes_buffers_alone() -> None:
 def test_contributions_add_up() -> None:
     """The gradients of single ranks and micro-batches, added and divided by the world size, are the reference's."""
     regime = Regime(micro_batches=3, reduced=(False, True, True))
-    found = contributions(probes.exact_accumulation(), regime, world_size=4)
+    per_rank = contributions(probes.exact_accumulation(), regime, world_size=4)
     history = _history(probes.exact_accumulation(), regime, world_size=4)
 
     for step in range(3):
-        parts = [micro["head.weight"] for rank in found for micro in rank[step]]
+        parts = [micro["head.weight"] for rank in per_rank for micro in rank[step]]
         assert len(parts) == 12
         total = torch.stack([part for part in parts if part is not None]).sum(0)
         assert torch.equal(total / 4, gradient(history, step, "head.weight"))
@@ -257,9 +257,9 @@ def test_data_loss_and_frozen_parameters_follow_the_regime() -> None:
 )
 def test_where_ddp_is_no_reference(workload: Workload, regime: Regime, reason: str | None) -> None:
     """The corners are known beforehand; nothing is caught and passed over."""
-    found = ddp_absence(workload, regime)
+    absence = ddp_absence(workload, regime)
 
-    assert found is None if reason is None else reason in (found or "")
+    assert absence is None if reason is None else reason in (absence or "")
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
@@ -268,7 +268,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
         _history(models.nested(), Regime(optimizer="lion"))
 
 
-def test_references_that_differ_judge_nobody() -> None:
+def test_references_that_differ_judge_no_engine() -> None:
     """A reference that is off by one bit on an exact workload, or by a thousandth elsewhere, is named."""
     exact = references_of(probes.exact_long())
     gradient(exact.samples[0], 1, "head.weight")[0, 0] += 2**-20
@@ -286,8 +286,8 @@ def test_references_that_differ_judge_nobody() -> None:
         calibrated.agree()
 
 
-def test_references_that_differ_in_none_judge_nobody() -> None:
-    """So does one that has a gradient where the others have none."""
+def test_references_that_differ_in_none_judge_no_engine() -> None:
+    """A reference that has a gradient where the others have none is a disagreement too."""
     references = references_of(models.nested())
     grads = references.samples[0].steps[0].grads
     assert grads is not None
@@ -304,7 +304,7 @@ def test_a_bound_of_an_unknown_tensor_is_the_suites_mistake() -> None:
 
 
 def test_histories_share_nothing_with_the_run() -> None:
-    """What is noted is a copy: a later step does not change an earlier record."""
+    """Histories hold copies: a later step does not change an earlier record."""
     history = _history(probes.exact_long())
 
     first, last = (history.steps[step].params["head.weight"] for step in (0, 2))
@@ -323,7 +323,7 @@ def test_the_loops_of_references_do_not_touch_random_state() -> None:
 
 
 def test_the_distributed_references_are_callable_alone() -> None:
-    """On one rank without a process group both distributed references need one, and say so by raising."""
+    """On one rank without a process group both distributed references raise, because they need one."""
     for reference in (ddp_reference, all_reduce_reference):
         with pytest.raises(ValueError, match=r"[Dd]efault process group"):
             reference(models.nested(), Regime(steps=1), rank=0, world_size=1)

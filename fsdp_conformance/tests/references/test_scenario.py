@@ -1,4 +1,4 @@
-"""Two scenarios have the same hash only if they train the same; what cannot be told apart is not shared."""
+"""Two scenarios have the same hash only if they train the same; indistinguishable ones are not shared."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _name(offer: Offer, workload: Workload | None = None, regime: Regime = REGIM
 
 
 def test_every_workload_has_a_hash_of_its_own() -> None:
-    """The same each time it is made."""
-    found = {}
+    """The hash is the same each time the workload is made."""
+    hashes = {}
     for name in workload_names():
-        found[name] = scenario_sha256(workload_by_name(name), REGIME)
-        assert found[name] == scenario_sha256(workload_by_name(name), REGIME), name
+        hashes[name] = scenario_sha256(workload_by_name(name), REGIME)
+        assert hashes[name] == scenario_sha256(workload_by_name(name), REGIME), name
 
-    assert len(set(found.values())) == len(found)
+    assert len(set(hashes.values())) == len(hashes)
 
 
 def test_workloads_of_one_name_differ_by_content() -> None:
@@ -73,7 +73,7 @@ def test_what_a_function_holds_counts() -> None:
 
 
 def test_regimes_differ() -> None:
-    """By every field, events included."""
+    """Every field makes a difference, events included."""
     event = Event(action=Action.EVALUATE, moment=Moment.STEP, step=0)
     regimes = [
         REGIME,
@@ -125,7 +125,7 @@ def test_a_key_names_the_world_the_versions_and_the_suite() -> None:
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE"])
 def test_variables_of_numerics_count(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    """As they are in the rank."""
+    """They count as they are in the rank."""
     monkeypatch.setenv(variable, "1")
     first = surroundings()
     monkeypatch.setenv(variable, "2")
@@ -152,7 +152,7 @@ def test_settings_count_as_an_engine_has_left_them(change: Callable[[], None], b
 
 
 def test_an_offer_travels() -> None:
-    """To the ranks, as JSON."""
+    """It reaches the ranks as JSON."""
     offer = _offer(known=frozenset({"b", "a"}), wanted=frozenset({"c"}))
 
     assert codec.typed(Offer, codec.plain(offer)) == offer
@@ -173,13 +173,13 @@ def test_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     assert offered("5417", tmp_path) is None
     monkeypatch.setenv(REFERENCES_STORE, str(tmp_path / "mine"))
     monkeypatch.setenv(REFERENCES_LIMIT, "3")
-    found = offered("5417", tmp_path)
-    assert found is not None
-    assert (found.directory, found.limit, found.origin["suite"]) == (str(tmp_path / "mine"), 3 * 2**20, "5417")
+    offer = offered("5417", tmp_path)
+    assert offer is not None
+    assert (offer.directory, offer.limit, offer.origin["suite"]) == (str(tmp_path / "mine"), 3 * 2**20, "5417")
     monkeypatch.delenv(REFERENCES_STORE)
-    found = offered("5417", tmp_path)
-    assert found is not None
-    assert found.directory == str(tmp_path / "references")
+    offer = offered("5417", tmp_path)
+    assert offer is not None
+    assert offer.directory == str(tmp_path / "references")
     monkeypatch.setenv(REFERENCES_LIMIT, "much")
     with pytest.raises(ConfigError, match="FSDP_CONFORMANCE_REFERENCES_MB must be a number of MiB, got 'much'"):
         offered("5417", tmp_path)

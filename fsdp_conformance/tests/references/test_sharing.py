@@ -70,13 +70,13 @@ def _is_sampled(run: str, case: str, key: dict[str, str]) -> bool:
 
 
 def _counts(record: CaseRecord) -> tuple[int, int, int]:
-    told = record.measurements[REFERENCES]
-    return told["computed"], told["shared"], told["checked"]
+    counts = record.measurements[REFERENCES]
+    return counts["computed"], counts["shared"], counts["checked"]
 
 
 def _key_of(path: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads(path.read_bytes().split(b"\n", 3)[2])["key"]
-    return found
+    key: dict[str, str] = json.loads(path.read_bytes().split(b"\n", 3)[2])["key"]
+    return key
 
 
 def _entry(store: ReferenceStore, workload: str) -> tuple[Path, dict[str, str]]:
@@ -87,10 +87,10 @@ def _entry(store: ReferenceStore, workload: str) -> tuple[Path, dict[str, str]]:
     return path, key
 
 
-def _only(store: ReferenceStore, kept: Path) -> None:
+def _only(store: ReferenceStore, survivor: Path) -> None:
     """Remove all other entries."""
     for path in store.directory.iterdir():
-        if path != kept:
+        if path != survivor:
             path.unlink()
 
 
@@ -200,11 +200,11 @@ def test_an_edited_entry_is_not_used(store: ReferenceStore) -> None:
 
 
 def test_an_entry_of_another_torch_is_not_used(store: ReferenceStore) -> None:
-    """Even under the name that this version looks for."""
+    """It is not used even under the name that this version looks for."""
     path, key = _entry(store, "exact-mlp")
     other = {**key, "torch": "2.5.0"}
     store.write(other, [store.read(key, rank) or b"" for rank in range(2)])
-    moved = next(found for found in store.directory.glob("*.references") if _key_of(found) == other)
+    moved = next(entry for entry in store.directory.glob("*.references") if _key_of(entry) == other)
     moved.replace(path)
 
     record = _ran(EXACT)

@@ -53,10 +53,10 @@ def test_a_hit_equals_what_was_trained(tmp_path: Path, workload: Workload) -> No
     store = _store(tmp_path)
     store.write(KEY, [b"", section({"histories": trained.histories})])
 
-    kept = content_of(_read(store, rank=1))
+    content = content_of(_read(store, rank=1))
 
-    assert section(kept) == section({"histories": trained.histories})
-    read = replace(trained, histories=kept["histories"])
+    assert section(content) == section({"histories": trained.histories})
+    read = replace(trained, histories=content["histories"])
     read.agree()
     for name in trained.expected.steps[1].params:
         assert _bound(read, name) == _bound(trained, name)
@@ -70,17 +70,18 @@ def test_every_value_comes_back() -> None:
     """NaN, -0.0, denormals, None, empty and 0-dim tensors, and Python's own values; the wall time does not."""
     history = _history(seconds=3.5)
 
-    found = content_of(section(history))
+    loaded = content_of(section(history))
 
-    assert section(found) == section(history)
-    assert found.seconds == 0.0
-    assert found.steps[0].grads["b"] is None
+    assert section(loaded) == section(history)
+    assert loaded.seconds == 0.0
+    assert loaded.steps[0].grads["b"] is None
     assert (
-        found.steps[0].params["a"].view(torch.int32).tolist() == history.steps[0].params["a"].view(torch.int32).tolist()
+        loaded.steps[0].params["a"].view(torch.int32).tolist()
+        == history.steps[0].params["a"].view(torch.int32).tolist()
     )
-    assert found.steps[0].outputs[0][1] == {"n": 3, "x": 0.1}
-    assert isinstance(found.steps[0].outputs[0], tuple)
-    assert {str(value.dtype) for value in found.steps[0].buffers.values()} == {
+    assert loaded.steps[0].outputs[0][1] == {"n": 3, "x": 0.1}
+    assert isinstance(loaded.steps[0].outputs[0], tuple)
+    assert {str(value.dtype) for value in loaded.steps[0].buffers.values()} == {
         "torch.int64",
         "torch.bool",
         "torch.bfloat16",
@@ -95,7 +96,7 @@ def test_what_cannot_be_written_is_not_shared(stranger: object) -> None:
 
 
 def test_no_entry(tmp_path: Path) -> None:
-    """Neither an entry nor a directory."""
+    """There may be no entry, or no directory."""
     assert _store(tmp_path).read(KEY, 0) is None
     assert _store(tmp_path).names() == (frozenset(), frozenset())
 
@@ -114,13 +115,13 @@ def test_an_edited_entry_is_refused(tmp_path: Path, place: int) -> None:
         store.read(KEY, 0)
 
 
-@pytest.mark.parametrize("kept", [0, 10, 100, 300, -1])
-def test_a_half_written_entry_is_refused(tmp_path: Path, kept: int) -> None:
-    """Wherever it ends."""
+@pytest.mark.parametrize("length", [0, 10, 100, 300, -1])
+def test_a_half_written_entry_is_refused(tmp_path: Path, length: int) -> None:
+    """It may end anywhere."""
     store = _store(tmp_path)
     store.write(KEY, [section(_history())])
     path = store.path(entry_name(KEY))
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:length])
 
     with pytest.raises(Refused):
         store.read(KEY, 0)

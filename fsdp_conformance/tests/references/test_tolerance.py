@@ -121,7 +121,7 @@ def test_an_indeterminate_element_leaves_the_others_sharp() -> None:
 
 
 def test_half_of_a_tensor_may_be_indeterminate() -> None:
-    """Two of four elements."""
+    """Here it is two of four elements."""
     bound = calibrate_one(_EXPECTED, [_off(1.5, 1.5, 4e-6, 0)], floor=1e-6)
 
     assert (bound.indeterminate, bound.inconclusive) == (2, False)
@@ -183,7 +183,7 @@ def test_what_stands_still_must_stand_still() -> None:
 
 
 def test_a_reference_of_nan_lets_nothing_pass() -> None:
-    """Not even of a frozen parameter."""
+    """This holds for frozen parameters too."""
     bound = calibrate_one(_EXPECTED, [_off(0, math.nan, 0, 0)], base=_EXPECTED, floor=1e-3)
 
     assert math.isnan(bound.noise)
@@ -233,7 +233,7 @@ def test_ulps_are_counted_down_to_the_smallest_normal_number() -> None:
 
 
 def test_a_ratio_of_zero_has_no_sign() -> None:
-    """Nobody should look for a wrong sign in -0."""
+    """A zero shows no sign, so that -0 does not look like an error."""
     difference = compare(torch.tensor([0.0]), torch.tensor([-2.0], dtype=torch.float64), BITWISE)
 
     assert difference is not None

@@ -64,8 +64,8 @@ def test_nothing_run_is_no_success() -> None:
     assert certificate.status == 1
 
 
-def test_an_empty_profile_certifies_nobody() -> None:
-    """Nor does a manifest of nothing."""
+def test_an_empty_profile_certifies_nothing() -> None:
+    """A manifest without cases does not certify anything either."""
     profile = Profile(name="core-test", interpretation=INTERPRETATION, entries=())
 
     assert only_reason(certified(profile=profile)) == "incomplete: the profile has no cases"
@@ -95,15 +95,14 @@ def test_another_profile_is_a_reason() -> None:
 
 
 def test_another_interpretation_is_a_reason() -> None:
-    """What a case means has changed since."""
+    """The meaning of a case has changed since."""
     run = a_run()
     run.header["interpretation"] = 0
 
     assert only_reason(certificate_of(run)) == f"interpretation: expected {INTERPRETATION}, got 0"
 
 
-def test_a_selection_certifies_nobody() -> None:
-    """Even if all of it passed."""
+def test_a_selection_certifies_nothing() -> None:
     reason = only_reason(certified(profile=a_profile(certifies=False)))
 
     assert reason == "incomplete: the profile core-test is a selection, which cannot certify"
@@ -121,21 +120,21 @@ def test_a_selection_certifies_nobody() -> None:
     ],
 )
 def test_options_that_narrow_a_run_are_reasons(settings: dict[str, Any], reason: str) -> None:
-    """Whatever the cases said."""
+    """The verdicts on the cases make no difference."""
     certificate = certified(settings=settings)
 
     assert (only_reason(certificate), certificate.only_incomplete) == (reason, True)
 
 
 def test_ranks_that_were_reused_are_a_reason() -> None:
-    """Also where the settings do not say so."""
+    """They are a reason even if the settings do not mention it."""
     reason = only_reason(certified(a_record(PARITY, requirements=["R001"], ranks="reused")))
 
     assert reason == "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case"
 
 
 def test_ranks_that_shared_devices_are_a_reason() -> None:
-    """Also where the settings do not say so; and the line with the verdict does."""
+    """They are a reason even if the settings do not mention it, and the line with the verdict names them."""
     certificate = certified(a_record(PARITY, requirements=["R001"], ranks="sharing devices"))
 
     assert only_reason(certificate) == SHARED
@@ -144,7 +143,7 @@ def test_ranks_that_shared_devices_are_a_reason() -> None:
 
 
 def test_ranks_that_were_provoked_are_a_reason() -> None:
-    """Also where the settings do not say so."""
+    """They are a reason even if the settings do not mention it."""
     record = a_record(PARITY, requirements=["R001"])
     record.measurements["stress"] = {"late completion": 3}
 
@@ -161,7 +160,7 @@ def test_a_stress_run_says_what_struck() -> None:
 
 
 def test_a_run_with_failures_says_how_many_struck() -> None:
-    """Of the cases that reached the ranks."""
+    """Only cases that reached the ranks count."""
     record = a_record(PARITY, requirements=["R001"])
     record.measurements["stress failure"] = "all_gather #3 of training"
     settings = {"stress_seed": 7, "stress_failure": "kill"}
@@ -169,7 +168,7 @@ def test_a_run_with_failures_says_how_many_struck() -> None:
     assert certified(record, settings=settings).remarks[-1] == "stress failure kill: struck 1 of 1 cases"
 
 
-def test_an_implementation_that_nobody_described_is_a_reason() -> None:
+def test_an_implementation_without_a_description_is_a_reason() -> None:
     """A certificate says for whom it is."""
     run = a_run()
     run.header["implementation"] = None
@@ -183,7 +182,7 @@ def test_a_damaged_file_is_a_reason() -> None:
 
 
 def test_a_case_without_verdict_is_a_reason() -> None:
-    """It began, and nobody knows how it ended."""
+    """It began, and the file does not show how it ended."""
     run = a_run()
     run.started.append("R002/lost-ws2")
 
@@ -226,7 +225,7 @@ def test_a_verdict_that_is_in_the_way(verdict: Verdict, status: int) -> None:
 
 
 def test_cases_in_the_way_for_one_reason_are_one_reason() -> None:
-    """With the first of them, and how many more."""
+    """The reason has the first of them, and the number of the others."""
     cases = [a_case(world_size=size, requirements=["R001"]) for size in range(1, 7)]
     records = [a_record(case.id, Verdict.HANG, requirements=["R001"]) for case in cases]
 
@@ -236,7 +235,7 @@ def test_cases_in_the_way_for_one_reason_are_one_reason() -> None:
 
 
 def test_the_implementation_is_to_blame_before_the_suite() -> None:
-    """What was seen of it was seen."""
+    """A finding against the implementation outranks an error of the suite."""
     certificate = certified(
         a_record(PARITY, Verdict.FAIL, a_finding("R001"), requirements=["R001"]),
         a_record(SHARDS, Verdict.ERROR_SUITE, requirements=["R188"]),
@@ -254,7 +253,7 @@ def test_a_run_that_is_also_incomplete_is_not_only_that() -> None:
 
 
 def test_a_failed_extension_is_a_failure_of_a_partial_run_too() -> None:
-    """It is no reason against the base, and the run is not without failures."""
+    """It is not a reason against the base, and the run still has failures."""
     parity, extension = a_case(requirements=["R001"]), a_case(requirements=["R137"], needs=["offload"])
     failing = a_record(extension.id, Verdict.FAIL, a_finding("R137"), requirements=["R137"])
     certificate = certified(failing, profile=a_profile(parity, extension), settings={"cases": ["R137"]})
@@ -317,7 +316,7 @@ def test_a_should_that_is_not_met_is_printed_and_does_not_refuse() -> None:
 
 @pytest.mark.parametrize("others", [["R000"], ["R070", "R000"], []])
 def test_a_should_case_that_shows_something_mandatory_refuses(others: list[str]) -> None:
-    """Wrong numbers are wrong wherever they are seen; a FAIL without findings is no excuse either."""
+    """Wrong numbers are wrong wherever they are seen; a FAIL without findings is not excused either."""
     findings = [a_finding(name) for name in others]
     certificate = certified(a_record("R070/probe-ws2", Verdict.FAIL, *findings, requirements=["R070"]))
 
@@ -325,7 +324,7 @@ def test_a_should_case_that_shows_something_mandatory_refuses(others: list[str])
 
 
 def test_a_should_case_that_hangs_refuses() -> None:
-    """Nobody may hang."""
+    """No engine may hang."""
     certificate = certified(a_record("R070/probe-ws2", Verdict.HANG, a_finding("R070"), requirements=["R070"]))
 
     assert not certificate.certified
@@ -352,7 +351,7 @@ def test_a_scope_that_is_passed_needs_no_example() -> None:
 
 
 def test_a_scope_that_was_not_run_is_not_passed() -> None:
-    """Whether the user switched its case off, or the case never ran."""
+    """The reason makes no difference: the user switched its case off, or the case never ran."""
     run = a_run()
     gone = next(record for record in run.records if record.case.startswith("R093"))
     run.records.remove(gone)
@@ -365,7 +364,7 @@ def test_a_scope_that_was_not_run_is_not_passed() -> None:
 
 @pytest.mark.parametrize("verdict", [Verdict.INCONCLUSIVE, Verdict.ERROR_SUITE, Verdict.XFAIL, Verdict.XPASS])
 def test_what_was_not_judged_is_not_granted(verdict: Verdict) -> None:
-    """Nor held against the implementation."""
+    """It is not held against the implementation either."""
     certificate = certified(a_record("R093/probe-ws2", verdict))
 
     assert certificate.certified
@@ -374,7 +373,7 @@ def test_what_was_not_judged_is_not_granted(verdict: Verdict) -> None:
 
 
 def test_a_record_of_another_world_size_is_not_judged() -> None:
-    """In an extension, too."""
+    """This holds for extensions too."""
     certificate = certified(a_record("R093/probe-ws2", world_size=3))
 
     assert states(certificate)["accumulation"] == "not judged"
@@ -390,7 +389,7 @@ def test_a_case_that_shows_only_a_should_counts_as_passed() -> None:
 
 
 def test_every_flag_that_was_declined_is_named() -> None:
-    """Or it is said that none was."""
+    """If none was declined, the text states that."""
     profile = a_profile(*CASES, a_case(requirements=["R033"], environment=("accelerator",)))
     record = unsupported("R033/probe-ws2", device="sim", measurements={"undeclared": ["any_accelerator", "zero3"]})
     nothing = unsupported("R033/probe-ws2", device="sim")
@@ -490,7 +489,7 @@ def test_wrong_numbers_on_a_model_that_everybody_trains_refuse_the_base(declared
 
 
 def test_a_declared_model_that_is_refused_costs_the_extension_only() -> None:
-    """It is loud."""
+    """The refusal is loud."""
     profile = a_profile(*CASES, a_case(requirements=["R112"], needs=("frozen_mixed",)))
     failing = a_record("R112/probe-ws2", Verdict.FAIL, a_finding("R112", check="refusal"))
     certificate = certified(failing, profile=profile, flags="no_sync frozen_mixed")
@@ -519,7 +518,7 @@ def test_combinations_are_scopes_of_their_own() -> None:
 
 
 def test_components_are_certified_without_a_base() -> None:
-    """Each of them completely; none of them is no certificate."""
+    """Each of them has to be complete; without any, there is no certificate."""
     cases = [a_case(requirements=["R166"], needs=("reducer",)), a_case(requirements=["R172"], needs=("bucketing",))]
     profile = a_profile(*cases)
     one = certified(unsupported("R172/probe-ws2"), profile=profile, flags="reducer")
@@ -572,7 +571,7 @@ def test_only_evidence_makes_a_case_inapplicable() -> None:
 
 
 def test_only_a_shipped_profile_certifies() -> None:
-    """A file of one's own makes a private run, whatever name it bears."""
+    """A private profile makes a private run, whatever its name is."""
     own = profile_of("core-2026.11", CASES[:1])
     certificate = certify(a_run(profile=own), own)
 
@@ -623,7 +622,6 @@ def test_a_record_that_names_nothing_absent_blames_something_unnamed() -> None:
 
 
 def test_an_extension_that_this_machine_cannot_run_is_absent() -> None:
-    """And says so."""
     profile = a_profile(*CASES, a_case(requirements=["R137"], needs=("cpu_offload_params",), environment=("cuda",)))
     certificate = certified(not_here("R137/probe-ws2", "cuda"), profile=profile, flags="no_sync cpu_offload_params")
 
@@ -632,7 +630,7 @@ def test_an_extension_that_this_machine_cannot_run_is_absent() -> None:
 
 
 def test_a_machine_that_was_also_narrowed_is_not_to_blame() -> None:
-    """Another reason stands beside it."""
+    """Another reason is listed as well."""
     certificate = certified(
         not_here("R018/probe-ws2", "devices"), profile=a_profile(*CUDA_CASES), settings={"cases": ["R018"]}
     )

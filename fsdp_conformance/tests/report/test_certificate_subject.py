@@ -1,4 +1,4 @@
-"""What a certificate says of what was judged: versions, hashes, what loosens a check or changes the run."""
+"""The subject of a certificate: versions, hashes, and what loosens a check or changes the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp_conformance.tests.report.evidence import LOADED
 
 
 def test_the_certificate_names_what_was_judged() -> None:
-    """Versions and hashes."""
+    """It has versions and hashes."""
     assert certified().subject == {
         "implementation": "mine",
         "version": "1",
@@ -30,7 +30,7 @@ def test_the_certificate_names_what_was_judged() -> None:
         ("environment", "python", "the version of Python"),
     ],
 )
-def test_a_header_that_names_nothing_certifies_nobody(part: str | None, key: str, words: str) -> None:
+def test_a_header_that_names_nothing_certifies_nothing(part: str | None, key: str, words: str) -> None:
     """A certificate says for whom and by what."""
     run = a_run()
     del (run.header[part] if part else run.header)[key]
@@ -86,7 +86,7 @@ def test_cases_that_shared_a_device_are_mentioned(slots: int, number: str) -> No
 
 
 def test_what_loosens_a_check_is_printed() -> None:
-    """And so is what changes the run."""
+    """Settings that change the run are printed too."""
     run = a_run(settings={"deadline_scale": 4.0})
     run.header["implementation"] |= {
         "shims": ["patches torch.cuda.Event"],
@@ -112,7 +112,7 @@ def test_what_loosens_a_check_is_printed() -> None:
 
 
 def test_a_certificate_is_json() -> None:
-    """As the footer has it."""
+    """The footer of the run file holds this JSON."""
     data = certified().to_json()
 
     assert data["certified"] is True

@@ -38,23 +38,23 @@ NEW = a_run(
 
 
 def test_differing_verdicts_and_lonely_cases_are_found() -> None:
-    """Whatever the order of the cases."""
-    found = compare(OLD, NEW)
+    """The order of the cases makes no difference."""
+    result = compare(OLD, NEW)
 
-    assert [(item.case, item.old, item.new) for item in found.differing] == [
+    assert [(item.case, item.old, item.new) for item in result.differing] == [
         ("R003/once-ws2", "PASS", "HANG"),
         ("R070/order-ws2", "FAIL", "PASS"),
     ]
-    assert (found.compared, found.only_old, found.only_new) == (3, ("R005/gone-ws2",), ("R089/fresh-ws2",))
-    assert found.counts == {"PASS": (2, 3), "UNSUPPORTED": (1, 0), "FAIL": (1, 0), "HANG": (0, 1)}
+    assert (result.compared, result.only_old, result.only_new) == (3, ("R005/gone-ws2",), ("R089/fresh-ws2",))
+    assert result.counts == {"PASS": (2, 3), "UNSUPPORTED": (1, 0), "FAIL": (1, 0), "HANG": (0, 1)}
 
 
 def test_a_run_does_not_differ_from_itself() -> None:
     """Nothing is reported."""
-    found = compare(OLD, OLD)
+    result = compare(OLD, OLD)
 
-    assert (found.differing, found.only_old, found.only_new) == ((), (), ())
-    assert text(found).endswith("0 of 4 verdicts differ")
+    assert (result.differing, result.only_old, result.only_new) == ((), (), ())
+    assert text(result).endswith("0 of 4 verdicts differ")
 
 
 def test_the_text_says_what_differs_and_why() -> None:
@@ -90,7 +90,7 @@ def test_runs_of_different_things_are_compared_only_by_force(changes: dict[str, 
 
 
 def test_the_json_has_everything() -> None:
-    """And survives a way through JSON."""
+    """The content survives a round trip through JSON."""
     data = json.loads(json.dumps(codec.plain(compare(OLD, NEW))))
 
     assert data["differing"][0] == {

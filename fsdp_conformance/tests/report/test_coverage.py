@@ -33,7 +33,7 @@ CONTRACT = replace(
 
 
 def shown(verdict: Verdict, case: str, *failed: str) -> Shown:
-    """What a run of the case as it is has shown."""
+    """The result of a run of the current case."""
     return Shown(verdict=verdict, digest=digest_of(PROFILE.by_id[case]), failed=failed)
 
 
@@ -57,8 +57,8 @@ def a_table(*engines: Tally, **changes: object) -> Coverage:
 
 def row(table: Coverage, requirement: str) -> Row:
     """The row of a requirement."""
-    (found,) = (row for row in table.rows if row.requirement.id == requirement)
-    return found
+    (only,) = (row for row in table.rows if row.requirement.id == requirement)
+    return only
 
 
 def texts(table: Coverage, requirement: str) -> list[str]:
@@ -83,12 +83,12 @@ def test_a_row_counts_cases_known_wrong_engines_and_adapters() -> None:
 def test_a_failure_counts_for_the_requirements_that_it_names() -> None:
     """A crash for the one that the case tests, as does a finding of a requirement that it does not bind."""
     cases = ("R001/probe-ws2", "R001/probe-ws4")
-    named = an_engine("a", {case: shown(Verdict.FAIL, case, "R003") for case in cases})
+    failed = an_engine("a", {case: shown(Verdict.FAIL, case, "R003") for case in cases})
     crashed = an_engine("b", {case: shown(Verdict.CRASH, case) for case in cases})
     loud = an_engine("c", {case: shown(Verdict.FAIL, case, "R000") for case in cases})
     foretold = an_engine("d", {case: shown(Verdict.XFAIL, case, "R001", "R003") for case in cases})
 
-    table = a_table(named, crashed, loud, foretold)
+    table = a_table(failed, crashed, loud, foretold)
 
     assert texts(table, "R001") == ["not judged", "✗ 2 of 2", "✗ 2 of 2", "✗ 2 of 2"]
     assert texts(table, "R003") == ["✗ 2 of 2", "not judged", "not judged", "✗ 2 of 2"]
@@ -97,7 +97,7 @@ def test_a_failure_counts_for_the_requirements_that_it_names() -> None:
 
 
 def test_a_verdict_on_a_case_that_has_changed_is_not_shown() -> None:
-    """Nor one on a case that is gone; both are counted."""
+    """A verdict on a case that is gone is not shown either; both are counted."""
     case = "R001/probe-ws2"
     old = replace(shown(Verdict.PASS, case), digest="00000000")
     gone = shown(Verdict.PASS, case)
@@ -128,11 +128,11 @@ def test_a_cell(cell: Seen, text: str) -> None:
 
 
 def test_rows_that_are_empty_without_a_reason_are_named() -> None:
-    """And reasons that no longer hold, and cases that nothing shows to be able to fail."""
+    """Reasons that no longer hold are named too, and so are cases that nothing has shown to be able to fail."""
     assert [text.partition(" ")[0] for text in a_table(excused={}).problems] == ["R131"]
     stale = a_table(excused={"R131": "None yet.", "R001": "None yet."}).problems
     assert stale == ("R001 (Losses equal DDP's) has 2 cases for 2 adapters, and a reason why it has none",)
-    alone = coverage([], PROFILE.entries, {}, contract=CONTRACT, excused={"R131": "None yet.", "R117": "Nobody."})
+    alone = coverage([], PROFILE.entries, {}, contract=CONTRACT, excused={"R131": "None yet.", "R117": "No."})
     assert [text.partition(" ")[0] for text in alone.problems] == ["R001", "R003"]
     unkilled = coverage(
         [], profile_of("some", [a_case(requirements=("R131",))]).entries, {"plain": lambda device: frozenset()},
@@ -150,7 +150,7 @@ def test_two_columns_of_one_engine_are_refused() -> None:
 
 
 def test_the_page_has_a_table_for_each_chapter() -> None:
-    """With the engines that ran something of it, and links."""
+    """Each table has the engines that ran something of the chapter, and links."""
     case = "R001/probe-ws2"
     text = markdown(a_table(an_engine(cases={case: shown(Verdict.PASS, case)}), an_engine("idle")), link="page.md")
 
@@ -168,7 +168,7 @@ def test_the_page_has_a_table_for_each_chapter() -> None:
 
 @pytest.mark.slow
 def test_runs_of_components_have_a_separate_table() -> None:
-    """And each engine misses only cases of the profiles that it ran."""
+    """Each engine misses only cases of the profiles that it ran."""
 
     def ran(name: str, *profiles: str) -> Tally:
         runs = tuple(Part(profile=profile, words="NOT CERTIFIED", seconds=1.0) for profile in profiles)
@@ -187,7 +187,7 @@ def test_runs_of_components_have_a_separate_table() -> None:
 
 
 def test_the_command_shows_runs_beside_the_contract(tmp_path: Path) -> None:
-    """Each requirement with a case; a run of a profile of one's own is refused, because its cases are nobody else's."""
+    """Each requirement with a case; a run of a private profile is refused, because no other run has its cases."""
     own = answered("scoreboard", "--coverage", str(test_tally.ran(tmp_path / "own").run.path))
     smoke = load_profile("smoke")
     path = str(test_tally.ran(tmp_path / "smoke", cases=tuple(smoke.by_id), profile=smoke).run.path)
@@ -196,8 +196,8 @@ def test_the_command_shows_runs_beside_the_contract(tmp_path: Path) -> None:
 
     assert (own.status, "profile must be one of" in own.err) == (2, True)
     assert (text.status, text.out.splitlines()[0]) == (0, "| engine | one |")
-    found = json.loads(data.out)
+    table = json.loads(data.out)
     entry = smoke.entries[0]
-    assert found["requirements"].keys() == contract.load().requirements.keys()
-    assert found["requirements"][entry.primary]["shown"]["one"].startswith("✓")
-    assert found["requirements"]["R131"]["reason"] == contract.uncovered()["R131"]
+    assert table["requirements"].keys() == contract.load().requirements.keys()
+    assert table["requirements"][entry.primary]["shown"]["one"].startswith("✓")
+    assert table["requirements"]["R131"]["reason"] == contract.uncovered()["R131"]

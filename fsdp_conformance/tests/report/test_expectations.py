@@ -1,4 +1,4 @@
-"""What somebody expects of a run, next to what the run found; and the file, as it is written from a run."""
+"""The expectations of a run, compared with its results; and the file, as it is written from a run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def an_entry(case: str = UNUSED, verdict: str = "FAIL", **more: Any) -> Expectat
 
 def surprises(run: RunFile, *entries: Expectation) -> list[str]:
     """The kind of each surprise, and its case."""
-    found = judge(run, entries, profile_cases=(UNUSED, ORDER, PARITY), today=TODAY)
-    return [f"{surprise.kind} {surprise.case}" for surprise in found.surprises]
+    comparison = judge(run, entries, profile_cases=(UNUSED, ORDER, PARITY), today=TODAY)
+    return [f"{surprise.kind} {surprise.case}" for surprise in comparison.surprises]
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_a_glob_stands_for_every_case_that_it_matches() -> None:
     """One of them that passes is a surprise; the others stay expected."""
     run = a_run(a_record(UNUSED, Verdict.FAIL), a_record("R117/unused-ws4"), a_record(ORDER, Verdict.FAIL))
 
-    found = judge(run, [an_entry("R117/*")], profile_cases=(UNUSED, ORDER), today=TODAY)
+    comparison = judge(run, [an_entry("R117/*")], profile_cases=(UNUSED, ORDER), today=TODAY)
 
-    assert [surprise.sentence() for surprise in found.surprises] == [
+    assert [surprise.sentence() for surprise in comparison.surprises] == [
         "CHANGED   R117/unused-ws4: expected FAIL, got PASS; the entry says: It is so.",
         "NEW       R070/order-ws2: FAIL: ",
     ]
-    assert (found.expected, found.as_expected) == (1, False)
+    assert (comparison.expected, comparison.as_expected) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_glob_stands_for_every_case_that_it_matches() -> None:
     ],
 )
 def test_an_entry_applies_to_the_runs_that_it_describes(entry: Expectation, applies: bool) -> None:
-    """To the others it says nothing, so the failure is new."""
+    """For other runs it does not count, so the failure is new."""
     assert surprises(a_run(a_record(UNUSED, Verdict.FAIL)), entry) == ([] if applies else [f"NEW {UNUSED}"])
 
 
@@ -114,10 +114,10 @@ def test_an_entry_of_a_case_on_another_device_does_not_cover_it() -> None:
 
 
 def test_an_entry_that_names_no_case_is_a_surprise_with_a_hint() -> None:
-    """Otherwise nobody would ever notice that it is stale; a case that was left out is no reason."""
-    found = judge(a_run(), [an_entry("R117/unsed-ws2"), an_entry()], profile_cases=(UNUSED, ORDER), today=TODAY)
+    """Otherwise a stale entry would go unnoticed; a case that was left out does not make its entry stale."""
+    comparison = judge(a_run(), [an_entry("R117/unsed-ws2"), an_entry()], profile_cases=(UNUSED, ORDER), today=TODAY)
 
-    assert [surprise.sentence() for surprise in found.surprises] == [
+    assert [surprise.sentence() for surprise in comparison.surprises] == [
         "UNMATCHED R117/unsed-ws2: no case of the profile has this id; did you mean 'R117/unused-ws2'?"
     ]
 
@@ -132,7 +132,7 @@ def test_an_entry_expires_on_its_day() -> None:
 
 
 def test_a_broken_file_is_refused_with_all_of_its_problems(tmp_path: Path) -> None:
-    """At once, with the number of the entry."""
+    """One error has all problems, with the number of the entry."""
     path = tmp_path / "conformance.toml"
     path.write_text(
         '[[expect]]\ncase = "R001/x"\n[[expect]]\ncase = "b"\nverdict = "PASS"\nreason = " "\nexpires = "soon"\n'
@@ -242,14 +242,14 @@ def since(*records: CaseRecord, selected: tuple[str, ...] = (UNUSED, ORDER, PARI
 
 def test_a_run_next_to_its_baseline() -> None:
     """New, fixed, unchanged and missing; only new and missing ones make it worse."""
-    found = since(a_record(UNUSED, Verdict.FAIL), a_record(ORDER), a_record(PARITY, Verdict.FAIL, reason="summed"))
+    changes = since(a_record(UNUSED, Verdict.FAIL), a_record(ORDER), a_record(PARITY, Verdict.FAIL, reason="summed"))
 
-    assert found.lines() == [
+    assert changes.lines() == [
         "new      R001/probe-ws2: FAIL, PASS before: summed",
         "fixed    R070/order-ws2: HANG before",
         "1 new, 1 fixed, 1 unchanged, 0 missing",
     ]
-    assert found.worse
+    assert changes.worse
     assert not since(a_record(UNUSED, Verdict.FAIL), a_record(ORDER), a_record(PARITY)).worse
 
 
@@ -259,12 +259,12 @@ def test_another_failure_of_a_case_is_new() -> None:
 
 
 def test_a_case_that_is_no_longer_judged_is_missing() -> None:
-    """Declined, not possible on this machine, or without a record; but not one that nobody asked for."""
-    found = since(a_record(UNUSED, Verdict.UNSUPPORTED), a_record(ORDER, Verdict.DISABLED))
+    """Declined, not possible on this machine, or without a record; but not one that was not selected."""
+    changes = since(a_record(UNUSED, Verdict.UNSUPPORTED), a_record(ORDER, Verdict.DISABLED))
 
-    assert found.missing == (
+    assert changes.missing == (
         "R117/unused-ws2: FAIL before, UNSUPPORTED now",
         "R001/probe-ws2: PASS before, without a verdict now",
     )
-    assert found.worse
+    assert changes.worse
     assert since(a_record(UNUSED, Verdict.FAIL), selected=(UNUSED,)).missing == ()

@@ -46,11 +46,11 @@ def too_long(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("said", "width"), [("80", 80), ("20", 60), ("200", WIDTH), (None, None)], ids=["80", "tiny", "wide", "a pipe"]
+    ("value", "width"), [("80", 80), ("20", 60), ("200", WIDTH), (None, None)], ids=["80", "tiny", "wide", "a pipe"]
 )
-def test_the_width_is_the_terminals(columns: Columns, said: str | None, width: int | None) -> None:
+def test_the_width_is_the_terminals(columns: Columns, value: str | None, width: int | None) -> None:
     """Between 60 and 120 columns; without a terminal, paragraphs have 120."""
-    columns(said)
+    columns(value)
 
     assert terminal_width() == width
     assert screen_width() == (width or WIDTH)
@@ -87,7 +87,7 @@ def test_reports_fit_a_narrow_terminal() -> None:
 
 
 def test_files_do_not_depend_on_the_terminal(columns: Columns) -> None:
-    """What is not printed is folded at 120 columns."""
+    """Text that is not printed is folded at 120 columns."""
     columns("60")
     on_a_narrow_one = render_record(hung())
     columns("120")

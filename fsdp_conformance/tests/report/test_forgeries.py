@@ -1,7 +1,7 @@
 """
 Run files, profiles and declarations that were made to look better than the run was.
 
-Every forgery below hashes the whole file anew and rewrites the footer to match, as somebody would who knows how the
+Every forgery below hashes the whole file again and rewrites the footer to match, as a forger would who knows how the
 file is made. It must not verify as CERTIFIED.
 """
 
@@ -63,7 +63,7 @@ def written(directory: Path, profile: Profile, *, version: str = "1") -> Path:
 
 
 def forged(path: Path, profile: Profile, change: Callable[[Lines], None]) -> Verification:
-    """Change the lines, derive the footer from them, hash everything anew, and verify the result."""
+    """Change the lines, derive the footer from them, hash everything again, and verify the result."""
     lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
     for line in lines:
         del line["chain"]
@@ -89,20 +89,20 @@ def case_line(lines: Lines, case: str = PARITY) -> dict[str, Any]:
     return next(line for line in lines if line["type"] == "case" and line["case"] == case)
 
 
-def only_reason(found: Verification) -> str:
+def only_reason(verification: Verification) -> str:
     """Why the forged file certifies nothing. The file as such is intact."""
-    assert found.run.problems == []
-    assert found.certificate.word == "NOT CERTIFIED"
-    assert found.status != 0
-    (reason,) = found.certificate.reasons
+    assert verification.run.problems == []
+    assert verification.certificate.word == "NOT CERTIFIED"
+    assert verification.status != 0
+    (reason,) = verification.certificate.reasons
     return reason
 
 
 def test_the_honest_run_is_certified(tmp_path: Path, profile: Profile) -> None:
-    """The control: hashing anew alone changes nothing."""
-    found = forged(written(tmp_path, profile), profile, lambda lines: None)
+    """The control: hashing again changes nothing."""
+    verification = forged(written(tmp_path, profile), profile, lambda lines: None)
 
-    assert (found.certificate.word, found.discrepancies, found.status) == ("CERTIFIED", (), 0)
+    assert (verification.certificate.word, verification.discrepancies, verification.status) == ("CERTIFIED", (), 0)
 
 
 def _findings(lines: Lines) -> None:
@@ -237,18 +237,18 @@ def test_a_failure_cannot_become_a_decline(tmp_path: Path, profile: Profile) -> 
     def change(lines: Lines) -> None:
         case_line(lines, DEFERRED).update(verdict="UNSUPPORTED", evidence=[], comparisons=0, elements=0)
 
-    found = forged(written(tmp_path, profile), profile, change)
-    (extension,) = found.certificate.extensions
+    verification = forged(written(tmp_path, profile), profile, change)
+    (extension,) = verification.certificate.extensions
 
     assert extension.state == "not judged"
 
 
 def test_a_flag_that_is_taken_back_after_the_run_grants_nothing(tmp_path: Path, profile: Profile) -> None:
     """A PASS without the flags it needs."""
-    found = forged(
+    verification = forged(
         written(tmp_path, profile), profile, lambda lines: lines[0]["implementation"].update(capabilities=[])
     )
-    (extension,) = found.certificate.extensions
+    (extension,) = verification.certificate.extensions
 
     assert extension.state == "not judged"
 
@@ -256,10 +256,10 @@ def test_a_flag_that_is_taken_back_after_the_run_grants_nothing(tmp_path: Path, 
 @pytest.mark.parametrize("key", ["suite", "suite_sha256", "implementation", "environment"])
 def test_a_header_that_names_nothing_certifies_nothing(tmp_path: Path, profile: Profile, key: str) -> None:
     """A header without versions."""
-    found = forged(written(tmp_path, profile), profile, lambda lines: lines[0].pop(key))
+    verification = forged(written(tmp_path, profile), profile, lambda lines: lines[0].pop(key))
 
-    assert found.certificate.word == "NOT CERTIFIED"
-    assert found.status != 0
+    assert verification.certificate.word == "NOT CERTIFIED"
+    assert verification.status != 0
 
 
 def test_a_footer_that_grants_nothing_is_answered(tmp_path: Path, profile: Profile) -> None:
@@ -334,10 +334,10 @@ def test_a_profile_of_ones_own_certifies_nothing(tmp_path: Path, make: Callable[
         run.start(entry.id, world_size=entry.world_size)
         run.case(_passed(entry.id, list(entry.requirements)))
     assert run.finish().word == "PRIVATE RUN"
-    found = verify(run.path)
+    verification = verify(run.path)
 
-    assert (found.certificate.word, found.certificate.certified) == ("PRIVATE RUN", False)
-    assert found.status != 0
+    assert (verification.certificate.word, verification.certificate.certified) == ("PRIVATE RUN", False)
+    assert verification.status != 0
 
 
 def _passed(case: str, requirements: list[str]) -> CaseRecord:

@@ -27,8 +27,8 @@ def results(run: RunFile) -> list[dict[str, Any]]:
     assert content["version"] == "2.1.0"
     (only,) = content["runs"]
     assert {result["ruleId"] for result in only["results"]} == {rule["id"] for rule in only["tool"]["driver"]["rules"]}
-    found: list[dict[str, Any]] = only["results"]
-    return found
+    entries: list[dict[str, Any]] = only["results"]
+    return entries
 
 
 def placed(result: dict[str, Any]) -> tuple[str, int]:
@@ -42,12 +42,12 @@ class TestSarif:
 
     def test_one_result_for_a_problem(self) -> None:
         """The cases that fail in the same way are one alert; what passed is none."""
-        found = results(a_run([a_record(), failed(), failed("R003/rank-coded-ws3"), hung()]))
+        entries = results(a_run([a_record(), failed(), failed("R003/rank-coded-ws3"), hung()]))
 
-        assert [(one["ruleId"], one["level"], len(one["properties"]["cases"])) for one in found] == [
+        assert [(one["ruleId"], one["level"], len(one["properties"]["cases"])) for one in entries] == [
             ("R003", "error", 2), ("R067", "error", 1)
         ]  # fmt: skip
-        assert "likely" in found[0]["message"]["text"]
+        assert "likely" in entries[0]["message"]["text"]
 
     def test_the_place_is_the_engines_innermost_frame(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Relative to the repository, with the line; a package that is installed is not part of it."""
@@ -127,13 +127,13 @@ class TestBadge:
         return picture.findall(f"{name}g/{name}text")[1].text or "", picture.findall(f"{name}rect")[1].get("fill", "")
 
     def test_a_certificate_is_shown_with_its_scope(self) -> None:
-        """Not by the word alone."""
+        """The word alone is not enough."""
         given = {"certified": True, "reasons": (), "counts": {Verdict.PASS: 5}}
 
         assert self.words(**given) == ("base + offload (1 of 2 extensions)", "#1a7f37")
 
     def test_a_failure_is_red(self) -> None:
-        """With how much failed."""
+        """The badge has the number of failures."""
         assert self.words() == ("2 of 5 cases failed", "#c62828")
 
     def test_a_part_of_a_profile_is_grey(self) -> None:
@@ -141,7 +141,7 @@ class TestBadge:
         assert self.words(counts={Verdict.PASS: 5}, expected=9) == ("5 of 9 cases ran", "#68707c")
 
     def test_no_name_is_taken_for_markup(self) -> None:
-        """The name of a profile may come from a file of somebody else's."""
+        """The name of a profile may come from another person's file."""
         assert "&lt;x&gt;" in badge.text(a_run([]), a_certificate(profile="<x>"))
 
 
@@ -194,29 +194,29 @@ class TestCommand:
             assert shown.out == (tmp_path / "out" / name).read_text(encoding="utf-8") != ""
 
     def test_cases_can_be_chosen(self, tmp_path: Path) -> None:
-        """By glob; a glob that matches nothing is a mistake."""
+        """They are chosen by glob; a glob that matches nothing is a mistake."""
         ran = smoke_run(tmp_path / "run")
         case = ran.run.records[0].case
-        found = json.loads(answered("export", str(ran.run.path), "--format", "ctrf", "--case", f"{case[:-1]}*").out)
+        document = json.loads(answered("export", str(ran.run.path), "--format", "ctrf", "--case", f"{case[:-1]}*").out)
         lost = answered("export", str(ran.run.path), "--format", "ctrf", "--case", "R777/*")
 
-        assert case in {test["name"] for test in found["results"]["tests"]}
+        assert case in {test["name"] for test in document["results"]["tests"]}
         assert (lost.status, "--case R777/* names no case that has a verdict" in lost.err) == (2, True)
 
     def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:
         """The machine's fault, in one sentence."""
         ran = smoke_run(tmp_path / "run")
         (tmp_path / "file").touch()
-        found = answered("export", str(ran.run.path), "--format", "badge", "-o", str(tmp_path / "file" / "x.svg"))
+        answer = answered("export", str(ran.run.path), "--format", "badge", "-o", str(tmp_path / "file" / "x.svg"))
 
-        assert (found.status, "Choose another file with --output." in found.err) == (3, True)
+        assert (answer.status, "Choose another file with --output." in answer.err) == (3, True)
 
     def test_an_edited_file_is_no_success(self, tmp_path: Path) -> None:
-        """The text is made, since somebody may want to look at it, but the status says that it proves nothing."""
+        """The text is written for anyone who wants to look at it, but the status shows that it proves nothing."""
         path = Path(smoke_run(tmp_path / "run").run.path)
         path.write_text(path.read_text().replace('"verdict":"PASS"', '"verdict":"FAIL"', 1))
-        found = answered("export", str(path), "--format", "badge")
+        answer = answered("export", str(path), "--format", "badge")
 
-        assert found.out.startswith("<svg")
-        assert (found.status, found.err) != (0, "")
-        assert "hash" in found.err
+        assert answer.out.startswith("<svg")
+        assert (answer.status, answer.err) != (0, "")
+        assert "hash" in answer.err

@@ -36,7 +36,7 @@ def ran(verdicts: dict[str, Verdict], *, started: str = "", settings: RunSetting
 
 
 def test_what_failed_or_did_not_finish_is_selected() -> None:
-    """Verdicts that need nobody's attention are left out."""
+    """Verdicts that need no attention are left out."""
     fine = (Verdict.PASS, Verdict.XFAIL, Verdict.UNSUPPORTED, Verdict.DISABLED, Verdict.NOT_RUN_ENV)
     verdicts = {f"R001/{verdict.lower().replace('_', '-')}-ws2": verdict for verdict in Verdict}
     ran(verdicts, started="R001/cut-ws2")
@@ -53,7 +53,7 @@ def test_without_an_earlier_run_there_is_a_message() -> None:
 
 
 def test_the_last_run_of_another_implementation_does_not_count() -> None:
-    """Neither for failures nor for durations."""
+    """It counts neither for failures nor for durations."""
     ran({"R001/probe-ws2": Verdict.FAIL})
 
     with pytest.raises(UsageError, match="needs a run of other, but the last one was of mine"):

@@ -82,25 +82,25 @@ def test_a_run_comes_back_as_it_was(tmp_path: Path, profile: Profile) -> None:
 
 
 def test_each_line_is_on_disk_before_the_next_case_begins(tmp_path: Path, profile: Profile) -> None:
-    """What ends the run then leaves all that was judged."""
+    """A run that is ended at that point keeps every verdict."""
     run = a_run(tmp_path, profile, a_record())
 
     assert [record.case for record in read(run.path).records] == ["R001/probe-ws2"]
 
 
 def test_a_run_that_is_aborted_has_no_footer(tmp_path: Path, profile: Profile) -> None:
-    """And can be read; the case that was running is named."""
+    """The file can be read, and names the case that was running."""
     run = a_run(tmp_path, profile, a_record())
     run.start("R001/probe-ws3", world_size=3)
     run.abort()
-    found = read(tmp_path)
+    aborted = read(tmp_path)
 
-    assert found.aborted
-    assert (found.unfinished(), found.problems) == (["R001/probe-ws3"], [])
+    assert aborted.aborted
+    assert (aborted.unfinished(), aborted.problems) == (["R001/probe-ws3"], [])
 
 
 def test_nothing_is_written_after_the_end(tmp_path: Path, profile: Profile) -> None:
-    """Neither after a footer nor after an abort."""
+    """The end is a footer or an abort."""
     run = a_run(tmp_path, profile)
     run.finish()
     before = run.path.read_bytes()
@@ -149,7 +149,7 @@ def test_an_earlier_run_of_the_directory_is_kept(tmp_path: Path, profile: Profil
 
 
 def test_the_default_directory_names_implementation_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever stands in the specification of the implementation."""
+    """The specification of the implementation may contain any character."""
     monkeypatch.setattr(last_run, "datetime", _FixedTime)
     monkeypatch.setattr(os, "getpid", lambda: 17)
     directory = report_directory(RunSettings(implementation="a/b.py:C"))
@@ -178,7 +178,7 @@ def test_last_points_to_the_newest_run(tmp_path: Path) -> None:
 
 
 def test_last_is_left_alone_where_it_is_no_link(tmp_path: Path) -> None:
-    """Somebody's directory of that name is not ours to replace."""
+    """A user's directory of that name is not ours to replace."""
     (tmp_path / "last" / "mine").mkdir(parents=True)
     (tmp_path / "run").mkdir()
     link_last(tmp_path / "run")
@@ -236,7 +236,7 @@ def whole(tmp_path: Path, profile: Profile) -> Path:
 
 
 def edited(path: Path, number: int, **changes: Any) -> None:
-    """Change fields of one line, from 0, as somebody who knows nothing of hashes would."""
+    """Change fields of one line, from 0, without fixing the hashes."""
     content = lines(path)
     content[number].update(changes)
     path.write_text("".join(encode(line) + "\n" for line in content), encoding="utf-8")
@@ -280,7 +280,7 @@ def test_lines_that_changed_places_are_found(tmp_path: Path, profile: Profile) -
 
 
 def test_a_line_after_the_footer_is_found(tmp_path: Path, profile: Profile) -> None:
-    """Even one that is a copy."""
+    """It is found even if it is a copy."""
     path = whole(tmp_path, profile)
     text = path.read_text(encoding="utf-8")
     path.write_text(text + text.splitlines(keepends=True)[1], encoding="utf-8")
@@ -309,20 +309,20 @@ def test_a_torn_line_is_said_and_the_rest_is_read(tmp_path: Path, profile: Profi
     ],
 )
 def test_a_strange_line_is_a_problem(tmp_path: Path, profile: Profile, line: str, problem: str) -> None:
-    """Never an exception."""
+    """It never raises an exception."""
     run = a_run(tmp_path, profile)
     run.abort()
     with run.path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
-    assert any(found.startswith(problem) for found in read(run.path).problems)
+    assert any(text.startswith(problem) for text in read(run.path).problems)
 
 
 @pytest.mark.parametrize(
     "content", ["", "\n", "{}\n", '{"type": "header"}\n', '{"type": "header", "format": 99}\n', "x"]
 )
 def test_what_is_no_run_file_is_refused(tmp_path: Path, content: str) -> None:
-    """By its first line."""
+    """The first line decides."""
     (tmp_path / NAME).write_text(content, encoding="utf-8")
 
     with pytest.raises(RunFileError, match="is not a run file of this version"):
@@ -397,9 +397,9 @@ def test_ambiguous_json_is_a_problem(tmp_path: Path, profile: Profile, body: str
     run.abort()
     with run.path.open("a", encoding="utf-8") as file:
         file.write(f'{body},"chain":"{chained(read(run.path).chain, body + "}")}"}}\n')
-    (found,) = read(run.path).problems
+    (text,) = read(run.path).problems
 
-    assert found.startswith(f"line 2 cannot be read: {problem}")
+    assert text.startswith(f"line 2 cannot be read: {problem}")
 
 
 def test_a_lone_surrogate_is_written_as_its_escape(tmp_path: Path, profile: Profile) -> None:
@@ -419,7 +419,7 @@ def test_figures_of_the_evidence_survive_as_well(tmp_path: Path, profile: Profil
 
 
 def test_a_run_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """With its path."""
+    """The error has its path."""
     with pytest.raises(RunFileError, match=r"none\.jsonl cannot be read: No such file"):
         read(tmp_path / "none.jsonl")
 
@@ -430,17 +430,17 @@ def test_a_run_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def schema() -> dict[str, Any]:
     """The schema that is shipped."""
     text = resources.files("fsdp_conformance.report").joinpath("schema.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    content: dict[str, Any] = json.loads(text)
+    return content
 
 
 def test_the_schema_is_one() -> None:
-    """By its own meta-schema."""
+    """It is valid by its own meta-schema."""
     jsonschema.Draft202012Validator.check_schema(schema())
 
 
 def test_every_line_of_a_run_obeys_the_schema(tmp_path: Path, profile: Profile) -> None:
-    """Also with findings, exits, infinities and notes."""
+    """The lines include findings, exits, infinities and notes."""
     validator = jsonschema.Draft202012Validator(schema())
     run = a_run(
         tmp_path,

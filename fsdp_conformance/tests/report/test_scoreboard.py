@@ -101,9 +101,9 @@ def test_an_edited_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
-    """A run of a profile that is not shipped cannot be read by name: the message says so."""
-    found = answered("scoreboard", str(tmp_path))
-    assert (found.status, "expected a run file" in found.err) == (2, True)
+    """A run of a profile that is not shipped cannot be read by name, and the message explains it."""
+    answer = answered("scoreboard", str(tmp_path))
+    assert (answer.status, "expected a run file" in answer.err) == (2, True)
     lost = answered("scoreboard", str(ran(tmp_path / "one", "one")))
     assert (lost.status, "profile must be one of" in lost.err) == (2, True)
     profile = tmp_path / "some.json"

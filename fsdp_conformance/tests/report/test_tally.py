@@ -1,4 +1,4 @@
-"""What is kept of runs."""
+"""Tallies: the results of runs, in a small file."""
 
 from __future__ import annotations
 
@@ -47,37 +47,37 @@ def ran(
 
 def test_each_case_keeps_its_verdict_and_what_failed(tmp_path: Path) -> None:
     """With what the case asked for, the flags that were declared, and the run."""
-    found = tally([ran(tmp_path, R070=Verdict.CRASH, R117=Verdict.FAIL)], PROFILE)
+    result = tally([ran(tmp_path, R070=Verdict.CRASH, R117=Verdict.FAIL)], PROFILE)
 
     digests = {case: digest_of(entry) for case, entry in PROFILE.by_id.items()}
-    assert {case: shown.words() for case, shown in found.cases.items()} == {
+    assert {case: shown.words() for case, shown in result.cases.items()} == {
         "R001/probe-ws2": f"PASS {digests['R001/probe-ws2']}",
         "R070/probe-ws2": f"CRASH {digests['R070/probe-ws2']}",
         "R117/probe-ws2": f"FAIL {digests['R117/probe-ws2']} R003",
     }
     assert len(set(digests.values())) == 3
-    assert (found.name, found.version, [run.profile for run in found.runs]) == ("one", "1", ["some"])
-    assert (found.declares("cpu"), found.declares("cuda")) == (frozenset({"zero3"}), frozenset({"hsdp", "zero3"}))
-    assert found.declares("sim") == frozenset({"hsdp", "zero3", "tp"})
+    assert (result.name, result.version, [run.profile for run in result.runs]) == ("one", "1", ["some"])
+    assert (result.declares("cpu"), result.declares("cuda")) == (frozenset({"zero3"}), frozenset({"hsdp", "zero3"}))
+    assert result.declares("sim") == frozenset({"hsdp", "zero3", "tp"})
 
 
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     """All of it; without cases that are gone, if asked."""
-    found = tally([ran(tmp_path, R117=Verdict.FAIL)], PROFILE)
+    result = tally([ran(tmp_path, R117=Verdict.FAIL)], PROFILE)
 
-    assert tally_from_json(found.to_text(), where="one.json") == found
-    assert list(found.without(["R001/probe-ws2", "R999/other-ws2"]).cases) == ["R070/probe-ws2", "R117/probe-ws2"]
+    assert tally_from_json(result.to_text(), where="one.json") == result
+    assert list(result.without(["R001/probe-ws2", "R999/other-ws2"]).cases) == ["R070/probe-ws2", "R117/probe-ws2"]
 
 
 def test_its_file_has_one_requirement_a_line(tmp_path: Path) -> None:
     """Hundreds of cases fit on a few screens, and a diff shows the requirements whose verdicts differ."""
-    found = tally([ran(tmp_path, R117=Verdict.FAIL)], PROFILE)
-    lines = found.to_text().splitlines()
+    result = tally([ran(tmp_path, R117=Verdict.FAIL)], PROFILE)
+    lines = result.to_text().splitlines()
     begin = lines.index('"cases": {') + 1
 
     rows = [json.loads("{" + line.rstrip(",") + "}") for line in lines[begin:-2]]
     assert [{case.partition("/")[0] for case in row} for row in rows] == [{"R001"}, {"R070"}, {"R117"}]
-    assert {case: words for row in rows for case, words in row.items()} == found.to_json()["cases"]
+    assert {case: words for row in rows for case, words in row.items()} == result.to_json()["cases"]
 
 
 def test_several_runs_make_one_tally(tmp_path: Path) -> None:
@@ -92,7 +92,6 @@ def test_several_runs_make_one_tally(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("key", "runs"), [("name", ("one", "two")), ("name", ())])
 def test_runs_of_several_engines_are_no_tally(key: str, runs: tuple[str, ...], tmp_path: Path) -> None:
-    """Nor is no run."""
     with pytest.raises(UsageError, match=f"must have the same {key}, got {', '.join(runs) or 'no run'}"):
         tally([ran(tmp_path / name, name=name) for name in runs], PROFILE)
 
@@ -102,17 +101,17 @@ def test_a_later_run_is_added(tmp_path: Path) -> None:
     first, second, third = PROFILE.by_id
     former = tally([ran(tmp_path / "a", cases=(first, second), R070=Verdict.HANG)], PROFILE)
     later = replace(tally([ran(tmp_path / "b", cases=(second, third))], PROFILE), suite="grown")
-    found = added(former, later)
+    result = added(former, later)
 
-    assert [first, second, third] == list(found.cases)
-    assert found.cases[second].verdict is Verdict.PASS
-    assert ("grown", 2) == (found.suite, len(found.runs))
-    assert tally_from_json(found.to_text(), where="one.json") == found
+    assert [first, second, third] == list(result.cases)
+    assert result.cases[second].verdict is Verdict.PASS
+    assert ("grown", 2) == (result.suite, len(result.runs))
+    assert tally_from_json(result.to_text(), where="one.json") == result
 
 
 @pytest.mark.parametrize("key", ["name", "version", "adapter", "torch", "device"])
 def test_a_run_of_something_else_is_not_added(key: str, tmp_path: Path) -> None:
-    """What it shows would be taken for the former engine's."""
+    """Its results would be taken for the former engine's."""
     former = tally([ran(tmp_path)], PROFILE)
 
     with pytest.raises(UsageError, match=rf"{key} must be that of the runs that .* has, .*, to be added .* got other"):
@@ -129,15 +128,15 @@ def test_an_edited_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_of_other_cases_is_refused(tmp_path: Path) -> None:
-    """A profile of one's own, or one that has changed since: its cases may ask for something else now."""
+    """The cases of a private profile, or of one that has changed since, may ask for something else now."""
     file = tmp_path / "some.json"
     file.write_text(json.dumps(profile_of("quick-2026.11", [a_case()], only=["R001/probe-ws2"]).to_json()))
     run = Recorder(RunSettings(), profile_of("quick-2026.11", [a_case()]), {"name": "one"}, tmp_path)
     run.finish()
-    found = verify(run.path, profile_of("quick-2026.11", [a_case()]))
+    verification = verify(run.path, profile_of("quick-2026.11", [a_case()]))
 
     with pytest.raises(RunFileError, match=r"the run must be of quick-2026.11 as it is shipped now \(\w+\), got \w+"):
-        tally([found])
+        tally([verification])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,6 @@ def test_a_run_of_other_cases_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_an_edited_tally_is_refused(edit: object, message: str, tmp_path: Path) -> None:
-    """Whatever was changed in it."""
     text = tally([ran(tmp_path, R117=Verdict.FAIL)], PROFILE).to_text()
 
     with pytest.raises(UsageError, match=message):
@@ -161,7 +159,7 @@ def test_an_edited_tally_is_refused(edit: object, message: str, tmp_path: Path) 
 
 
 def test_a_digest_is_of_what_a_case_asks_for() -> None:
-    """Not of its title."""
+    """The title does not count."""
     (plain,) = profile_of("some", [a_case()]).entries
     changed = [
         profile_of("some", [a_case(**change)]).entries[0]

@@ -1,4 +1,4 @@
-"""What people read: failures, summaries, explanations, Markdown; word for word."""
+"""The texts that people read, word for word: failures, summaries, explanations, Markdown."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Texts(TestCase):
         )
 
     def test_a_crash_shows_what_followed_from_it(self) -> None:
-        """The first three consequences."""
+        """The text has the first three consequences."""
         finding = a_finding(
             "R001", check="process end", message="rank 1 died of SIGSEGV before its report was in", rank=1, step=None,
             phase=None, fqn=None, element=None, got=None, expected=None, ratio=None, likely=None,
@@ -214,7 +214,7 @@ class Texts(TestCase):
         )
 
     def test_an_exception_has_its_own_advice(self) -> None:
-        """By whether it depends on the rank."""
+        """The advice depends on whether the exception depends on the rank."""
         alone = a_finding(
             "R001", check="training", message="rank 1 raised ValueError: 13 elements", rank=1, step=None, phase=None,
             fqn=None, element=None, got=None, expected=None, ratio=None, ulps=None, likely="only rank 1 raised: the "
@@ -305,7 +305,7 @@ class Texts(TestCase):
         )
 
     def test_the_summary_has_a_denominator(self) -> None:
-        """And says what was executed of it."""
+        """It also shows how much of it was executed."""
         self.assertText(
             summary_line(a_certificate(), seconds=108.0) + "\n" + certificate_text(a_certificate()),
             """\
@@ -420,7 +420,7 @@ cases       1 of core-2026.11:
         )
 
     def test_a_case_is_explained(self) -> None:
-        """What it expects and binds, and everything that the run has on it."""
+        """The text has what it expects and binds, and everything that the run has on it."""
         record = hung()
         record.notes, record.measurements = ["a shim was used"], {"held_bytes": {"rank 0": 10}}
         record.traceback, record.schedule = "Traceback: boom\n", ["forward all_gather"]
@@ -461,7 +461,7 @@ closer: fsdp-conformance debug R067/uneven-ws2 --implementation torch-fsdp2""",
         )
 
     def test_a_run_in_markdown(self) -> None:
-        """What a nightly job shows."""
+        """The page that a nightly job shows."""
         records = [a_record(), a_record("R017/x-ws2", Verdict.NOT_RUN_ENV, chapter="B"), failed(), hung(), a_record()]
         self.assertText(
             markdown.summary(a_run(records), a_certificate()),
@@ -575,12 +575,12 @@ def test_many_groups_are_cut_in_the_markdown() -> None:
     ("seconds", "text"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (48.4, "48 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s")]
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
-    """No more digits than matter."""
+    """They have no more digits than matter."""
     assert duration(seconds) == text
 
 
 def test_cases_of_other_causes_are_other_groups() -> None:
-    """Also with the same requirement and check."""
+    """They are, even with the same requirement and check."""
     records = [failed(), failed("R003/other-ws2", likely="divided twice")]
 
     assert len(grouped(records)) == 2
@@ -654,7 +654,7 @@ def test_the_cases_of_a_method_are_folded() -> None:
 
 
 def test_a_case_of_another_profile_is_explained_from_the_run() -> None:
-    """What the run has is shown."""
+    """The run's own data is shown."""
     text = explain("R003/rank-coded-ws2", contract.load(), a_profile(), a_run([failed()]))
 
     assert "profile     not a case of core-2026.11" in text

@@ -42,8 +42,8 @@ def nights(outcomes: str, **others: Any) -> Trend:
         elif outcome != " ":
             records.append(a_record(PROBE, verdicts[outcome]))
         runs.append(a_run(night, *records, **others))
-    (found,) = trend.trends(runs)
-    return found
+    (result,) = trend.trends(runs)
+    return result
 
 
 def test_a_new_failure_says_what_changed() -> None:
@@ -53,15 +53,15 @@ def test_a_new_failure_says_what_changed() -> None:
         a_run(2, a_record(OTHER), torch="2.12.1"),
         a_run(3, a_record(PROBE, Verdict.FAIL, a_finding(), environment={**LOADED, "adapter": "beef" * 16})),
     ]
-    (found,) = trend.trends(runs)
-    (failing,) = found.failing
+    (result,) = trend.trends(runs)
+    (failing,) = result.failing
 
     assert failing.is_new
     assert (failing.since, failing.last_pass) == (runs[2].header["started"], runs[0].header["started"])
     assert failing.changed == ("adapter ada9ada9 -> beefbeef", "torch 2.12.0 -> 2.13.0")
-    assert found.new == found.failing
-    assert "NEW       R001/probe-ws2: FAIL\n  " in trend.text(found)
-    assert trend.text(found).endswith("1 new, 0 known, 0 fixed")
+    assert result.new == result.failing
+    assert "NEW       R001/probe-ws2: FAIL\n  " in trend.text(result)
+    assert trend.text(result).endswith("1 new, 0 known, 0 fixed")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_since_when_it_fails(outcomes: str, new: bool, runs: int, passed: bool) 
 
 
 def test_without_a_change_of_versions_it_may_be_chance() -> None:
-    """The text says so instead of nothing."""
+    """The text says that there is nothing to show."""
     assert "no version: look for chance" in trend.text(nights(".F"))
     assert "never passed" in trend.text(nights("FF"))
 
@@ -102,7 +102,7 @@ def test_what_the_last_run_fixed(outcomes: str, fixed: bool) -> None:
     ("outcomes", "unsteady"), [(".F.", True), ("F.F", True), (".FF", False), ("F..", False), (".n.", False)]
 )
 def test_unsteady_cases(outcomes: str, unsteady: bool) -> None:
-    """What fails and passes in turn."""
+    """A case is unsteady if it fails and passes in turn."""
     assert (PROBE in nights(outcomes).unsteady) is unsteady
 
 
@@ -124,28 +124,28 @@ def test_a_case_that_became_slower() -> None:
 
 
 def test_short_cases_are_not_slower_by_chance() -> None:
-    """Three times a fifth of a second is no news."""
+    """Three times a fifth of a second is not worth reporting."""
     before = a_run(1, *_timed({PROBE: 0.2, OTHER: 0.2}))
-    (found,) = trend.trends([before, a_run(2, *_timed({PROBE: 0.2, OTHER: 0.6}))])
+    (result,) = trend.trends([before, a_run(2, *_timed({PROBE: 0.2, OTHER: 0.6}))])
 
-    assert found.slower == ()
+    assert result.slower == ()
 
 
 def test_engines_and_devices_have_trends_of_their_own() -> None:
     """A failure on one device is none on the other."""
     failed = a_record(PROBE, Verdict.FAIL, a_finding())
-    found = trend.trends([a_run(1, a_record(PROBE)), a_run(1, failed, device="cuda"), a_run(2, a_record(PROBE))])
+    result = trend.trends([a_run(1, a_record(PROBE)), a_run(1, failed, device="cuda"), a_run(2, a_record(PROBE))])
 
-    assert [(each.device, len(each.nights), len(each.failing)) for each in found] == [("cpu", 2, 0), ("cuda", 1, 1)]
+    assert [(each.device, len(each.nights), len(each.failing)) for each in result] == [("cpu", 2, 0), ("cuda", 1, 1)]
 
 
 def test_an_unfinished_run_counts_with_what_it_judged() -> None:
     """It is named as such."""
     runs = [a_run(1, a_record(PROBE)), a_run(2, a_record(PROBE, Verdict.HANG, reason="rank 1 hangs"), finished=False)]
-    (found,) = trend.trends(runs)
+    (result,) = trend.trends(runs)
 
-    assert [failing.happened for failing in found.failing] == ["rank 1 hangs"]
-    assert "did not finish" in trend.text(found)
+    assert [failing.happened for failing in result.failing] == ["rank 1 hangs"]
+    assert "did not finish" in trend.text(result)
 
 
 def test_annotations_are_one_line_each() -> None:
@@ -154,8 +154,8 @@ def test_annotations_are_one_line_each() -> None:
         a_record(PROBE, Verdict.FAIL, a_finding(message="50 % off,\nsee: below")),
         a_record(OTHER, Verdict.FAIL, a_finding()),
     ]
-    (found,) = trend.trends([a_run(1, a_record(PROBE), records[1]), a_run(2, *records)])
-    (line,) = trend.as_annotations(found)
+    (result,) = trend.trends([a_run(1, a_record(PROBE), records[1]), a_run(2, *records)])
+    (line,) = trend.as_annotations(result)
 
     assert line.startswith("::error title=mine%3A R001/probe-ws2::FAIL: ")
     assert "50 %25 off,%0Asee: below" in line

@@ -45,8 +45,8 @@ def a_run(directory: Path, profile: Profile, verdict: Verdict = Verdict.PASS) ->
     run = Recorder(RunSettings(report_dir=str(directory)), profile, DESCRIPTION, directory)
     findings = [a_finding("R001")] if verdict is Verdict.FAIL else []
     loaded = {**LOADED, "torch": version_of("torch")}
-    for case, found, seen in (("R001/probe-ws2", verdict, findings), ("R188/probe-ws2", Verdict.PASS, [])):
-        record = a_record(case, found, *seen, environment=loaded)
+    for case, outcome, seen in (("R001/probe-ws2", verdict, findings), ("R188/probe-ws2", Verdict.PASS, [])):
+        record = a_record(case, outcome, *seen, environment=loaded)
         run.start(record.case, world_size=2)
         run.case(record)
     run.finish()
@@ -54,7 +54,7 @@ def a_run(directory: Path, profile: Profile, verdict: Verdict = Verdict.PASS) ->
 
 
 def forged(path: Path, **changes: Any) -> None:
-    """Change the first case's line and hash the whole file anew, as somebody would who has read how it is done."""
+    """Change the first case's line and hash the whole file again, as a forger would who knows the format."""
     chain, lines = "fsdp-conformance run file", []
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
@@ -72,30 +72,30 @@ def test_an_honest_run_verifies(
     tmp_path: Path, profile: Profile, verdict: Verdict, certified: bool, status: int
 ) -> None:
     """Certified or not: the file says what follows from its lines."""
-    found = verify(a_run(tmp_path, profile, verdict), profile)
+    result = verify(a_run(tmp_path, profile, verdict), profile)
 
-    assert found.discrepancies == ()
-    assert (found.certificate.certified, found.status) == (certified, status)
+    assert result.discrepancies == ()
+    assert (result.certificate.certified, result.status) == (certified, status)
 
 
 @pytest.mark.parametrize(
-    "told", [{"computed": 2, "shared": 0, "checked": 0}, {"computed": 1, "shared": 3, "checked": 1}]
+    "counted", [{"computed": 2, "shared": 0, "checked": 0}, {"computed": 1, "shared": 3, "checked": 1}]
 )
-def test_computed_and_shared_references_verify(tmp_path: Path, profile: Profile, told: dict[str, int]) -> None:
+def test_computed_and_shared_references_verify(tmp_path: Path, profile: Profile, counted: dict[str, int]) -> None:
     """Both do; the footer adds them up, as the first rank of each case tells, and is held to it."""
     run = Recorder(RunSettings(report_dir=str(tmp_path)), profile, DESCRIPTION, tmp_path)
     loaded = {**LOADED, "torch": version_of("torch")}
-    of_ranks = {"rank 0": told, "rank 1": {"computed": 9, "shared": 9, "checked": 9}}
-    for case, counts in (("R001/probe-ws2", told), ("R188/probe-ws2", of_ranks)):
+    of_ranks = {"rank 0": counted, "rank 1": {"computed": 9, "shared": 9, "checked": 9}}
+    for case, counts in (("R001/probe-ws2", counted), ("R188/probe-ws2", of_ranks)):
         record = a_record(case, environment=loaded, measurements={REFERENCES: counts})
         run.start(record.case, world_size=2)
         run.case(record)
     run.finish()
 
-    found = verify(run.path, profile)
-    assert (found.certificate.certified, found.discrepancies) == (True, ())
-    assert found.run.footer is not None
-    assert found.run.footer["references"] == {name: 2 * count for name, count in told.items()}
+    result = verify(run.path, profile)
+    assert (result.certificate.certified, result.discrepancies) == (True, ())
+    assert result.run.footer is not None
+    assert result.run.footer["references"] == {name: 2 * count for name, count in counted.items()}
     forged(run.path, measurements={})
     assert [text.split(":")[0] for text in verify(run.path, profile).discrepancies] == ["references"]
 
@@ -104,41 +104,41 @@ def test_a_verdict_that_was_edited_does_not_verify(tmp_path: Path, profile: Prof
     """The line's hash is another, and the footer contradicts what is derived."""
     path = a_run(tmp_path, profile, Verdict.FAIL)
     path.write_text(path.read_text(encoding="utf-8").replace('"verdict":"FAIL"', '"verdict":"PASS"'), encoding="utf-8")
-    found = verify(path, profile)
+    result = verify(path, profile)
 
-    assert found.discrepancies[0] == "line 3 (case) does not match its hash: the file was edited"
-    assert found.status == 1
+    assert result.discrepancies[0] == "line 3 (case) does not match its hash: the file was edited"
+    assert result.status == 1
 
 
-def test_a_verdict_that_was_edited_and_hashed_anew_contradicts_the_footer(tmp_path: Path, profile: Profile) -> None:
+def test_a_verdict_that_was_edited_and_hashed_again_contradicts_the_footer(tmp_path: Path, profile: Profile) -> None:
     """The footer was derived from what the run had seen."""
     path = a_run(tmp_path, profile, Verdict.FAIL)
     forged(path, verdict="PASS", findings=[], reason="")
-    found = verify(path, profile)
+    result = verify(path, profile)
 
-    assert found.run.problems == []
-    assert any(text.startswith("counts: the footer says") for text in found.discrepancies)
-    assert "PASS without the reports of its ranks" in found.certificate.reasons[0]
-    assert found.status == 1
+    assert result.run.problems == []
+    assert any(text.startswith("counts: the footer says") for text in result.discrepancies)
+    assert "PASS without the reports of its ranks" in result.certificate.reasons[0]
+    assert result.status == 1
 
 
 def test_a_footer_that_promises_more_does_not_verify(tmp_path: Path, profile: Profile) -> None:
-    """What it says is compared."""
+    """The footer is compared with the derived certificate."""
     path = a_run(tmp_path, profile)
     forged(path, verdict="HANG")
-    found = verify(path, profile)
+    result = verify(path, profile)
 
-    assert any("certified: the footer says True, but the lines yield False" in text for text in found.discrepancies)
+    assert any("certified: the footer says True, but the lines yield False" in text for text in result.discrepancies)
 
 
 def test_an_aborted_run_does_not_verify(tmp_path: Path, profile: Profile) -> None:
     """There is no footer to compare with; what was judged can be read."""
     path = a_run(tmp_path, profile)
     path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
-    found = verify(path, profile)
+    result = verify(path, profile)
 
-    assert found.discrepancies == ("the footer is missing: the run was aborted",)
-    assert (len(found.run.records), found.status) == (2, 1)
+    assert result.discrepancies == ("the footer is missing: the run was aborted",)
+    assert (len(result.run.records), result.status) == (2, 1)
 
 
 def test_another_profile_than_the_runs_does_not_verify(tmp_path: Path, profile: Profile) -> None:
@@ -161,7 +161,7 @@ def test_the_profile_is_the_one_that_the_run_names(tmp_path: Path, profile: Prof
 
 
 def test_what_is_no_run_file_is_refused(tmp_path: Path) -> None:
-    """With its path."""
+    """The error has its path."""
     with pytest.raises(RunFileError, match=NAME):
         verify(tmp_path)
 

@@ -115,9 +115,9 @@ def _trained(engine: Any, plan: Any) -> dict[str, torch.Tensor]:
         with engine.microbatch(last, reduced=True):
             engine.backward(engine.forward(torch.ones(2, 3)).sum())
     engine.step(1.0)
-    found: dict[str, torch.Tensor] = engine.full_params()
+    params: dict[str, torch.Tensor] = engine.full_params()
     engine.close()
-    return found
+    return params
 
 
 @pytest.mark.usefixtures("alone")

@@ -51,13 +51,13 @@ def _script(case_id: str, implementation: str) -> str:
 
 
 def _imported(text: str) -> set[str]:
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(str(node.module))
-    return {name.partition(".")[0] for name in found}
+            names.add(str(node.module))
+    return {name.partition(".")[0] for name in names}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_everything_that_is_used_is_defined_before_it_is_needed() -> None:
     ids=["not exact", "no parity", "a refusal", "an event", "bytes", "an event that only an adapter's code can follow"],
 )
 def test_what_a_script_cannot_show_is_refused_with_the_reason(case_id: str, reason: str) -> None:
-    """And with what to do instead; nothing of the world that was imagined is left."""
+    """The error also says what to do instead; nothing of the imagined world is left."""
     with pytest.raises(NoScript, match=reason) as refused:
         _script(case_id, "torch-fsdp2")
     assert "debug CASE" in str(refused.value)
@@ -121,7 +121,7 @@ def test_what_a_script_cannot_show_is_refused_with_the_reason(case_id: str, reas
     assert not dist.is_initialized()
 
 
-#: An engine of one's own, in the adapter's file: it forgets to reduce one gradient.
+#: A user's own engine, in the adapter's file: it forgets to reduce one gradient.
 _OWN = """
 import torch
 import torch.distributed as dist
@@ -190,7 +190,7 @@ def test_what_a_user_does_to_parameters_is_in_a_script_with_an_adapters_code(
 
 
 def test_a_name_that_the_script_has_too_is_refused(tmp_path: Path) -> None:
-    """One of the two would be the other, in silence."""
+    """Otherwise one of the two would silently replace the other."""
     text = _OWN.replace("class Averaged", "def reference(module):\n    return module\n\n\nclass Averaged")
     text = text.replace("return Averaged(model", "return Averaged(reference(model)")
 

@@ -1,4 +1,4 @@
-"""What the selftest plans to try, and what it makes of a trial."""
+"""The trials that the selftest plans, and how it judges their results."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_the_quick_plan() -> None:
 def test_upstream_defects_are_the_known_findings() -> None:
     """A case is left out for a correct engine only where ci/known-findings.toml says why it fails."""
     known_findings = importlib.import_module("known_findings")
-    known = {finding.case for finding in known_findings.known_findings() if finding.implementation == "torch-fsdp2"}
+    upstream = {finding.case for finding in known_findings.known_findings() if finding.implementation == "torch-fsdp2"}
     patterns = correct.DEFECTS_OF_FSDP2
     left_out = {bound.case.id for bound in bound_cases() if correct.has_upstream_defect("torch-fsdp2", bound.case.id)}
 
-    assert known <= left_out
-    assert all(any(fnmatchcase(case, pattern) for case in known) for pattern in patterns)
+    assert upstream <= left_out
+    assert all(any(fnmatchcase(case, pattern) for case in upstream) for pattern in patterns)
     assert not any(correct.has_upstream_defect("reference", case) for case in left_out)
 
 
@@ -108,7 +108,7 @@ def test_a_correct_engine_that_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("engine", ["torch-fsdp2", "reference"])
 def test_losses_of_a_correct_engine(engine: str) -> None:
     """They are the unwrapped model's, much closer than the usual bound."""
-    found = difference(run_case(plain_loss(), engine, base=RunSettings()))
+    deviation = difference(run_case(plain_loss(), engine, base=RunSettings()))
 
-    assert found is not None
-    assert found < USUAL / 1000
+    assert deviation is not None
+    assert deviation < USUAL / 1000

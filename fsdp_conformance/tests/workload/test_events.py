@@ -64,7 +64,7 @@ def test_events_outside_the_run() -> None:
 
 
 def test_a_load_needs_a_save() -> None:
-    """A regime refuses to load what nobody has saved, whatever the order of its events is."""
+    """A regime refuses to load what was never saved, whatever the order of its events is."""
     save, load = _event(Action.SAVE, Moment.END, step=1), _event(Action.LOAD, Moment.END, step=1)
     before = _event(Action.LOAD, Moment.STEP, step=1)
 
@@ -122,7 +122,7 @@ def test_freezing_after_a_step() -> None:
 
 
 def test_regimes_for_references() -> None:
-    """What does nothing to replicated training is left out, so that such regimes are trained once."""
+    """Events without effect on replicated training are left out, so that such regimes are trained once."""
     plain = Regime(events=(_event(Action.EVALUATE, Moment.LOSS),))
     marked = Regime(events=(_event(Action.TOGGLE, Moment.STEP, ranks=(0,)), *plain.events))
     assert marked != plain
@@ -132,8 +132,8 @@ def test_regimes_for_references() -> None:
 def test_every_point() -> None:
     """One regime for each legal moment and micro-batch, with the event in every step; none twice."""
     regime = Regime(steps=3, micro_batches=2)
-    found = dict(every_point(regime, Action.EVALUATE))
-    assert list(found) == [
+    regimes = dict(every_point(regime, Action.EVALUATE))
+    assert list(regimes) == [
         "evaluate before the step",
         "evaluate before the forward of micro-batch 0",
         "evaluate before the forward of micro-batch 1",
@@ -144,13 +144,13 @@ def test_every_point() -> None:
         "evaluate before the optimizer",
         "evaluate after the optimizer",
     ]
-    for disturbed in found.values():
+    for disturbed in regimes.values():
         assert [event.step for event in disturbed.events] == [0, 1, 2]
         assert len({(event.moment, event.micro) for event in disturbed.events}) == 1
     waiting = dict(every_point(regime, Action.EVALUATE, pending=True))
     assert list(waiting) == ["evaluate after the backward of micro-batch 1", "evaluate before the optimizer"]
     others = dict(every_point(regime, Action.EVALUATE, pending=False))
-    assert waiting.keys() | others.keys() == found.keys()
+    assert waiting.keys() | others.keys() == regimes.keys()
     assert not waiting.keys() & others.keys()
 
 

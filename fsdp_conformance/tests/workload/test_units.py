@@ -21,7 +21,7 @@ def test_the_innermost_unit_owns_a_parameter() -> None:
 
 
 def test_a_unit_without_parameters_owns_nothing() -> None:
-    """Containers of units, and the root, are left out where they have no parameter of their own."""
+    """Containers of units, and the root, are left out where they have no parameters themselves."""
     fqns = {unit.fqn for unit in owning_units(models.nested_always()).shared}
 
     assert fqns == {"module.0", "module.1.0", "module.1.1", "module.2", "module.3"}

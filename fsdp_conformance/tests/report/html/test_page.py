@@ -82,7 +82,7 @@ def test_a_certified_run() -> None:
 
 
 def test_an_empty_run() -> None:
-    """Nothing has a verdict, and the page says so."""
+    """The page states that no case has a verdict."""
     shown = outline([], counts={}, executed=0)
 
     assert "No case has a verdict." in shown.text
@@ -99,7 +99,7 @@ def test_a_run_that_was_ended() -> None:
 
 
 def test_nothing_is_loaded() -> None:
-    """The file works without a network, and tells nobody that it was opened."""
+    """The file works without a network, and sends nothing when it is opened."""
     text = page(a_run([failed(), hung()]), a_certificate())
     shown = Outline(text)
 
@@ -152,7 +152,7 @@ def test_many_tensors_are_counted() -> None:
 
 
 def test_collectives_of_each_rank() -> None:
-    """A lane each, with what had not ended drawn hollow, and any line that is not understood told as it is."""
+    """Each rank has a lane, collectives that had not ended are hollow, and unparsed lines are shown as they are."""
     closed = "#1 closed all_gather 1024B float32 [0,1] at unit.py:3 in unshard (forward, step 0)"
     record = hung()
     record.exits = [
@@ -168,7 +168,7 @@ def test_collectives_of_each_rank() -> None:
 
 
 def test_memory_against_its_bound() -> None:
-    """What exceeds a bound comes first and looks different; figures without a bound are not drawn."""
+    """Figures that exceed a bound come first and look different; figures without a bound are not drawn."""
     fine, over = a_record("R038/fine-ws2"), a_record("R038/over-ws2", Verdict.FAIL)
     fine.measurements = {"peak bytes": {"forward": 512, "forward, bound": 1024, "held": 3}}
     over.measurements = {
@@ -198,7 +198,7 @@ def test_odd_measurements_are_left_out(measured: Any) -> None:
 
 
 def test_changes_since_the_baseline() -> None:
-    """What is new is open, what is unchanged folded."""
+    """New failures are open, unchanged ones are folded."""
     changes = Changes(new=("R003/x-ws2: FAIL: boom",), fixed=(), unchanged=("R004/y-ws2: FAIL",), missing=())
     shown = Outline(page(a_run([failed()]), a_certificate(), changes=changes, baseline="results/before"))
 
@@ -208,7 +208,7 @@ def test_changes_since_the_baseline() -> None:
 
 @pytest.mark.slow
 def test_a_full_run_stays_small() -> None:
-    """Every case of the profile, a hundred of them wrong in ways of their own: below a megabyte."""
+    """Every case of the profile, a hundred of them with different failures, takes less than a megabyte."""
     line = "#89 closed all_gather 576B float32 [0,1] at checkpointing.py:35 in recomputed (forward, step 1)"
     records = [a_record(entry.id) for entry in load_profile("core-2026.11").entries]
     for number, record in enumerate(records[:100]):
