@@ -136,7 +136,7 @@ RICH = Workload(
 
 
 class Reference:
-    """What a step should give: gradients are means over ranks, worked out in one process on every rank's batch."""
+    """The expected result of a step: gradients are means over ranks, computed in one process on every rank's batch."""
 
     def __init__(self, workload: Workload, regime: Regime, *, world_size: int) -> None:
         self.grads: list[dict[str, Tensor | None]] = []

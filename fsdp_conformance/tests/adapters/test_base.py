@@ -1,4 +1,4 @@
-"""What a class declares, what it refuses, and how short an adapter can be."""
+"""Tests for the base class: declarations, refusals, and how short an adapter can be."""
 
 from __future__ import annotations
 

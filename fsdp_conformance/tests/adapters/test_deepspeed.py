@@ -121,7 +121,7 @@ class Stages(RankTestCase):
             )
 
     def test_checkpoints_and_state_dicts(self) -> None:
-        """What one model saves or returns is what another one, with other values, has after it was loaded."""
+        """A second model with other values, once loaded, has exactly what the first one saved or returned."""
         directory = self.shared_directory()
         for name in STAGES:
             saved = registry.load(name)()
@@ -183,7 +183,7 @@ class Stages(RankTestCase):
             self.run_training("deepspeed-zero1", workload, Regime(optimizer="adafactor"))
 
     def test_refusals(self) -> None:
-        """What is not declared, another device, and a clipping that was not configured."""
+        """Undeclared flags, another device, and clipping that was not configured are refused."""
         with self.assertRaisesRegex(Unsupported, "zero1, but deepspeed-zero2 does not declare it"):
             DeepSpeedZeRO2().setup(self.fail, self.fail, Plan(sharding=Sharding.OPTIM))
         with self.assertRaisesRegex(Unsupported, "on the simulated accelerator, not on cuda"):

@@ -113,7 +113,7 @@ def test_other_placements_are_left_to_full_tensor() -> None:
 
 @pytest.mark.parametrize("wrong", ["part", "order", "dtype", "number"])
 def test_ranks_that_disagree_gather_nothing(wrong: str) -> None:
-    """What one rank holds differently must not become another rank's value: all of them read one by one."""
+    """A value that differs between ranks must not be taken from one rank only: all of them read one by one."""
 
     def body(rank: int) -> bool:
         mesh = init_device_mesh("cpu", (2,))

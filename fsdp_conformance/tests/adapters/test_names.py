@@ -13,7 +13,7 @@ from fsdp_conformance.adapters.names import OriginalNames, clean_name, cleaned_p
 
 
 class Wrapper(nn.Module):
-    """What third parties write: the wrapped module is an attribute, by a name of their choice."""
+    """A third-party wrapper: it keeps the wrapped module in an attribute, under a name of its authors' choice."""
 
     def __init__(self, inner: nn.Module, key: str = "module") -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_a_module_at_two_places() -> None:
 
 
 def test_parameters_of_the_engine_come_last() -> None:
-    """What has no original name keeps the engine's, after the others: the validator will find it."""
+    """Parameters without an original name keep the engine's name and come last, so the validator finds them."""
     model = nn.Sequential(nn.Linear(2, 2))
     names = OriginalNames(model)
     outer = Wrapper(model)

@@ -135,7 +135,7 @@ def test_a_misspelt_file_names_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_a_file_that_raises_is_quoted_with_its_line(tmp_path: Path) -> None:
-    """What the file raised, and where; a second try imports it again."""
+    """The error quotes the exception and its line; a second try imports the file again."""
     file = adapter_file(tmp_path, "Mine", extra="\n1 / 0\n")
 
     with pytest.raises(AdapterNotFound, match=r"ZeroDivisionError: division by zero .*my_adapter.py:2"):

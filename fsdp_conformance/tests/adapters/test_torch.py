@@ -178,7 +178,7 @@ def _write(adapter: Adapter, values: dict[str, torch.Tensor]) -> None:
 
 
 class Refusals(RankTestCase):
-    """What is not declared, or not offered here, is refused with a reason."""
+    """Flags that are not declared or not available here are refused with a reason."""
 
     def test_undeclared_options(self) -> None:
         """A plan with undeclared flags is refused before anything is built, naming all of them."""
@@ -190,7 +190,7 @@ class Refusals(RankTestCase):
 
     @with_fsdp2_on_the_cpu
     def test_the_engines_own_words(self) -> None:
-        """What torch offers on accelerators alone is refused by torch; the adapter quotes it."""
+        """Options that torch offers only on accelerators are refused by torch itself, and the adapter quotes it."""
         # A build for CUDA asks for a driver, where a build for the CPU asks for an accelerator.
         no_device = "cpu_offload_params .* RuntimeError: .*(accelerator|NVIDIA driver)"
         refused: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -224,7 +224,7 @@ class _Failing(TorchFSDP2):
 
 
 class Placement(RankTestCase):
-    """What a rank holds, and when."""
+    """The memory that a rank holds, and when."""
 
     @pytest.mark.slow
     def test_bytes_held(self) -> None:
@@ -321,7 +321,7 @@ class Four(RankTestCase):
 
 
 class Declarations(unittest.TestCase):
-    """What follows from the plan without ranks."""
+    """Declarations that follow from the plan, without ranks."""
 
     def test_reshard_after_forward(self) -> None:
         """The plan's own word comes first, then the degree; otherwise FSDP2's default."""

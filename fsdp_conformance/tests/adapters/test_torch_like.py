@@ -1,4 +1,4 @@
-"""What an adapter for a torch-like engine may replace, and the helpers that it may call."""
+"""Tests for adapters of torch-like engines: the parts they may replace, and the helpers they may call."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Parity(RankTestCase):
             self.assertTrue(least <= share <= most, f"{name} {share}")
 
     def test_refusals(self) -> None:
-        """What they do not shard cannot be asked of them."""
+        """Operations that need sharding are refused, because these engines do not shard."""
         for name in ENGINES:
             with self.assertRaisesRegex(Unsupported, "zero3"):
                 self.run_training(name, sharding=Sharding.FULL)

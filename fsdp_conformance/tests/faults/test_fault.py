@@ -1,4 +1,4 @@
-"""What holds for every fault: installing, removing, counting, composing."""
+"""Tests that apply to every fault: installing, removing, counting, composing."""
 
 from __future__ import annotations
 

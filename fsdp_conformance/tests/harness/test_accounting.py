@@ -97,7 +97,7 @@ def test_determinism_settings_are_checked() -> None:
 
 
 def applied(algorithms: str, num_threads: int) -> dict[str, object]:
-    """What `Determinism.apply` says it did, and what torch says: runs in a process of its own."""
+    """The settings that `Determinism.apply` reports, and torch's own; runs in a separate process."""
     said = Determinism(algorithms=algorithms, num_threads=num_threads, seed=7).apply()
     first = torch.rand(1).item()
     torch.manual_seed(7)
@@ -117,7 +117,7 @@ def applied(algorithms: str, num_threads: int) -> dict[str, object]:
     ("algorithms", "enabled", "warn_only"), [("off", False, False), ("warn", True, True), ("error", True, False)]
 )
 def test_determinism_is_what_torch_says_it_is(algorithms: str, enabled: bool, warn_only: bool) -> None:
-    """What the report says was set is set."""
+    """The settings in the report are the settings in torch."""
     found = run_in_child(applied, algorithms, 2)
 
     assert (True, 2, enabled, warn_only, [False, False]) == (

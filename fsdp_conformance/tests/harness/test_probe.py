@@ -20,7 +20,7 @@ def answer(value: Any) -> dict[str, Any]:
 
 
 def set_module_state() -> bool:
-    """Whether the module was already touched in this process."""
+    """True if the module was already touched in this process."""
     touched, globals()["_touched"] = globals().get("_touched", False), True
     return bool(touched)
 
@@ -62,7 +62,7 @@ def test_answer_comes_from_a_process_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["AdapterNotFound", "AdapterError", "EnvironmentUnavailable"])
 def test_our_errors_are_raised_again_as_themselves(name: str) -> None:
-    """What the child raised is what the caller of a function here would get."""
+    """The caller gets the child's exception as if the function had run here."""
     with pytest.raises(getattr(errors, name)) as raised:
         run_in_child(raise_by_name, name)
 

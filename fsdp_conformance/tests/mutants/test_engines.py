@@ -106,7 +106,7 @@ def test_names_are_unique() -> None:
 
 
 def test_every_mutant_is_tested_here() -> None:
-    """What is not tested here is named by a case, and nothing is tested that does not exist."""
+    """Every mutant that is not tested here is named by a case, and every mutant that is tested exists."""
     assert set(NUMBERS) | ELSEWHERE | ON_ACCELERATORS <= set(MUTANTS)
     assert {name for name, known in MUTANTS.items() if known.environment} >= ON_ACCELERATORS
     assert ON_ACCELERATORS | BY_CASES <= {mutant for bound in bound_cases() for mutant in bound.case.kills}
@@ -155,7 +155,7 @@ def test_the_hybrid_base_is_right(case: str) -> None:
 
 @pytest.mark.slow
 class Numbers(RankTestCase):
-    """What a plain loop tells apart."""
+    """Mutants that a plain loop distinguishes."""
 
     case_timeout_s = 120.0
 
@@ -337,7 +337,7 @@ class Schedules(RankTestCase):
 
     @pytest.mark.slow
     def test_more_collectives(self) -> None:
-        """What is issued beside the right engine's collectives, and where."""
+        """Each mutant issues the expected extra collectives, in the expected places."""
         deferred = Regime(micro_batches=2, reduced=(False, True))
         for name, workload, regime, plan, more in (
             ("extra-collective", PLAIN, None, {}, {("forward", "all_gather"): 1}),
@@ -408,7 +408,7 @@ class Schedules(RankTestCase):
 
 
 class Manners(RankTestCase):
-    """What is refused, and what survives the wrap."""
+    """Mutants that differ in what they refuse, or in what survives the wrap."""
 
     def test_containers(self) -> None:
         """FSDP2 refuses a ModuleList as a unit."""

@@ -1,4 +1,4 @@
-"""What counts as a kill: a finding that shows the defect, and nothing else that makes a case fail."""
+"""Tests for the definition of a kill: a finding shows the defect, and nothing else makes the case fail."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_wrongful_refusal_does_not() -> None:
 
 
 def test_an_exception_beside_a_comparison_does_no_harm() -> None:
-    """What was compared before a rank raised still counts."""
+    """Comparisons made before a rank raised still count."""
     found = _finding("R003")
 
     assert kill.reason(_record(_finding("R092", "training", RAISED), found), _mutant()) == found

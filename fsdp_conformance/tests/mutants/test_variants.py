@@ -51,13 +51,13 @@ def test_the_registry_imports_no_torch() -> None:
 
 
 def traffic(records: list[CollectiveRecord]) -> list[tuple[str, str, int]]:
-    """What was sent in the second step."""
+    """The traffic of the second step."""
     return [(record.op, record.reduce_op, record.nbytes) for record in records if record.step == 1]
 
 
 @pytest.mark.slow
 class Differences(RankTestCase):
-    """What each does otherwise, with the right numbers."""
+    """The differences of each variant, with the right numbers."""
 
     case_timeout_s = 120.0
 
@@ -138,7 +138,7 @@ class Differences(RankTestCase):
 
 @pytest.mark.slow
 class Pairs(RankTestCase):
-    """What needs four ranks."""
+    """Variants that need four ranks."""
 
     case_timeout_s = 120.0
 

@@ -48,7 +48,7 @@ class Values:
         self.rank = dist.get_rank()
 
     def given(self, *shape: int, seed: int = 0) -> Tensor:
-        """What a rank contributes; sums of it depend on their order."""
+        """The rank's contribution; sums of it depend on their order."""
         generator = torch.Generator().manual_seed(1000 * seed + self.rank)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             values = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """
-What the simulated accelerator shows of torch's engines: no race where there is none, each race that is put in, and each
-synchronisation that somebody takes out.
+Studies of torch's engines on the simulated accelerator: no false race, each injected race, each removed
+synchronisation.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class TestTheList:
 
 
 def on_ranks(jobs: list[Job]) -> dict[Job, list[Shown]]:
-    """What each job shows, by rank."""
+    """The observations of each job, by rank."""
     by_size: dict[int, list[Job]] = defaultdict(list)
     for job in jobs:
         by_size[TRAININGS[job.training].world_size].append(job)

@@ -38,7 +38,7 @@ torch.cuda._device_count_nvml = lambda: -1
 
 
 def program(*lines: str, arguments: tuple[str, ...] = ()) -> list[str]:
-    """What a new process prints."""
+    """The command line of a new process that prints the state of the driver."""
     answer = subprocess.run(
         [sys.executable, "-c", "\n".join(lines), *arguments],
         capture_output=True,

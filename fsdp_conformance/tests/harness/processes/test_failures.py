@@ -31,7 +31,7 @@ FOREVER_S = 600.0
 
 
 class Seen(NamedTuple):
-    """What the controller had in hand when it concluded."""
+    """The state that the controller had when it concluded."""
 
     reports: list[RankReport | None]
     exits: list[RankExit]
@@ -421,7 +421,7 @@ def test_skip_in_the_ranks_keeps_its_reason() -> None:
 
 
 def test_output_of_the_ranks_is_in_the_failure() -> None:
-    """What a rank wrote is kept, and shown where the case failed."""
+    """The output of a rank is stored and shown with the failure of its case."""
     seen = run(Faulty, "test_speaks")
 
     assert all("to stdout\nto stderr\n" in end.output for end in seen.exits)

@@ -24,7 +24,7 @@ POLL_S = 0.01
 
 
 def facts() -> dict[str, object]:
-    """What a forked process finds: runs in the child."""
+    """State of a forked process; runs in the child."""
     import torch
 
     return {
@@ -54,7 +54,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def test_child_has_everything_imported() -> None:
-    """What a case needs is there without an import, and the controller's own __main__ was not run again."""
+    """A case finds its imports loaded, and the controller's own __main__ was not run again."""
     found = run_in_child(facts)
 
     assert (found["missing"], found["failures"]) == ([], {})
@@ -150,7 +150,7 @@ def test_environment_of_the_imports_has_a_server_of_its_own(tmp_path: Path) -> N
 
 
 def answer_from(server: forkserver.WarmServer, path: str) -> dict[str, object]:
-    """What `value_of` returns in a process of that server."""
+    """The result of `value_of` in a process of that server."""
     import multiprocessing
 
     ours, theirs = multiprocessing.Pipe()

@@ -259,7 +259,7 @@ def test_what_a_rank_has_started_ends_with_it() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and is no zombie: init may take its time to reap one."""
+    """True if a process exists and is not a zombie: init may take a while to reap one."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

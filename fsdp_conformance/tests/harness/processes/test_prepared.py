@@ -122,7 +122,7 @@ def waiting() -> list[int]:
 
 
 def gone(pids: list[int]) -> bool:
-    """Whether the processes end within the deadline."""
+    """True if the processes end within the deadline."""
     deadline = time.monotonic() + PATIENCE_S
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
         if time.monotonic() > deadline:

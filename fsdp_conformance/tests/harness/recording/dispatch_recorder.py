@@ -112,7 +112,7 @@ class DispatchRecorder(TorchDispatchMode):
 
     @property
     def records(self) -> list[CollectiveRecord]:
-        """What was recorded, in order, labelled with the phases of the rank's log."""
+        """The recorded collectives in order, labelled with the phases of the rank's log."""
         return self.log.records
 
     def schedule(self) -> list[str]:

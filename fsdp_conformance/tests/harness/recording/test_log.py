@@ -164,7 +164,7 @@ def test_trace_is_closed_by_the_device(tmp_path: Path) -> None:
 
 
 def test_trace_of_a_device_that_failed(tmp_path: Path) -> None:
-    """What cannot be marked stays issued: the caller hears of the failure."""
+    """A collective that cannot be marked remains issued, and the caller gets the error."""
 
     def fail() -> _Mark:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -129,7 +129,7 @@ class Seam(ShardedTrainingTestCase):
         self.assertIs(work, observer.works[0])
 
     def test_wrapped_work_in_python(self) -> None:
-        """What wrap_work returns is what the caller gets: here the output is not there before the wait."""
+        """The caller gets what wrap_work returns: here the output is not there before the wait."""
         self._start(Recorder(held=Op.ALL_GATHER))
         output = torch.zeros(4)
         work = dist.all_gather_into_tensor(output, torch.full((2,), float(self.rank)), async_op=True)
@@ -169,7 +169,7 @@ class Seam(ShardedTrainingTestCase):
         self.assertEqual(torch.full((3,), 4.0), result)
 
     def test_observer_that_raises(self) -> None:
-        """What an observer raises reaches the caller; the collective was not issued, and stands in the log."""
+        """An observer's exception reaches the caller; the collective was not issued, but is in the log."""
         refusing = Refusing()
         self._start(refusing)
         with self.assertRaisesRegex(ConnectionError, "all_reduce refused"):

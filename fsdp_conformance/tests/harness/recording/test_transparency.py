@@ -39,7 +39,9 @@ class _Transparency(ShardedTrainingTestCase):
         self._spawn_processes()
 
     def _both(self, work: Callable[[], Result]) -> tuple[Result, Result]:
-        """What `work` returns on stock groups and on recording ones, after all three schedules were found equal."""
+        """
+        The results of `work` on stock groups and on recording ones, after checking that all three schedules are equal.
+        """
         self.start_process_group()
         self.assertFalse(is_recording())
         with DispatchRecorder() as stock:

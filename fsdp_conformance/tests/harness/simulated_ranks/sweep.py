@@ -139,7 +139,7 @@ class Tensors:
     layout: str = "five"
 
     def given(self, times: int = 1, seed: int = 0) -> Tensor:
-        """What the rank contributes, `times` as long."""
+        """The rank's contribution, `times` as long."""
         shape, lay_out = LAYOUTS[self.layout]
         generator = torch.Generator().manual_seed(1000 * seed + self.rank)
         values = torch.randint(1, 4, _times(shape, times), generator=generator)
@@ -389,7 +389,7 @@ def _call(
 
 
 def _work(collective: Collective, me: Member) -> list[Tensor]:
-    """What is left after an asynchronous call, and what its Work says."""
+    """The state after an asynchronous call, and the answers of its Work."""
     kept, work = collective(me, Tensors(me.rank), async_op=True)
     work.wait()
     if collective in (_reduce_scatter, _reduce_scatter_tensor):
@@ -420,7 +420,7 @@ Outcome = dict[str, Any]
 
 
 def outcome(call: Call, me: Member) -> Outcome:
-    """What a call leaves on this rank."""
+    """The result of a call on this rank."""
     try:
         return {"tensors": [_plain(tensor) for tensor in call(me)]}
     except Exception as error:  # noqa: BLE001 - whether it raises, and what, is compared

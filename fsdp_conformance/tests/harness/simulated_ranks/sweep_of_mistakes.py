@@ -232,7 +232,9 @@ def _sparse_sum_of_a_gradient(me: Member) -> list[Tensor]:
 
 
 def _from_anybody(me: Member) -> list[Tensor]:
-    """What the first member gets from the others, in the order of their ranks, and who says to have sent it."""
+    """
+    The tensors that the first member receives from the others, in rank order, and the sender that each receive reports.
+    """
     receiver, *others = me.ranks
     if me.rank in others:
         dist.send(torch.full((2,), 10.0 + me.rank), receiver, group=me.group)

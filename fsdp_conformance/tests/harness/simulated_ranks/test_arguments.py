@@ -30,7 +30,7 @@ def _sparse(rank: int, *, twice: bool = False) -> Tensor:
 
 
 def _from_anybody(rank: int, group: Any = None, receiver: int = 0) -> list[Tensor]:
-    """What a rank gets from all others, in the order of their ranks, and who says to have sent it."""
+    """The tensors that a rank receives from all others, in rank order, and the sender that each receive reports."""
     members = dist.get_process_group_ranks(group) if group is not None else list(range(SIZE))
     if rank not in members:
         return []

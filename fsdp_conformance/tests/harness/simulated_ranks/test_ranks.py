@@ -151,7 +151,7 @@ def test_meshes_are_a_ranks_own() -> None:
 
 
 def _told(world_size: int, body: Any) -> list[str]:
-    """What each rank is told by the backend; empty for a rank that ended well."""
+    """The backend's error on each rank; empty for a rank that ended normally."""
 
     def guarded(rank: int) -> str:
         try:

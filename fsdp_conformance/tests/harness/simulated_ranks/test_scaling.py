@@ -1,5 +1,5 @@
 """
-What simulated ranks cost as a function of their number: counted, so that no clock decides.
+Costs of simulated ranks as a function of their number: counted, so that no clock decides.
 
 A case of N ranks should cost N times what one rank costs. What grows faster hides in work that each rank does for all,
 so these tests count such work at two sizes.
@@ -58,7 +58,7 @@ def counted(owner: Any, name: str) -> Iterator[list[int]]:
 
 
 def contributions(op: Op, size: int, root: int = 0) -> list[Contribution]:
-    """What `size` ranks bring to a collective of single tensors, one element for each rank where it is cut up."""
+    """The contributions of `size` ranks to a collective of single tensors, one element per rank where it is split."""
     whole, part = [torch.arange(size) + rank for rank in range(size)], [torch.full((1,), rank) for rank in range(size)]
     brought = []
     for rank in range(size):
@@ -199,7 +199,7 @@ def test_turns_are_handed_over_as_often_on_every_rank() -> None:
 
 
 def _ends(size: int, before: Callable[[RankScheduler, int], bool]) -> list[str]:
-    """What happens when ranks end together, unless `before` says that a rank leaves at once."""
+    """Each rank's ending when ranks end together, unless `before` makes a rank leave at once."""
     told: list[str] = []
 
     def body(rank: int) -> None:

@@ -40,7 +40,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def by_rank(draw: Any, *shape: int) -> list[Tensor]:
-    """What each rank draws after the same seed."""
+    """The numbers that each rank draws after the same seed."""
     found = []
     for rank in range(RANKS):
         with simulated_cuda(RANKS), rank_of_many(rank, *shape) as mesh:

@@ -24,7 +24,7 @@ from fsdp_conformance.simulator.as_cuda import names as cuda_names
     ],
 )
 def test_only_names_of_devices_are_translated(word: Any, expected: Any) -> None:
-    """What merely begins like one stays."""
+    """Other words that merely begin like a device name stay as they are."""
     assert expected == cuda_names.simulated(word)
 
 

@@ -1,4 +1,4 @@
-"""What programs see of NCCL beside its results: gradients, profilers, messages of a rank to itself."""
+"""Tests for the visible parts of NCCL other than its results: gradients, profilers, messages of a rank to itself."""
 
 from __future__ import annotations
 

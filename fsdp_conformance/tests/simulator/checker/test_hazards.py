@@ -1,4 +1,4 @@
-"""What a hazard says: one text of each kind, word for word; stacks; JSON."""
+"""Tests for the text of hazards: each kind word for word, stacks, and JSON."""
 
 from __future__ import annotations
 

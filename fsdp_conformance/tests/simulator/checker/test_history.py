@@ -1,5 +1,6 @@
 """
-What the checker keeps: histories that stay small, equal hazards as one, nothing of an observer, nothing under its lock.
+Tests for the checker's memory: small histories, equal hazards reported once, observers ignored, nothing freed under its
+lock.
 
 In the programs below `m.a`, `m.b`, `m.c` are streams, a block has 64 bytes, and an operation touches the bytes that are
 named, or all of them.

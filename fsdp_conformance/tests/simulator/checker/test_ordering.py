@@ -30,7 +30,7 @@ def trained(model: nn.Module, data: torch.Tensor, optimizer: torch.optim.Optimiz
 
 
 def observed(steps: int = 3) -> tuple[dict[str, Any], list[float]]:
-    """What a training run leaves behind but for its numbers, and its losses."""
+    """The observable results of a training run other than its numbers, and its losses."""
     torch.manual_seed(0)
     checker.clear()
     memory.reset_peak_memory_stats(0)

@@ -1,4 +1,4 @@
-"""What a program calls a stream, read from the line that made it."""
+"""Tests for the names of streams, which are read from the line that made each of them."""
 
 from __future__ import annotations
 

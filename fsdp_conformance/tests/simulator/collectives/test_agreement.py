@@ -47,7 +47,7 @@ def _ranks(tmp_path: Path) -> Iterator[list[Agreement]]:
 
 
 def message(act: Callable[[], object]) -> str:
-    """What an act raises."""
+    """The message of the exception that an act raises."""
     with pytest.raises(CollectiveMismatch) as raised:
         act()
     return str(raised.value)
@@ -133,7 +133,7 @@ def test_a_group_has_a_communicator_for_each_device(ranks: list[Agreement]) -> N
 
 
 def test_an_all_to_all_agrees_pair_by_pair(ranks: list[Agreement]) -> None:
-    """What one sends the other expects; what they send to themselves is their own business."""
+    """Each rank must expect what the other sends; what a rank sends to itself is not compared."""
 
     def exchange(sends: tuple[int, ...], takes: tuple[int, ...]) -> Call:
         return call(op="all_to_all", reduce_op="", numels=(), sends=sends, takes=takes)
@@ -250,7 +250,7 @@ class TestDeadlock:
         assert deadlocked([[mine], [theirs]], {0: 1, 1: 1}) == {0: mine, 1: theirs}
 
     def test_a_rank_that_runs_may_still_come(self) -> None:
-        """Whether it is needed directly or by a rank that waits."""
+        """Ranks wait for a rank that still runs, needed directly or by another waiting rank."""
         three = Channel(group="2", ranks=(1, 2), device="sim")
         mine, theirs = call(1), call(2, channel=three)
 
@@ -311,7 +311,7 @@ def test_ranks_on_one_device(ranks: list[Agreement]) -> None:
 
 
 class TestFiles:
-    """What a rank leaves for others to read."""
+    """Files that a rank leaves for others to read."""
 
     def test_a_call_is_described_once(self, tmp_path: Path) -> None:
         """Four bytes for each call."""

@@ -216,7 +216,7 @@ class TestGenerators:
 
 @in_process_of_its_own
 def test_properties_are_told() -> None:
-    """What scripts read from a device."""
+    """A device has the properties that scripts read."""
     properties = sim.get_device_properties()
 
     assert sim.get_device_name() == properties.name

@@ -157,7 +157,7 @@ def test_a_missing_wait_is_found() -> None:
 
 
 def result_of(rank: int, call: Any) -> str:
-    """What a rank hears that calls something which the others did not call."""
+    """The error on a rank that calls a collective which the others did not call."""
     try:
         mine = call()
         mine.sum().item()

@@ -1,4 +1,4 @@
-"""What an accelerator's libraries keep from the first use on is allocated before bytes are counted."""
+"""Memory that an accelerator's libraries keep after their first use is allocated before bytes are counted."""
 
 from __future__ import annotations
 

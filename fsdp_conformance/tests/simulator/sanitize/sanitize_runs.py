@@ -29,7 +29,7 @@ DEADLINE_S = 400.0
 
 @dataclass(frozen=True, slots=True)
 class Sanitized:
-    """What a run left behind."""
+    """The result of a run."""
 
     status: int
     out: str

@@ -32,7 +32,7 @@ def differing(directory: Path | str = "/src") -> Disagreement:
 
 
 def with_collectives(*found: Disagreement) -> dict[str, Any]:
-    """What a rank says that has compared collectives."""
+    """The report of a rank that compared collectives."""
     return {**observed(), "collectives": {"found": [asdict(one) for one in found], "checked": 5}}
 
 

@@ -24,7 +24,7 @@ SAMPLE = frozenset({
 
 
 def problems(scripts: Iterable[Script]) -> list[str]:
-    """What is said of the scripts that were not judged as they should be."""
+    """The problems of scripts that were not judged as they should be."""
     build.require()
     return [f"{outcome.line()}\n{outcome.text}" for outcome in run_scripts(scripts) if not outcome.is_right]
 

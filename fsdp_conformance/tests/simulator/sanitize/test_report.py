@@ -1,4 +1,7 @@
-"""What `sanitize` concludes: hazards are folded over ranks, endings have a status, and nothing checked is no pass."""
+"""
+Tests for the conclusions of `sanitize`: hazards are merged over ranks, endings have a status, and checking nothing
+never passes.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def hazard(*, device: int = 0, line: int = 12, count: int = 1) -> Hazard:
 
 
 def observed(*hazards: Hazard, accesses: int = 100) -> dict[str, Any]:
-    """What a rank says."""
+    """The report of a rank."""
     return {
         "hazards": [one.to_json() for one in hazards],
         "accesses": accesses,
@@ -88,7 +91,7 @@ def child(name: str, *hazards: Hazard, accesses: int = 10, has_ended: bool = Tru
 
 
 def error(text: str, time: float = 0.0, blame: str = "implementation") -> RankError:
-    """What ended a rank's body."""
+    """The error that ended a rank's body."""
     return RankError(kind="builtins.ValueError", message=text, traceback=f"ValueError: {text}", blame=blame, time=time)
 
 
@@ -245,7 +248,7 @@ def test_what_this_machine_lacks_is_no_finding() -> None:
     ],
 )
 def test_failures_that_have_a_meaning_here_get_a_hint(text: str, hint: str) -> None:
-    """What to do is said beneath the traceback."""
+    """The hint stands below the traceback."""
     assert hint in printed(report(observed(), observed(), errors=(error(text), None)))
 
 

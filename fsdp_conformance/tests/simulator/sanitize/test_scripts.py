@@ -144,7 +144,7 @@ def test_the_mode_raise_stops_at_the_first_hazard(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_mode_poison_shows_where_a_hazard_leads(tmp_path: Path) -> None:
-    """What depends on a hazard is NaN."""
+    """Values that depend on a hazard are NaN."""
     run = sanitize(
         "--as-cuda", "--mode", "poison", str(SCRIPTS / "prefetch.py"), "--without", "wait_stream", cwd=tmp_path
     )

@@ -1,4 +1,4 @@
-"""What is wrong with a `sanitize` command line is said in one message, before anything is started."""
+"""An invalid `sanitize` command line is rejected with one message, before anything is started."""
 
 from __future__ import annotations
 

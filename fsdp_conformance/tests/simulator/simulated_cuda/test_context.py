@@ -190,7 +190,7 @@ def test_torch_script_knows_the_replaced_functions() -> None:
 @in_process_of_its_own
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_follows_the_lists_of_cuda(dtype: torch.dtype) -> None:
-    """What CUDA promotes to fp32 is promoted, what it casts down is cast down, and the rest keeps its type."""
+    """Operations that CUDA promotes to fp32 or casts down are treated alike, and the rest keep their type."""
     with simulated_cuda(1):
         x = torch.rand(4, 4, device="cuda")
         half = x.to(dtype)

@@ -1,4 +1,4 @@
-"""What several processes have observed, merged."""
+"""Tests for merging the observations of several processes."""
 
 from __future__ import annotations
 

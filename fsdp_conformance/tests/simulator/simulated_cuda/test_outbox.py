@@ -1,4 +1,4 @@
-"""What a child process saves for its parent."""
+"""Tests for the results that a child process saves for its parent."""
 
 from __future__ import annotations
 

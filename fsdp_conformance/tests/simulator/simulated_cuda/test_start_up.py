@@ -1,4 +1,4 @@
-"""What a process and its children are told, and what Python does when it starts. No torch."""
+"""Tests for the settings that a process and its children receive, and for Python's own start. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Child
 
 
 def started(code: str) -> str:
-    """What a Python process prints that is started now."""
+    """The output of a Python process that is started now."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout + done.stderr
 

@@ -1,4 +1,4 @@
-"""What one process sees. With 2 GPUs."""
+"""The simulation as one process sees it. With 2 GPUs."""
 
 import dataclasses
 import io
