@@ -467,8 +467,8 @@ def _full_stack(stack: Sequence[Frame]) -> list[str]:
 def _folded_stack(stack: Sequence[Frame]) -> list[str]:
     """The user's frames, with each group of others folded into one line, and without those outside the last."""
     if not any(owner(frame.file) is Owner.USER for frame in stack):
-        kept = [frame for frame in stack if owner(frame.file) is not Owner.MACHINERY][:_INTERNAL_FRAMES]
-        return _full_stack(kept)
+        frames = [frame for frame in stack if owner(frame.file) is not Owner.MACHINERY][:_INTERNAL_FRAMES]
+        return _full_stack(frames)
     return [f"      {line}" for line in _folded(stack)]
 
 

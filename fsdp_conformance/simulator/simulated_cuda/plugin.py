@@ -234,8 +234,8 @@ class Running:
         report = yield
         observed, self._observed = self._observed, None
         if observed is not None:
-            told = {"accesses": observed.accesses, "notes": observed.notes, "hazards": observed.texts()}
-            setattr(report, _REPORTED, told)
+            summary = {"accesses": observed.accesses, "notes": observed.notes, "hazards": observed.texts()}
+            setattr(report, _REPORTED, summary)
         return report
 
     def _policy(self, item: pytest.Item) -> str:
@@ -261,15 +261,15 @@ class Running:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count what was observed in one phase of a test."""
-        told = getattr(report, _REPORTED, None)
-        if told is None or self._in_worker:
+        summary = getattr(report, _REPORTED, None)
+        if summary is None or self._in_worker:
             return
-        self._accesses += told["accesses"]
-        self.notes.update(dict.fromkeys(told["notes"]))
-        if told["hazards"] and report.failed:
+        self._accesses += summary["accesses"]
+        self.notes.update(dict.fromkeys(summary["notes"]))
+        if summary["hazards"] and report.failed:
             self._num_failed += 1
-        elif told["hazards"]:
-            self._reported.setdefault(f"in {report.nodeid}", []).extend(told["hazards"])
+        elif summary["hazards"]:
+            self._reported.setdefault(f"in {report.nodeid}", []).extend(summary["hazards"])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

@@ -56,9 +56,9 @@ class CudaSession:
 
     def take(self) -> Observations:
         """Return the same, and start over."""
-        found = self.look()
+        observations = self.look()
         self._taken = Observations()
-        return found
+        return observations
 
     def put_back(self, earlier: Observations) -> None:
         """Undo a `take`."""

@@ -42,11 +42,11 @@ def test_a_user_own_module_keeps_its_name(key: str) -> None:
     """`weight` and `module.weight` are distinguished under every wrapper, by the objects they belong to."""
     model = OwnModule()
     names = OriginalNames(model)
-    found = names.parameters_of(Wrapper(Wrapper(model, key), key))
+    parameters = names.parameters_of(Wrapper(Wrapper(model, key), key))
 
-    assert list(found) == ["weight", "module.weight", "module.bias"]
-    assert found["weight"] is model.weight
-    assert found["module.weight"] is model.module.weight
+    assert list(parameters) == ["weight", "module.weight", "module.bias"]
+    assert parameters["weight"] is model.weight
+    assert parameters["module.weight"] is model.module.weight
     assert list(names.buffers_of(Wrapper(model, key))) == ["steps"]
 
 

@@ -87,18 +87,18 @@ def test_a_skipped_step_drops_what_the_engine_has_reduced(name: str) -> None:
 @pytest.mark.parametrize("name", ON_CPU)
 def test_smoke(name: str) -> None:
     """The adapter keeps to the protocol."""
-    found = smoke(name, timeout_s=240)
+    results = smoke(name, timeout_s=240)
 
-    assert [(result.problems, result.not_run) for result in found] == [((), "")] * len(CHECKS)
+    assert [(result.problems, result.not_run) for result in results] == [((), "")] * len(CHECKS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in INSTALLED if name != "accelerate-fsdp2-unforced"])
 def test_smoke_on_the_simulated_accelerator(name: str) -> None:
     """The same where the device is called cuda, or by its own name."""
-    found = smoke(name, device="sim", timeout_s=240)
+    results = smoke(name, device="sim", timeout_s=240)
 
-    assert [(result.problems, result.not_run) for result in found] == [((), "")] * len(CHECKS)
+    assert [(result.problems, result.not_run) for result in results] == [((), "")] * len(CHECKS)
 
 
 @pytest.mark.slow

@@ -216,11 +216,14 @@ def test_an_absent_engine_is_said_so(tmp_path: Path) -> None:
 
 def test_a_description_that_was_handed_over_is_not_asked_again() -> None:
     """Under pytest-xdist the controller asks once for all workers."""
-    before, known = run_settings.current(), registry.AdapterDescription(spec="theirs:Class", name="theirs", version="1")
+    before, description = (
+        run_settings.current(),
+        registry.AdapterDescription(spec="theirs:Class", name="theirs", version="1"),
+    )
     try:
-        run_settings.use(RunSettings(implementation="theirs:Class"), codec.plain(known))
+        run_settings.use(RunSettings(implementation="theirs:Class"), codec.plain(description))
 
-        assert registry.describe_once("theirs:Class") == known
+        assert registry.describe_once("theirs:Class") == description
     finally:
         run_settings.use(before)
 

@@ -67,10 +67,10 @@ def test_one_method_finds_cuda_available() -> None:
     """That method alone, however often it is asked for, with its arguments and result, and not after an exception."""
 
     class Engine:
-        def sees(self, wanted: bool) -> tuple[bool, bool]:
-            if not wanted:
+        def sees(self, is_available: bool) -> tuple[bool, bool]:
+            if not is_available:
                 raise ValueError("not wanted")
-            return wanted, torch.cuda.is_available()
+            return is_available, torch.cuda.is_available()
 
     before = torch.cuda.is_available()
     for _ in range(2):

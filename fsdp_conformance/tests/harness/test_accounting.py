@@ -21,9 +21,9 @@ from fsdp_conformance.harness.processes.stacks import is_stopped, last_collectiv
 
 def test_deadlines_nest() -> None:
     """A collective ends before its rank, a rank before its case."""
-    found = Deadlines.nested(60.0)
+    deadlines = Deadlines.nested(60.0)
 
-    assert (found.collective_s, found.rank_s, found.case_s) == (36.0, 51.0, 60.0)
+    assert (deadlines.collective_s, deadlines.rank_s, deadlines.case_s) == (36.0, 51.0, 60.0)
 
 
 def test_scale_multiplies_every_deadline() -> None:
@@ -98,12 +98,12 @@ def test_determinism_settings_are_checked() -> None:
 
 def applied(algorithms: str, num_threads: int) -> dict[str, object]:
     """The settings that `Determinism.apply` reports, and torch's own; runs in a separate process."""
-    said = Determinism(algorithms=algorithms, num_threads=num_threads, seed=7).apply()
+    reported = Determinism(algorithms=algorithms, num_threads=num_threads, seed=7).apply()
     first = torch.rand(1).item()
     torch.manual_seed(7)
     torch.backends.cudnn.benchmark = False  # what torch.testing forbids, an implementation may do
     return {
-        "said": said,
+        "said": reported,
         "seeded": first == torch.rand(1).item(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -118,17 +118,17 @@ def applied(algorithms: str, num_threads: int) -> dict[str, object]:
 )
 def test_determinism_is_what_torch_says_it_is(algorithms: str, enabled: bool, warn_only: bool) -> None:
     """The settings in the report are the settings in torch."""
-    found = run_in_child(applied, algorithms, 2)
+    settings = run_in_child(applied, algorithms, 2)
 
     assert (True, 2, enabled, warn_only, [False, False]) == (
-        found["seeded"],
-        found["threads"],
-        found["deterministic"],
-        found["warn_only"],
-        found["tf32"],
+        settings["seeded"],
+        settings["threads"],
+        settings["deterministic"],
+        settings["warn_only"],
+        settings["tf32"],
     )
-    assert {"seed": 7, "num_threads": 2, "deterministic_algorithms": algorithms}.items() <= found["said"].items()
-    assert ("CUBLAS_WORKSPACE_CONFIG" in found["variables"]) is (
+    assert {"seed": 7, "num_threads": 2, "deterministic_algorithms": algorithms}.items() <= settings["said"].items()
+    assert ("CUBLAS_WORKSPACE_CONFIG" in settings["variables"]) is (
         algorithms != "off" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     )
 
@@ -136,7 +136,7 @@ def test_determinism_is_what_torch_says_it_is(algorithms: str, enabled: bool, wa
 def test_rank_variables_are_those_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines find what torchrun would set, beside the controller's own environment."""
     monkeypatch.setenv("FSDP_CONFORMANCE_TEST_VARIABLE", "kept")
-    found = rank_variables(1, 4, determinism=Determinism())
+    variables = rank_variables(1, 4, determinism=Determinism())
 
     expected = {
         "RANK": "1",
@@ -147,8 +147,8 @@ def test_rank_variables_are_those_of_a_launcher(monkeypatch: pytest.MonkeyPatch)
         "OMP_NUM_THREADS": "1",
         "FSDP_CONFORMANCE_TEST_VARIABLE": "kept",
     }
-    assert expected.items() <= found.items()
-    assert "MASTER_PORT" in found
+    assert expected.items() <= variables.items()
+    assert "MASTER_PORT" in variables
 
 
 def test_stack_is_shown_down_to_the_case() -> None:

@@ -247,14 +247,14 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, *free_mib: int, total_mib: int 
 def test_slots_that_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Automatic ones fit the memory, up to a limit; too many are refused with what would fit."""
     with_memory(monkeypatch, 0, 0, 0, 0, total_mib=3 * RANK_MIB)
-    assert [leases.slots_of("cuda", wanted) for wanted in (0, 1, 2, 3)] == [3, 1, 2, 3]
+    assert [leases.slots_of("cuda", count) for count in (0, 1, 2, 3)] == [3, 1, 2, 3]
     with pytest.raises(EnvironmentUnavailable, match=r"at most 3 here, got 4: device 0 has 12288 MiB .* Choose fewer"):
         leases.slots_of("cuda", 4)
     with_memory(monkeypatch, 0, 0, 0, 0, total_mib=100 * RANK_MIB)
     assert leases.slots_of("cuda", 0) == leases.MOST_AUTO
     # without NVML nothing is known: one by itself, and what the user says
     with_memory(monkeypatch, 0, -1, 0, 0, total_mib=100 * RANK_MIB)
-    assert [leases.slots_of("cuda", wanted) for wanted in (0, 7)] == [1, 7]
+    assert [leases.slots_of("cuda", count) for count in (0, 7)] == [1, 7]
     with_memory(monkeypatch, 0, 0, 0, 0, total_mib=RANK_MIB // 2)
     assert leases.slots_of("cuda", 0) == 1
     assert [leases.slots_of(name, 0) for name in ("cpu", "sim", "mps")] == [1, 1, 1]

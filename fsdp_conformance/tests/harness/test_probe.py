@@ -53,10 +53,10 @@ def not_json() -> object:
 
 def test_answer_comes_from_a_process_of_its_own() -> None:
     """Values come back as JSON; the environment is the caller's choice; nothing stays behind in the controller."""
-    found = run_in_child(answer, [1, "two", None], environment={"FSDP_CONFORMANCE_TEST_VARIABLE": "set"})
+    child_answer = run_in_child(answer, [1, "two", None], environment={"FSDP_CONFORMANCE_TEST_VARIABLE": "set"})
 
-    assert (found["value"], found["variable"]) == ([1, "two", None], "set")
-    assert os.getpid() != found["pid"]
+    assert (child_answer["value"], child_answer["variable"]) == ([1, "two", None], "set")
+    assert os.getpid() != child_answer["pid"]
     assert [run_in_child(set_module_state), run_in_child(set_module_state)] == [False, False]
 
 

@@ -356,8 +356,8 @@ def test_what_upstream_skips_is_skipped() -> None:
     """FSDPTest, and the decorator: a class has to ask for the CPU."""
     assert "cpu_world_size" in outcome("test_training", OnlyOnAccelerators).skipped[0][1]
     assert outcome("test_training", OnlyWithTwo).skipped
-    asked = outcome("test_training", Asks)
-    assert (asked.skipped, asked.errors, asked.failures) == ([], [], [])
+    result = outcome("test_training", Asks)
+    assert (result.skipped, result.errors, result.failures) == ([], [], [])
 
 
 def test_a_world_without_ranks_is_refused_by_name() -> None:

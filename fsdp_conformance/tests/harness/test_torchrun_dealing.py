@@ -96,17 +96,17 @@ def test_ranks_on_several_hosts_use_the_interface_towards_the_store(
     store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each worker finds that of its own host. Where all share one network, nothing is set."""
-    asked: list[str] = []
+    hosts: list[str] = []
 
     def found(host: str) -> dict[str, str]:
-        asked.append(host)
+        hosts.append(host)
         return {"GLOO_SOCKET_IFNAME": "ens5"}
 
     monkeypatch.setattr(torchrun, "interface_variables", found)
     seen = meetings(job(2, 2), store, 2)
 
     assert [place.get("GLOO_SOCKET_IFNAME") for place in seen[2].hosts()] == [None, "ens5"]
-    assert asked == ["job"]
+    assert hosts == ["job"]
     for number in range(4):
         store.set(f"workers/{number}", f'[{number % 2}, {number}, {number // 2}, "net"]')
     torchrun._dealt.cache_clear()
@@ -114,7 +114,7 @@ def test_ranks_on_several_hosts_use_the_interface_towards_the_store(
     # A process that joins announces itself: as one of this test's, it has another network.
     monkeypatch.setattr(torchrun, "network_of_this_process", lambda: "net")
     assert "GLOO_SOCKET_IFNAME" not in alone.hosts()[0]
-    assert asked == ["job"]
+    assert hosts == ["job"]
 
 
 def test_a_worker_that_never_came(store: HashStore) -> None:
@@ -187,13 +187,13 @@ def test_the_watchdog_of_nccl_judges_nothing(tmp_path: Path, monkeypatch: pytest
 
 def test_timeouts_of_process_groups(tmp_path: Path) -> None:
     """That of a collective, except with NCCL, whose timeout strikes the ranks that wait: the rank's comes first."""
-    found = {
+    timeouts = {
         name: orders(tmp_path, device, share_devices=shared).collective_timeout_s
         for name, device, shared in (("cpu", "cpu", False), ("shared", "cuda", True), ("nccl", "cuda", False))
     }
 
-    assert found["cpu"] == found["shared"] == Deadlines.nested(10.0).collective_s
-    assert found["nccl"] > 8 * Deadlines.nested(10.0).case_s
+    assert timeouts["cpu"] == timeouts["shared"] == Deadlines.nested(10.0).collective_s
+    assert timeouts["nccl"] > 8 * Deadlines.nested(10.0).case_s
     assert devices.is_scarce("cuda")
 
 
@@ -203,8 +203,8 @@ def test_nccl_is_set_for_few_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
 
     def seen(device: str) -> tuple[str | None, str | None]:
-        found = orders(tmp_path, device).for_ranks({})[0].environment
-        return found.get("NCCL_NVLS_ENABLE"), found.get("NCCL_MAX_NCHANNELS")
+        variables = orders(tmp_path, device).for_ranks({})[0].environment
+        return variables.get("NCCL_NVLS_ENABLE"), variables.get("NCCL_MAX_NCHANNELS")
 
     assert (seen("cuda"), seen("cpu")) == (("0", "2"), (None, None))
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")

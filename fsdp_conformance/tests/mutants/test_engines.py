@@ -100,7 +100,7 @@ def mutant(name: str) -> type[Adapter]:
 
 def test_names_are_unique() -> None:
     """Cases name mutants, so no two have one name."""
-    names = [known.name for known in ALL]
+    names = [each.name for each in ALL]
 
     assert len(set(names)) == len(names)
 
@@ -108,21 +108,21 @@ def test_names_are_unique() -> None:
 def test_every_mutant_is_tested_here() -> None:
     """Every mutant that is not tested here is named by a case, and every mutant that is tested exists."""
     assert set(NUMBERS) | ELSEWHERE | ON_ACCELERATORS <= set(MUTANTS)
-    assert {name for name, known in MUTANTS.items() if known.environment} >= ON_ACCELERATORS
+    assert {name for name, each in MUTANTS.items() if each.environment} >= ON_ACCELERATORS
     assert ON_ACCELERATORS | BY_CASES <= {mutant for bound in bound_cases() for mutant in bound.case.kills}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_registry(name: str) -> None:
     """A mutant loads, says what is wrong with it in one sentence, and names the requirement that kills it."""
-    known = MUTANTS[name]
+    registered = MUTANTS[name]
 
-    assert known.name == name
-    assert {contract.load()[requirement].id for requirement in known.requirements} == set(known.requirements)
-    assert issubclass(mutant(name), registry.load(known.engine))
-    assert known.defect.endswith(".")
-    assert (mutant(name).__doc__ or "").strip().splitlines()[0] == known.defect
-    assert set(known.environment) <= ENVIRONMENTS
+    assert registered.name == name
+    assert {contract.load()[requirement].id for requirement in registered.requirements} == set(registered.requirements)
+    assert issubclass(mutant(name), registry.load(registered.engine))
+    assert registered.defect.endswith(".")
+    assert (mutant(name).__doc__ or "").strip().splitlines()[0] == registered.defect
+    assert set(registered.environment) <= ENVIRONMENTS
 
 
 def test_the_registry_imports_no_torch() -> None:
@@ -172,23 +172,23 @@ class Numbers(RankTestCase):
     def test_wrong_numbers(self) -> None:
         """Each diverges where its defect is."""
         for name, (workload, regime, plan, word) in NUMBERS.items():
-            found = self.divergences(self.run_training(mutant(name), workload, regime, **plan), workload, regime)
+            divergences = self.divergences(self.run_training(mutant(name), workload, regime, **plan), workload, regime)
             # A defect may show on the rank alone that owns the elements.
             gathered: list[Any] = [None, None]
-            torch.distributed.all_gather_object(gathered, found)
+            torch.distributed.all_gather_object(gathered, divergences)
             self.assertTrue(any(word in line for lines in gathered for line in lines), f"{name}: {gathered[0][:3]}")
 
     def test_wrong_in_one_thing_only(self) -> None:
         """The narrow defects leave everything else as it was in the first step."""
-        for name, kept in (
+        for name, allowed in (
             ("one-layer-norm-not-averaged", "body.1.weight"),
             ("bias-not-reduced", "bias"),
             ("tied-gradient-doubled", "embed.weight"),
         ):
             workload, regime, plan, _ = NUMBERS[name]
-            found = self.divergences(self.run_training(mutant(name), workload, regime, **plan), workload, regime)
-            first = [line for line in found if "step 0 gradient" in line]
-            self.assertEqual([], [line for line in first if kept not in line and "body.1" not in line], name)
+            divergences = self.divergences(self.run_training(mutant(name), workload, regime, **plan), workload, regime)
+            first = [line for line in divergences if "step 0 gradient" in line]
+            self.assertEqual([], [line for line in first if allowed not in line and "body.1" not in line], name)
 
     def test_right_numbers(self) -> None:
         """Wrong traffic, placement and manners leave the numbers right: only their own requirement finds them."""
@@ -319,8 +319,8 @@ class Values(RankTestCase):
         """The right engine leaves an ignored module its own gradient, the mutant averages it."""
         for adapter, averaged in ((SeamFSDP2, False), (mutant("shards-ignored"), True)):
             history = self.run_training(adapter, units=("body.0",), ignored=("body.2",))
-            found = [line for line in self.divergences(history) if "step 0 gradient body.2" in line]
-            self.assertEqual(averaged, not found, adapter.__name__)
+            divergences = [line for line in self.divergences(history) if "step 0 gradient body.2" in line]
+            self.assertEqual(averaged, not divergences, adapter.__name__)
 
 
 class Schedules(RankTestCase):

@@ -243,9 +243,9 @@ def differences(expected: Outputs, got: Outputs) -> list[str]:
     """Where two runs of a program differ in a bit."""
     if expected.keys() != got.keys():
         return [f"outputs: expected {sorted(expected)}, got {sorted(got)}"]
-    found = []
+    texts = []
     for name, tensors in expected.items():
         for index, (mine, other) in enumerate(zip(got[name], tensors, strict=True)):
             if not torch.equal(mine.cpu(), other.cpu()):
-                found.append(f"{name}[{index}]: expected {other.cpu()}, got {mine.cpu()}")
-    return found
+                texts.append(f"{name}[{index}]: expected {other.cpu()}, got {mine.cpu()}")
+    return texts

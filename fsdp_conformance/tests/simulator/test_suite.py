@@ -58,8 +58,8 @@ _VALUES: dict[str, tuple[str, ...]] = {
 
 def _pairs(rows: Iterable[tuple[str, ...]]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
     """Every two values of different axes that stand together in a row."""
-    named = (tuple(zip(_AXES, row, strict=True)) for row in rows)
-    return {pair for row in named for pair in itertools.combinations(row, 2)}
+    named_rows = (tuple(zip(_AXES, row, strict=True)) for row in rows)
+    return {pair for row in named_rows for pair in itertools.combinations(row, 2)}
 
 
 def _possible() -> list[tuple[str, ...]]:
@@ -87,19 +87,19 @@ def _declares_all(device: str) -> frozenset[str]:
 
 def test_the_device_is_built_once_before_the_cases_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is said; a run without such a case compiles nothing."""
-    said: list[str] = []
+    messages: list[str] = []
     built: list[str] = []
     monkeypatch.setattr(build, "unavailable", lambda: None)
     monkeypatch.setattr(build, "is_built", lambda: bool(built))
     monkeypatch.setattr(places, "build_problem", lambda: built.append("now"))
-    place_problem = partial(places.prepare, declared=_declares_all, say=said.append)
+    place_problem = partial(places.prepare, declared=_declares_all, say=messages.append)
     monkeypatch.setattr(places, "places", lambda settings: _places_without_compiling())
 
     place_problem([a_case()], RunSettings())
     place_problem([a_case(environment=("accelerator",))], RunSettings(simulator=False))
-    assert (said, built) == ([], [])
+    assert (messages, built) == ([], [])
     place_problem([a_case(environment=("accelerator",))], RunSettings())
-    assert said == ["building the simulated accelerator, first use ...", "built"]
+    assert messages == ["building the simulated accelerator, first use ...", "built"]
     place_problem([a_case(environment=("accelerator",))], RunSettings())
     assert built == ["now"]
 
@@ -116,10 +116,10 @@ def test_looking_for_the_device_compiles_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "unavailable", lambda: "no C++ compiler")
     places.build_problem.cache_clear()
 
-    found = places.places(RunSettings())
+    by_device = places.places(RunSettings())
 
-    assert found["cpu"].problem == ""
-    assert (found[SIMULATED].problem, found[SIMULATED].present) == ("no C++ compiler", frozenset())
+    assert by_device["cpu"].problem == ""
+    assert (by_device[SIMULATED].problem, by_device[SIMULATED].present) == ("no C++ compiler", frozenset())
     assert SIMULATED not in places.places(RunSettings(simulator=False))
 
 
@@ -199,9 +199,9 @@ class OnTheSimulatedAccelerator(RankTestCase):
         """A step that nobody waits for, and memory that is freed in flight: in each run."""
         for engine, requirement in ((StepsOnASideStream, "R074"), (FreesInFlight, "R075")):
             run = self.run_training(engine, PLAIN, **self.PLAN)
-            found = stream_safety(run).findings
-            self.assertIn(requirement, [finding.requirement for finding in found], engine.__name__)
-            self.assertIn("  first: ", found[0].detail or "")
+            findings = stream_safety(run).findings
+            self.assertIn(requirement, [finding.requirement for finding in findings], engine.__name__)
+            self.assertIn("  first: ", findings[0].detail or "")
 
     def test_a_control_that_sees_nothing_is_our_mistake(self) -> None:
         """With its waits a right engine has no race, so it is no control; without them it is."""
@@ -221,9 +221,9 @@ class OnTheSimulatedAccelerator(RankTestCase):
         self.assertIsInstance(watch, AcceleratorWatch)
         self.assertTrue(watch.counts_bytes and watch.checks_order)
         before = watch.allocated_bytes()
-        kept = torch.empty(1000, device=self.device)
+        allocated = torch.empty(1000, device=self.device)
         self.assertEqual(before + 4000, watch.allocated_bytes())
-        del kept
+        del allocated
         self.assertEqual(before, watch.allocated_bytes())
         self.assertGreaterEqual(watch.peak_bytes(), before + 4000)
         watch.reset_peak()

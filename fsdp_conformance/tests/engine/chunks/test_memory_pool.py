@@ -361,7 +361,7 @@ def test_an_exception_of_the_allocator_changes_no_counter(monkeypatch: pytest.Mo
     """If memory runs out halfway, only existing blocks are counted."""
     pool = MemoryPool("cpu")
     pool.allocate_public(1, 8, FLOAT)
-    kept = pool.lease_cached(4, FLOAT)
+    lease = pool.lease_cached(4, FLOAT)
     before = pool.counters
     calls = iter(range(10))
     real = torch.empty
@@ -377,7 +377,7 @@ def test_an_exception_of_the_allocator_changes_no_counter(monkeypatch: pytest.Mo
             pool.allocate_private([(8, FLOAT), (8, FLOAT)])
 
     assert before == pool.counters
-    pool.release(kept)
+    pool.release(lease)
     check(pool)
 
 

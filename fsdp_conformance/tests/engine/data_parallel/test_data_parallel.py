@@ -208,9 +208,9 @@ class Iterations(ReducerTestCase):
             output = model(self._inputs(step))
             output.logits.sum().backward()
             output.extra["right"][0].square().sum().backward()
-            found = self.on_every_rank([p.grad.tolist() for p in model.parameters() if p.grad is not None])
-            self.assertEqual(4, len(found[0]))
-            self.assertEqual(found[0], found[1])
+            gradients = self.on_every_rank([p.grad.tolist() for p in model.parameters() if p.grad is not None])
+            self.assertEqual(4, len(gradients[0]))
+            self.assertEqual(gradients[0], gradients[1])
             model.zero_grad()
 
     def test_forwards_without_a_graph(self) -> None:

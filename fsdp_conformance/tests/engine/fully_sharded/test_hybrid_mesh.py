@@ -100,10 +100,10 @@ class SideBySide(CubeTestCase):
     def assert_parity(self, got: TrainingHistory, expected: TrainingHistory) -> None:
         """Losses, gradients and parameters of every step, bit for bit."""
         self.assertEqual(len(expected.steps), len(got.steps))
-        for mine, wanted in zip(got.steps, expected.steps, strict=True):
-            self.assertEqual(wanted.losses, mine.losses)
-            self.assert_same(wanted.grads or {}, mine.grads or {}, f"gradient {wanted.step}")
-            self.assert_same(wanted.params, mine.params, f"parameter {wanted.step}")
+        for mine, theirs in zip(got.steps, expected.steps, strict=True):
+            self.assertEqual(theirs.losses, mine.losses)
+            self.assert_same(theirs.grads or {}, mine.grads or {}, f"gradient {theirs.step}")
+            self.assert_same(theirs.params, mine.params, f"parameter {theirs.step}")
 
     def assert_same(self, expected: Mapping[str, Tensor | None], got: Mapping[str, Tensor | None], what: str) -> None:
         """The same names, at least one, and the same bits."""

@@ -75,14 +75,14 @@ class Messy(ShardedTrainingTestCase):
 
 def processes_marked(marker: str) -> list[int]:
     """The processes that run with this marker in their environment."""
-    found = []
+    pids = []
     for process in Path("/proc").iterdir():
         try:
             if process.name.isdigit() and f"{MARKER}={marker}".encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
+                pids.append(int(process.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def wait_for(condition: object, what: str) -> None:
@@ -295,11 +295,11 @@ def test_shared_memory_in_use_is_kept() -> None:
         file.truncate(4096)
         block = mmap.mmap(file.fileno(), 4096)
     try:
-        kept = path.name not in remove_orphans(before)
+        survived = path.name not in remove_orphans(before)
         block.close()
         remove_orphans(before)
         removed = not path.exists()  # perhaps by the end of another test's case, which looks for orphans too
     finally:
         path.unlink(missing_ok=True)
 
-    assert (kept, removed) == (True, True)
+    assert (survived, removed) == (True, True)

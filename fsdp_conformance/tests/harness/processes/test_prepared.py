@@ -117,8 +117,8 @@ def starts(reports: Any) -> list[str]:
 
 def waiting() -> list[int]:
     """The pids of the set that waits."""
-    found = prepared._waiting
-    return [int(process.pid or 0) for process, _ in found.ranks.members] if found is not None else []
+    session = prepared._waiting
+    return [int(process.pid or 0) for process, _ in session.ranks.members] if session is not None else []
 
 
 def gone(pids: list[int]) -> bool:
@@ -245,10 +245,10 @@ def test_devices_that_others_took_meanwhile(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(devices, "device_count", lambda device_type: 4)
     monkeypatch.setattr(leases, "_uuids", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    wanted = leases.Lease(devices=("1", "2"))
+    lease = leases.Lease(devices=("1", "2"))
     with leases.lease("cuda", 3):
-        assert leases.again("cuda", wanted) is None
-    held = leases.again("cuda", wanted)
+        assert leases.again("cuda", lease) is None
+    held = leases.again("cuda", lease)
     assert held is not None
     with held, leases.lease("cuda", 2, timeout_s=0.0) as others:
         assert others.devices == ("0", "3")

@@ -144,7 +144,7 @@ def test_idle_ranks_hold_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devices, "device_count", lambda device_type: 2)
     monkeypatch.setattr(leases, "_uuids", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    kept = RankPool()
+    pool = RankPool()
 
     def used() -> RankSet:
         lease = leases.Lease(devices=("0", "1"))
@@ -152,18 +152,18 @@ def test_idle_ranks_hold_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert held is not None
         return RankSet(key=("a",), members=(), lease=lease, shared_before=frozenset(), resources=held)
 
-    kept.put(used())
+    pool.put(used())
     with leases.lease("cuda", 2, timeout_s=0.0):
         pass
-    again = kept.take(("a",), "cuda")
+    again = pool.take(("a",), "cuda")
     assert again is not None
     with pytest.raises(EnvironmentUnavailable, match="only 0 of 1 devices"), leases.lease("cuda", 1, timeout_s=0.0):
         pass
-    kept.put(again)
+    pool.put(again)
     with leases.lease("cuda", 1, timeout_s=0.0):
-        assert kept.take(("a",), "cuda") is None
+        assert pool.take(("a",), "cuda") is None
     with leases.lease("cuda", 2, timeout_s=0.0):
-        assert kept.take(("a",), "cuda") is None
+        assert pool.take(("a",), "cuda") is None
 
 
 def test_closed_pool_has_no_ranks() -> None:

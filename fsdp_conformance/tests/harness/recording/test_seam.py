@@ -367,7 +367,7 @@ class Registration(ShardedTrainingTestCase):
 
     def test_twice_and_out(self) -> None:
         """Registering twice is registering once; after unregistering, torch is as it was."""
-        known = list(distributed_c10d.Backend.backend_list)
+        backends = list(distributed_c10d.Backend.backend_list)
         register_recording_backend()
         register_recording_backend()
         unregister_recording_backend()
@@ -375,5 +375,5 @@ class Registration(ShardedTrainingTestCase):
         self.start_process_group()
 
         self.assertTrue(type(world()) is ProcessGroup)
-        self.assertEqual(known, distributed_c10d.Backend.backend_list)
+        self.assertEqual(backends, distributed_c10d.Backend.backend_list)
         self.assertFalse(hasattr(distributed_c10d.Backend, BACKEND.upper()))

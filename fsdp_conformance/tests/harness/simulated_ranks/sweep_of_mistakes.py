@@ -240,11 +240,11 @@ def _from_anybody(me: Member) -> list[Tensor]:
         dist.send(torch.full((2,), 10.0 + me.rank), receiver, group=me.group)
     if me.rank != receiver:
         return []
-    found = {}
+    by_source = {}
     for _ in others:
         mine = torch.zeros(2)
-        found[dist.recv(mine, group=me.group)] = mine
-    return [torch.tensor(sorted(found)), *(found[source] for source in sorted(found))]
+        by_source[dist.recv(mine, group=me.group)] = mine
+    return [torch.tensor(sorted(by_source)), *(by_source[source] for source in sorted(by_source))]
 
 
 def _at_work(me: Member) -> list[Tensor]:
@@ -264,11 +264,11 @@ def _objects(me: Member) -> list[Tensor]:
     dist.all_gather_object(everybody, mine)
     at_root: list[Any] = [None] * SIZE
     dist.gather_object(mine, at_root if me.rank == 1 else None, dst=1)
-    told: list[Any] = [mine, me.rank]
-    dist.broadcast_object_list(told, src=2)
+    objects: list[Any] = [mine, me.rank]
+    dist.broadcast_object_list(objects, src=2)
     dealt: list[Any] = [None]
     dist.scatter_object_list(dealt, [{"rank": rank} for rank in range(SIZE)] if me.rank == 0 else None, src=0)
-    groups = [everybody, at_root if me.rank == 1 else [], told[:1], dealt]
+    groups = [everybody, at_root if me.rank == 1 else [], objects[:1], dealt]
     return [torch.tensor([each["rank"] for each in group]) for group in groups]
 
 

@@ -37,12 +37,12 @@ def _from_anybody(rank: int, group: Any = None, receiver: int = 0) -> list[Tenso
     if rank != receiver:
         dist.send(torch.full((2,), 10.0 + rank), receiver, group=group)
         return []
-    found = {}
+    by_source = {}
     for _ in members[1:]:
         mine = torch.zeros(2)
         source = dist.recv(mine, group=group)
-        found[source] = mine
-    return [torch.tensor(sorted(found)), *(found[source] for source in sorted(found))]
+        by_source[source] = mine
+    return [torch.tensor(sorted(by_source)), *(by_source[source] for source in sorted(by_source))]
 
 
 def _among_two(rank: int) -> list[Tensor]:
@@ -59,8 +59,8 @@ def test_sparse_tensors_are_added() -> None:
         dist.all_reduce(dense)
         assert mine.is_coalesced()
         assert torch.equal(dense, mine.to_dense())
-        found: list[list[float]] = dense.tolist()
-        return found
+        rows: list[list[float]] = dense.tolist()
+        return rows
 
     sums = run_ranks(SIZE, body, timeout_s=TIMEOUT_S)
 

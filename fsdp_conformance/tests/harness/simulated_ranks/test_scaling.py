@@ -200,22 +200,22 @@ def test_turns_are_handed_over_as_often_on_every_rank() -> None:
 
 def _ends(size: int, before: Callable[[RankScheduler, int], bool]) -> list[str]:
     """Each rank's ending when ranks end together, unless `before` makes a rank leave at once."""
-    told: list[str] = []
+    events: list[str] = []
 
     def body(rank: int) -> None:
         scheduler = rank_scheduler.running()
         scheduler.finish()
         if not before(scheduler, rank):
             return
-        told.append("comes")
-        scheduler.once_together(lambda: told.append("works"))
-        told.append("goes")
+        events.append("comes")
+        scheduler.once_together(lambda: events.append("works"))
+        events.append("goes")
 
     with simulated_world([RankState() for _ in range(size)]) as scheduler:
         for thread in start_ranks(scheduler, body):
             thread.join(TIMEOUT_S)
             assert not thread.is_alive()
-    return told
+    return events
 
 
 @pytest.mark.parametrize("missing", [(), (0,), (2,), (0, 3)])

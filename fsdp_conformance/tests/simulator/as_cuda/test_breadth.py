@@ -37,9 +37,9 @@ def attention(qkv: Tensor, mask: Tensor | None = None, *, is_causal: bool = Fals
 
 def kinds() -> list[HazardKind]:
     """The hazards so far, which are then cleared."""
-    found = [hazard.kind for hazard in checker.hazards()]
+    hazard_kinds = [hazard.kind for hazard in checker.hazards()]
     checker.clear()
-    return found
+    return hazard_kinds
 
 
 def as_torch_raises(error: Exception) -> None:
@@ -322,13 +322,13 @@ class TestMessages:
             assert "cuda:0 and cuda:1!" in str(caught.exception)
             with reads(RuntimeError, "on sim"):
                 raise RuntimeError("on sim")
-            for text, wanted in (
+            for text, message in (
                 ("TensorOptions(device=sim, layout=Strided)", "device=cuda, "),
                 ("got cpu for DTensor and sim for FSDP", "cpu for DTensor and cuda for"),
                 ("unsupported device type sim", "type cuda"),
                 ("got sim: 4, and sim.py", "got sim: 4, and sim.py"),
             ):
-                with reads(ValueError, re.escape(wanted)):
+                with reads(ValueError, re.escape(message)):
                     as_torch_raises(ValueError(text))
 
 

@@ -241,14 +241,14 @@ class TestSuspension:
     def test_other_threads_go_on(self, m: Machine) -> None:
         block = m.allocate()
         m.write(m.a, block)
-        found: list[str | None] = []
+        kinds: list[str | None] = []
         m.checker.suspend()
-        thread = threading.Thread(target=lambda: found.append(m.read(m.b, block)))
+        thread = threading.Thread(target=lambda: kinds.append(m.read(m.b, block)))
         thread.start()
         thread.join(DEADLINE_S)
         m.checker.resume()
 
-        assert ["read_after_write"] == found
+        assert ["read_after_write"] == kinds
 
 
 class Closing:

@@ -12,12 +12,12 @@ pytestmark = compiled
 
 def hidden_by(m: Machine) -> list[str]:
     """For each hazard, the operation that the host waited for."""
-    hazards = [hazard_from_json(found) for found in m.checker.hazards()]
-    return ["" if found.hidden_by is None else found.hidden_by.op for found in hazards]
+    hazards = [hazard_from_json(record) for record in m.checker.hazards()]
+    return ["" if record.hidden_by is None else record.hidden_by.op for record in hazards]
 
 
-@pytest.mark.parametrize(("waits", "found"), [("all", None), ("explicit", "read_after_write")])
-def test_a_value_that_is_read_in_between(waits: str, found: str | None) -> None:
+@pytest.mark.parametrize(("waits", "kind"), [("all", None), ("explicit", "read_after_write")])
+def test_a_value_that_is_read_in_between(waits: str, kind: str | None) -> None:
     """`loss.item()` on the stream that writes orders what another stream reads after it."""
     m = Machine(waits=waits)
     weight, loss = m.allocate(), m.allocate()
@@ -25,8 +25,8 @@ def test_a_value_that_is_read_in_between(waits: str, found: str | None) -> None:
     m.write(m.a, loss)
     m.item(m.a, loss)
 
-    assert m.read(m.b, weight) == found
-    assert hidden_by(m) == ["aten::item"] * (found is not None)
+    assert m.read(m.b, weight) == kind
+    assert hidden_by(m) == ["aten::item"] * (kind is not None)
 
 
 @pytest.mark.parametrize("how", ["stream", "device", "event", "wait_stream"])
@@ -76,8 +76,8 @@ def test_pinned_memory_is_in_order_once_the_copy_is_done() -> None:
     assert m.read(HOST, staging) is None
 
 
-@pytest.mark.parametrize(("waits", "found"), [("all", None), ("explicit", "reuse_in_flight")])
-def test_memory_that_is_freed_after_a_value_was_read(waits: str, found: str | None) -> None:
+@pytest.mark.parametrize(("waits", "kind"), [("all", None), ("explicit", "reuse_in_flight")])
+def test_memory_that_is_freed_after_a_value_was_read(waits: str, kind: str | None) -> None:
     """The allocator does not know that another stream has finished."""
     m = Machine(waits=waits)
     weight = m.allocate(m.a)
@@ -87,8 +87,8 @@ def test_memory_that_is_freed_after_a_value_was_read(waits: str, found: str | No
     m.item(m.b, m.allocate(m.b))
     m.reuse(weight, m.a)
 
-    assert m.write(m.a, weight) == found
-    assert hidden_by(m) == ["aten::item"] * (found is not None)
+    assert m.write(m.a, weight) == kind
+    assert hidden_by(m) == ["aten::item"] * (kind is not None)
 
 
 def test_the_first_wait_after_the_access_is_named() -> None:

@@ -210,15 +210,15 @@ def test_the_first_hazard_of_any_program_is_the_models(program: list[tuple[Any, 
                         m.wait_stream(lane, other)
                         model.wait(lane, model.snapshot(other))
                 expected = model.access(block, kind, lane, bytes_of(*piece))
-                found = m.run(lane, kind, block, *piece)
-                assert found in expected if expected else found is None
+                reported = m.run(lane, kind, block, *piece)
+                assert reported in expected if expected else reported is None
                 if expected:
                     return  # From here on the checker takes the missing wait as made.
             case "item":
                 lane, block = arguments
                 expected = model.access(block, "read", lane, bytes_of(0, 64, []), finished=True)
-                found = m.item(lane, block)
-                assert found in expected if expected else found is None
+                reported = m.item(lane, block)
+                assert reported in expected if expected else reported is None
                 if expected:
                     return
                 model.wait_for_a_value(lane)

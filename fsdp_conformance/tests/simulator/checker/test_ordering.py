@@ -125,6 +125,6 @@ def test_a_race_is_found_without_numbers(waits: bool) -> None:
                 result.mul_(2.0)
             sim.current_stream().wait_stream(side)
 
-    found = checker.hazards()
+    hazards = checker.hazards()
     checker.clear()
-    assert bool(found) is not waits
+    assert bool(hazards) is not waits

@@ -73,10 +73,10 @@ def streams_of_hazard(first: torch.Stream, second: torch.Stream) -> tuple[Stream
     for each in (first, second):
         with sim.stream(each):
             tensor.add_(1)
-    (found,) = checker.hazards()
-    assert found == hazard_from_json(found.to_json())
+    (hazard,) = checker.hazards()
+    assert hazard == hazard_from_json(hazard.to_json())
     checker.clear()
-    return found.then.stream, found.now.stream, found.missing()
+    return hazard.then.stream, hazard.now.stream, hazard.missing()
 
 
 @compiled

@@ -182,9 +182,9 @@ class TestOrder:
             ranks[1].check(call(20, channel=self.second, words="b()"))
             ranks[1].check(call(21, channel=self.first, words="a()"))
 
-        (found,) = ranks[1].found
-        assert found.kind is DisagreementKind.ORDER
-        assert found.sentence() == (
+        (disagreement,) = ranks[1].found
+        assert disagreement.kind is DisagreementKind.ORDER
+        assert disagreement.sentence() == (
             "two communicators are used in different orders: rank 0 calls a() on the default group at "
             "/src/train.py:10 in step before what rank 1 calls first, b() on the default group at "
             "/src/train.py:20 in step"
@@ -288,11 +288,11 @@ class TestDeadlock:
         ranks[1].look(3)
         ranks[0].look(8)
 
-        (found,) = ranks[0].found
-        assert found == ranks[0].stopped_by
-        assert found.kind is DisagreementKind.DEADLOCK
-        assert found.sentence().startswith("ranks 0, 1 wait for each other: rank 0 has called all_reduce")
-        assert "train.py:20 in step" in found.explain()
+        (disagreement,) = ranks[0].found
+        assert disagreement == ranks[0].stopped_by
+        assert disagreement.kind is DisagreementKind.DEADLOCK
+        assert disagreement.sentence().startswith("ranks 0, 1 wait for each other: rank 0 has called all_reduce")
+        assert "train.py:20 in step" in disagreement.explain()
         ranks[2].look(None)
 
 
@@ -305,9 +305,9 @@ def test_ranks_on_one_device(ranks: list[Agreement]) -> None:
             ranks[rank].check(call(device_index=3))
 
     assert [] == [one for one in ranks[0].found if one.kind is not DisagreementKind.ONE_DEVICE]
-    (found,) = ranks[1].found
-    assert found.sentence().startswith("ranks 0 and 1 use the same device, 3: ")
-    assert "set_device" in found.advice()
+    (disagreement,) = ranks[1].found
+    assert disagreement.sentence().startswith("ranks 0 and 1 use the same device, 3: ")
+    assert "set_device" in disagreement.advice()
 
 
 class TestFiles:
@@ -359,7 +359,7 @@ class TestFiles:
     def test_unanswered_calls(self) -> None:
         """The first of each rank, with who is missing; later ones follow from it."""
         both, mine = call(1), call(2)
-        found = unanswered([[both, mine, call(3)], [both]])
+        pending = unanswered([[both, mine, call(3)], [both]])
 
-        assert [(one.call, one.callers, one.missing) for one in found] == [(mine, [0], [1])]
+        assert [(one.call, one.callers, one.missing) for one in pending] == [(mine, [0], [1])]
         assert unanswered([[both], [both]]) == []

@@ -270,8 +270,8 @@ def types_of(text: str) -> list[str]:
     for line in text.splitlines():
         if _NAMESPACE.match(line):
             is_local = line.startswith("namespace")
-        elif not is_local and (found := _TYPE.match(line)):
-            names.append(found[1])
+        elif not is_local and (match := _TYPE.match(line)):
+            names.append(match[1])
     return names
 
 

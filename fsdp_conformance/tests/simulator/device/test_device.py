@@ -150,11 +150,11 @@ class TestGenerators:
         expected = torch.rand(7, generator=on_cpu)
 
         state = on_sim.get_state()
-        found = torch.rand(7, generator=on_sim, device="sim:1")
+        samples = torch.rand(7, generator=on_sim, device="sim:1")
 
-        assert torch.equal(expected, found.cpu())
+        assert torch.equal(expected, samples.cpu())
         on_sim.set_state(state)
-        assert torch.equal(found, torch.rand(7, generator=on_sim, device="sim:1"))
+        assert torch.equal(samples, torch.rand(7, generator=on_sim, device="sim:1"))
         assert ("sim:1", 3) == (str(on_sim.device), on_sim.initial_seed())
 
     @in_process_of_its_own
@@ -181,13 +181,13 @@ class TestGenerators:
                 torch.manual_seed(5)
         a, b = nn.Dropout(0.5), nn.Dropout(0.5)
 
-        found = [a(torch.ones(16, device="sim:0")), b(torch.ones(16, device="sim:1"))]
+        samples = [a(torch.ones(16, device="sim:0")), b(torch.ones(16, device="sim:1"))]
         torch.manual_seed(5)
         sim.separate_generators(False)
         expected = a(torch.ones(16))
 
-        assert torch.equal(expected, found[0].cpu())
-        assert torch.equal(expected, found[1].cpu())
+        assert torch.equal(expected, samples[0].cpu())
+        assert torch.equal(expected, samples[1].cpu())
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
     @in_process_of_its_own
@@ -259,9 +259,9 @@ def run_python(program: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_an_active_device_the_way_to_it_is_told() -> None:
     """Asking for the current device loads nothing."""
-    asked: list[Callable[[], object]] = [device.current_device, lambda: device.set_device(1)]
+    calls: list[Callable[[], object]] = [device.current_device, lambda: device.set_device(1)]
     if build.loaded() is not None:
         pytest.skip("another test of this process has loaded the extension")
-    for ask in asked:
+    for ask in calls:
         with pytest.raises(EnvironmentUnavailable, match=r"activation\.activate\(\)"):
             ask()

@@ -29,9 +29,9 @@ pytestmark = compiled
 
 def kinds() -> list[HazardKind]:
     """The kinds of the hazards so far, which are then cleared."""
-    found = [hazard.kind for hazard in checker.hazards()]
+    hazard_kinds = [hazard.kind for hazard in checker.hazards()]
     checker.clear_hazards()
-    return found
+    return hazard_kinds
 
 
 def block_of(tensor: torch.Tensor) -> int:
@@ -367,7 +367,7 @@ class TestPinned:
         wrapped.mul_(2)
 
         assert ["aten::add.Tensor", "aten::mul_.Tensor", "aten::mul_.Tensor"] == [
-            found.now.site.op for found in checker.hazards()
+            hazard.now.site.op for hazard in checker.hazards()
         ]
         assert [HazardKind.HOST_READ_IN_FLIGHT] * 2 + [HazardKind.HOST_WRITE_IN_FLIGHT] == kinds()
 
@@ -645,8 +645,8 @@ class TestFrees:
             return tensor
 
         def leaves() -> None:
-            kept = used()
-            assert kept.is_contiguous()
+            result = used()
+            assert result.is_contiguous()
 
         tensor = used()
         del tensor  # here

@@ -56,9 +56,9 @@ def trained(device: str, optimizers: Optimizers, *, to_none: bool = True) -> lis
 
 def kinds() -> list[HazardKind]:
     """The hazards so far, which are then cleared."""
-    found = [hazard.kind for hazard in checker.hazards()]
+    hazard_kinds = [hazard.kind for hazard in checker.hazards()]
     checker.clear()
-    return found
+    return hazard_kinds
 
 
 class TestNumbers:

@@ -313,8 +313,8 @@ def test_ranks_that_reduce_differently_are_named(tmp_path: Path) -> None:
     assert "the script failed" not in run.out
     assert "1 finding about collectives of ranks 0, 1 [exit 1]" in run.out
     assert "::error file=train.py,line=8,title=different_collectives::" in run.out
-    (found,) = run.found["collectives"]
-    assert [(party["rank"], party["place"]["line"]) for party in found["parties"]] == [(0, 8), (1, 8)]
+    (disagreement,) = run.found["collectives"]
+    assert [(party["rank"], party["place"]["line"]) for party in disagreement["parties"]] == [(0, 8), (1, 8)]
     (result,) = json.loads((tmp_path / "found.sarif").read_text())["runs"][0]["results"]
     assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 8
 

@@ -34,10 +34,10 @@ class Run:
 
     def section(self, test: str) -> str:
         """pytest's report of a test that failed."""
-        found = re.search(
+        match = re.search(
             rf"^_+ (?:ERROR at setup of )?{re.escape(test)} _+$(.*?)(?=^[_=]{{3}})", self.out, re.MULTILINE | re.DOTALL
         )
-        return found[1] if found else ""
+        return match[1] if match else ""
 
 
 def run_pytest(

@@ -206,14 +206,14 @@ def test_autocast_follows_the_lists_of_cuda(dtype: torch.dtype) -> None:
                 "matmul": x @ x, "linear": nn.functional.linear(x, x), "addmv": torch.addmv(x[0], x, x[0]),
                 "einsum": torch.einsum("ij,jk->ik", x, x), "mv": x.mv(x[0]), "prelu": nn.functional.prelu(x, x[0, 0]),
             }  # fmt: skip
-            kept = {"add": half + half, "relu": half.relu(), "sum as asked": half.sum(dtype=dtype)}
+            unchanged = {"add": half + half, "relu": half.relu(), "sum as asked": half.sum(dtype=dtype)}
             widest = {"atan2": torch.atan2(half, x), "addcmul": torch.addcmul(x, half, half)}
             with pytest.raises(RuntimeError, match="unsafe to autocast"):
                 nn.functional.binary_cross_entropy(x, x)
             assert half.double().sum().dtype == torch.float64
 
     assert {name for name, value in (promoted | widest).items() if value.dtype != torch.float32} == set()
-    assert {name for name, value in (lowered | kept).items() if value.dtype != dtype} == set()
+    assert {name for name, value in (lowered | unchanged).items() if value.dtype != dtype} == set()
 
 
 @in_process_of_its_own
@@ -262,10 +262,10 @@ def test_attention_on_dtensors(tmp_path: Any) -> None:
                 shared = (
                     {"attn_mask": distribute_tensor(mask, mesh, [Replicate()])} if "attn_mask" in options else options
                 )
-                found = nn.functional.scaled_dot_product_attention(*parts, **shared)  # type: ignore[arg-type]
-                torch.testing.assert_close(found.full_tensor(), expected)  # type: ignore[attr-defined]
-                assert found.placements == (placement,)  # type: ignore[attr-defined]
-                found.sum().backward()
+                output = nn.functional.scaled_dot_product_attention(*parts, **shared)  # type: ignore[arg-type]
+                torch.testing.assert_close(output.full_tensor(), expected)  # type: ignore[attr-defined]
+                assert output.placements == (placement,)  # type: ignore[attr-defined]
+                output.sum().backward()
                 assert all(part.grad is not None for part in parts)
         dist.destroy_process_group()
 

@@ -29,8 +29,8 @@ class Counting:
 
 def saved(directory: Path) -> list[tuple[int, bool]]:
     """The accesses in each file of the directory, and whether the process has ended."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in directory.iterdir()]
-    return [(each["accesses"], each["ended"]) for each in found]
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in directory.iterdir()]
+    return [(each["accesses"], each["ended"]) for each in contents]
 
 
 def test_the_last_save_says_that_it_was_the_last(tmp_path: Path) -> None:

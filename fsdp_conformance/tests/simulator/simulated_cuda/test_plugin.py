@@ -141,26 +141,26 @@ def test_a_race_fails_the_test_that_has_it(races: Run) -> None:
 )
 def test_a_race_is_shown_with_both_lines(test: str, races: Run) -> None:
     """The line that writes and the line that should have waited, without a frame of pytest's or of ours."""
-    said = races.section(test)
+    section = races.section(test)
 
-    assert "read after write on cuda:0" in said, races.out
+    assert "read after write on cuda:0" in section, races.out
     source = (PROJECT / "races.py").read_text(encoding="utf-8").splitlines()
     for code in ("data = torch.ones(4", "data.mul_(2)"):
         line = next(number for number, text in enumerate(source, start=1) if code in text)
-        assert f"test_races.py:{line} in race" in said
-    assert "wait_stream" in said
-    assert "_pytest" not in said
-    assert "pluggy" not in said
-    assert "fsdp_conformance" not in said
+        assert f"test_races.py:{line} in race" in section
+    assert "wait_stream" in section
+    assert "_pytest" not in section
+    assert "pluggy" not in section
+    assert "fsdp_conformance" not in section
 
 
 @pytest.mark.slow
 def test_a_race_beside_a_failure_is_shown_too(races: Run) -> None:
     """The test's own failure comes first."""
-    said = races.section("test_race_and_failure")
+    section = races.section("test_race_and_failure")
 
-    assert "assert race().sum() == 0" in said
-    assert said.index("AssertionError") < said.index("read after write")
+    assert "assert race().sum() == 0" in section
+    assert section.index("AssertionError") < section.index("read after write")
 
 
 @pytest.mark.nightly
@@ -233,8 +233,8 @@ def test_ranks_see_gpus_and_their_races_fail_the_test(tmp_path: Path) -> None:
         "test_training": "PASSED",
         "test_gathered": "PASSED",
     }, run.out
-    said = run.section("test_ddp[wrong]")
-    assert "batch = " not in said  # the explanation has lines by number
-    assert "in SpawnProcess-3, SpawnProcess-4" in said
-    assert said.count("read after write") == 1
+    section = run.section("test_ddp[wrong]")
+    assert "batch = " not in section  # the explanation has lines by number
+    assert "in SpawnProcess-3, SpawnProcess-4" in section
+    assert section.count("read after write") == 1
     assert before >= left_behind()
