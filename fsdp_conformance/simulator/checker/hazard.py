@@ -368,7 +368,7 @@ class Hazard:
                 "event.synchronize()",
             ]
         if first == owner:
-            # The allocator reuses memory in the order of its own stream; use on another stream has to wait for that.
+            # The allocator reuses memory in the order of its own stream; other streams have to wait for that.
             return [
                 f"# after the memory is allocated, before {self._at(self.now.site)}",
                 "{}.wait_stream({})".format(*_in_code(second, owner)),

@@ -111,7 +111,7 @@ class FoldedHazard:
     ranks: list[int] = field(default_factory=list)
     """The ranks that have it, or have started a process that has it."""
     processes: dict[str, int] = field(default_factory=dict)
-    """Names of the processes that have it and are no ranks, each with the rank that started it."""
+    """Names of processes other than ranks that have it, each with the rank that started it."""
     count: int = 0
     """How often it was found, over all places and ranks."""
 
@@ -484,7 +484,7 @@ def _times(count: int) -> str:
 
 
 def _in_processes(one: FoldedHazard) -> str:
-    """Which processes have a hazard that are no ranks."""
+    """A phrase that names the processes, other than ranks, that have a hazard."""
     if not one.processes:
         return ""
     return f", in the child process{'es' if len(one.processes) > 1 else ''} {', '.join(one.processes)}"

@@ -44,7 +44,7 @@ class WithoutGrads(WithGrads):
 
 
 class AgainWithGrads(WithoutGrads):
-    """And gives it again."""
+    """A subclass that restores what its base took away."""
 
     def full_grads(self) -> dict[str, Tensor | None]:
         return {}

@@ -177,7 +177,7 @@ class Stages(RankTestCase):
         self.assertEqual({0.5}, set(adapter.full_params()[next(iter(shown))].flatten().tolist()))
 
     def test_an_optimizer_for_whole_matrices_is_refused(self) -> None:
-        """By DeepSpeed, unless somebody says that it may be used."""
+        """DeepSpeed refuses it unless it is explicitly allowed."""
         workload = optimizers.stepped_by(PLAIN, "adafactor", optimizers.WHOLE_MATRIX["adafactor"])
         with self.assertRaisesRegex(Exception, "untested ZeRO Optimizer"):
             self.run_training("deepspeed-zero1", workload, Regime(optimizer="adafactor"))

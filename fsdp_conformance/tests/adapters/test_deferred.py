@@ -38,7 +38,7 @@ def test_every_module_is_initialised_once() -> None:
 
 
 def test_the_users_function_is_called_from_the_top_down() -> None:
-    """Once with each module that has tensors of its own; by then they have memory."""
+    """It is called once for each module that owns tensors, after their memory is allocated."""
     model = _on_meta()
     called: list[nn.Module] = []
     seen: list[bool] = []

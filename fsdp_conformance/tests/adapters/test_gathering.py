@@ -185,7 +185,7 @@ def test_gradients_that_a_rank_lacks_are_none_there() -> None:
 
 
 def test_gradients_of_any_rank_are_gathered_on_all() -> None:
-    """A rank without a gradient gives zeros and reads what the others have; where nobody has one, all read None."""
+    """A rank without a gradient gives zeros and reads the others' result; where no rank has one, all read None."""
 
     def body(rank: int) -> list[bool]:
         mesh = init_device_mesh("cpu", (2,))

@@ -21,7 +21,7 @@ class Wrapper(nn.Module):
 
 
 class OwnModule(nn.Module):
-    """A user who calls a submodule `module`, beside a parameter of the same name inside and outside of it."""
+    """A user who calls a submodule `module`, next to a parameter of the same name inside and outside of it."""
 
     def __init__(self) -> None:
         super().__init__()

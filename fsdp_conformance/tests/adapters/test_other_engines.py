@@ -1,7 +1,7 @@
 """
 Adapters of engines that are neither torch's nor DeepSpeed's.
 
-Each engine has an environment of its own: `.venvs/fairscale/bin/python -m pytest` with this file, after
+Each engine has its own environment: `.venvs/fairscale/bin/python -m pytest` with this file, after
 `ci/setup fairscale`. Where an engine is absent, its tests are skipped.
 """
 
@@ -70,7 +70,7 @@ def test_what_to_install(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["colossalai-zero1", "colossalai-zero2", "megatron-fsdp-zero1", "megatron-fsdp-zero3"])
 def test_a_skipped_step_drops_what_the_engine_has_reduced(name: str) -> None:
-    """These engines keep reduced gradients in buffers of their own, which only their optimizer empties."""
+    """These engines keep reduced gradients in their own buffers, which only their optimizer empties."""
     adapter: Any = registry.load(name)()
     adapter.model = nn.Linear(2, 1)
     adapter.names = OriginalNames(adapter.model)

@@ -170,7 +170,7 @@ def test_descriptions_are_json() -> None:
     assert described.source == example_adapter.__file__
     assert {"zero3", "no_sync", "cpu_compute"} <= set(described.capabilities)
     assert described.capabilities == tuple(sorted(described.capabilities))
-    # Somebody else's module is not imported by the warm process.
+    # A module of another project is not imported by the warm process.
     assert described.preload == ()
     assert "fsdp_conformance.adapters.vendors.torch_fsdp2" in registry.describe_here("torch-fsdp2").preload
 

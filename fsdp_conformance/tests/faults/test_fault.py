@@ -58,7 +58,7 @@ def test_removed_by_an_exception() -> None:
 
 
 def test_strikes_only_while_installed() -> None:
-    """Points before install and after remove do nothing, and each installation counts anew."""
+    """Points before install and after remove do nothing, and each installation counts from zero."""
     fault = Counted("a", [])
     fault.at("after_loss", 0)
     with fault:

@@ -289,7 +289,7 @@ class Provoking(RecordedRanks):
         self.assertEqual(torch.tensor([0.0, 0.0, 1.0, 1.0]), output)
 
     def test_rank_that_waits_elsewhere(self) -> None:
-        """A collective goes under way by itself if its rank waits where nobody sees it."""
+        """A collective starts by itself if its rank waits in a call that is not observed."""
         output = torch.zeros(4)
         store = dist.distributed_c10d._get_default_store()
         with mock.patch.object(late, "_KEPT_BACK_S", 0.01), _late():

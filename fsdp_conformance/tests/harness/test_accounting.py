@@ -134,7 +134,7 @@ def test_determinism_is_what_torch_says_it_is(algorithms: str, enabled: bool, wa
 
 
 def test_rank_variables_are_those_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines find what torchrun would set, beside the controller's own environment."""
+    """Engines find the variables that torchrun would set, in addition to the controller's environment."""
     monkeypatch.setenv("FSDP_CONFORMANCE_TEST_VARIABLE", "kept")
     variables = rank_variables(1, 4, determinism=Determinism())
 

@@ -29,7 +29,7 @@ def test_cpu_counts_cores_and_speaks_gloo() -> None:
 
 
 def test_absent_device_types() -> None:
-    """A type that is not there has no devices, and its name is no error until one is asked for."""
+    """An absent type has no devices, and its name is accepted until a device is requested."""
     assert devices.device_count("nosuchdevice") == 0
     with pytest.raises(EnvironmentUnavailable, match="no device of type 'nosuchdevice' is present"):
         devices.device_of("nosuchdevice", 0)
@@ -108,7 +108,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_two_leases_share_no_device() -> None:
-    """Each case gets devices of its own, and sees no others."""
+    """Each case gets its own devices and sees no others."""
     with leases.lease("cuda", 2) as first, leases.lease("cuda", 2) as second:
         assert not set(first.devices) & set(second.devices)
         assert {"CUDA_VISIBLE_DEVICES": ",".join(second.devices)} == second.variables

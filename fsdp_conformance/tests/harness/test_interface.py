@@ -57,7 +57,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("peer", "ib0"), ("self", "ens5"), ("six", "ens6"), ("both", "ens5"), ("nobody", "ens5")],
+    [("peer", "ib0"), ("self", "ens5"), ("six", "ens6"), ("both", "ens5"), ("none", "ens5")],
     ids=["the longest prefix and the least metric", "its own name", "IPv6", "IPv4 first", "unknown name"],
 )
 def test_the_interface_of_the_route(proc: Path, host: str, expected: str) -> None:

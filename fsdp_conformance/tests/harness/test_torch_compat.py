@@ -129,7 +129,7 @@ class TestTwoRanksByDecree(FSDPTest):
 
 
 class TestThreeRanks(FSDPTest):
-    """Without a world size of its own, a test takes what was chosen for machines like this."""
+    """A test without its own world size takes the default for machines like this."""
 
     cpu_world_size = 3
 
@@ -320,7 +320,7 @@ class Skips(MultiProcessTestCase):
 
     @common_distributed.skip_if_lt_x_gpu(64)
     def test_torchs_own_decorator(self) -> None:
-        self.fail("nobody has 64")
+        self.fail("no machine has 64")
 
     def test_fails_on_rank_1(self) -> None:
         self.assertEqual(self.rank, 0)

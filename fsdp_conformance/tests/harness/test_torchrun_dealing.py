@@ -20,7 +20,7 @@ from fsdp_conformance.run_settings import TorchrunWorker
 
 
 def worker(rank: int, *, local_rank: int, host: int, world_size: int) -> TorchrunWorker:
-    """One of a job of this test: the name of the store's host is nobody's."""
+    """A worker of this test's job: the name of the store's host does not exist."""
     return TorchrunWorker(
         rank=rank, world_size=world_size, local_rank=local_rank, host="job", port=1, holds_store=False, host_rank=host
     )
@@ -95,7 +95,7 @@ def test_most_cases_cross_hosts(store: HashStore) -> None:
 def test_ranks_on_several_hosts_use_the_interface_towards_the_store(
     store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each worker finds that of its own host. Where all share one network, nothing is set."""
+    """Each worker finds its own host's interface. Where all share one network, nothing is set."""
     hosts: list[str] = []
 
     def found(host: str) -> dict[str, str]:
@@ -118,7 +118,7 @@ def test_ranks_on_several_hosts_use_the_interface_towards_the_store(
 
 
 def test_a_worker_that_never_came(store: HashStore) -> None:
-    """It is waited for once; every case then says so at once."""
+    """The suite waits for it once; every later case fails at once with the same reason."""
     meetings(job(2, 2)[:3], store, 2)
     first = CaseMeeting(job(2, 2)[0], "case", 2)
 

@@ -81,7 +81,7 @@ ELSEWHERE = {
     "accepts-containers", "accepts-anything", "ignores-device-id", "ignores-auto-wrap", "wraps-twice-silently",
     "loses-attributes", "copies-share-storage", "output-structure-changed",
 }  # fmt: skip
-#: Seen only where there is a device beside the CPU, simulated or not.
+#: Visible only where there is a device other than the CPU, simulated or not.
 ON_ACCELERATORS = {
     "accepts-mixed-devices", "ignores-offload", "uses-the-current-device", "moves-flat-inputs-only",
     "keeps-full-parameters", "keeps-parameters-after-forward", "keeps-full-gradients", "gathers-everything-first",
@@ -208,7 +208,7 @@ class Numbers(RankTestCase):
             self.assert_trains(mutant(name), regime=Regime(micro_batches=2, reduced=(False, True)))
 
     def test_nan_in_unwritten_memory(self) -> None:
-        """Padding that nobody wrote shows once such memory is NaN."""
+        """Unwritten padding shows once such memory is NaN."""
         torch.use_deterministic_algorithms(True, warn_only=True)
         memory: Any = torch.utils.deterministic
         memory.fill_uninitialized_memory = True
@@ -224,7 +224,7 @@ class Numbers(RankTestCase):
 
 
 class Values(RankTestCase):
-    """Wrong values that need a scenario of their own."""
+    """Wrong values that need a special scenario."""
 
     @with_fsdp2_on_the_cpu
     def test_written_values_are_lost(self) -> None:
@@ -270,7 +270,7 @@ class Values(RankTestCase):
         ):
             workload = replace(RICH, build=divergent, units=())
             history = self.run_training(adapter, workload, Regime(steps=1), sync_module_states=True)
-            # Rank 1 built values of its own, and has rank 0's if it was given them. Only rank 1's rows tell.
+            # Rank 1 built its own values, and has rank 0's if it received them. Only rank 1's rows show which.
             values = {"parameters": history.initial_params, "buffers": history.initial_buffers}
             names = {"parameters": "embed.weight", "buffers": "mean"}
             same = {kind for kind, name in names.items() if torch.equal(values[kind][name], right[kind][name])}
@@ -324,7 +324,7 @@ class Values(RankTestCase):
 
 
 class Schedules(RankTestCase):
-    """Wrong traffic and placement, beside the right engine's."""
+    """Wrong traffic and placement, compared with the right engine's."""
 
     def counts(self, history: TrainingHistory, step: int = 1) -> Counter[tuple[str, str]]:
         """Collectives of a step by phase and operation."""
@@ -381,7 +381,7 @@ class Schedules(RankTestCase):
 
     @with_fsdp2_on_the_cpu
     def test_groups(self) -> None:
-        """A unit on a group of its own is communicated over the world, hybrid or local."""
+        """A unit with its own group is communicated over the world, hybrid or local."""
         plans: tuple[dict[str, Any], ...] = (
             {"units": ("body.0", "body.2"), "local_units": ("body.2",)},
             {"sharding": Sharding.HYBRID, "replicas": 2},
@@ -399,7 +399,7 @@ class Schedules(RankTestCase):
         self.assertEqual(3, len([record for record in wrong.collectives if not record.nbytes]))
 
     def test_placement(self) -> None:
-        """A unit that nobody used holds full parameters after the step."""
+        """An unused unit holds full parameters after the step."""
         unused = replace(RICH, units=("frozen", "twice", "unused"))
         for adapter, full in ((SeamFSDP2, []), (mutant("keeps-unused-unsharded"), ["frozen", "unused"])):
             subject: Any = adapter()
@@ -470,7 +470,7 @@ class Manners(RankTestCase):
 
 
 class _Branches(nn.Module):
-    """Each rank runs a branch of its own."""
+    """Each rank runs a different branch."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

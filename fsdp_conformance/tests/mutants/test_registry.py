@@ -55,7 +55,7 @@ def test_a_name_can_be_given(tmp_path: Path) -> None:
 
 
 def test_the_engine_is_the_adapter_that_a_class_derives_from(tmp_path: Path) -> None:
-    """Through other classes of the module, other modules, and adapters without a name of their own."""
+    """Mutants inherit through other classes of the module, other modules, and adapters without their own name."""
     source = '''
 from fsdp_conformance.adapters.vendors.reference_components import EngineMesh as Mesh, ReferenceComponents
 from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1NoShard

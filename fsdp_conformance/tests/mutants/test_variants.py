@@ -69,7 +69,7 @@ class Differences(RankTestCase):
                 self.assert_trains(variant(name), regime=regime)
 
     def test_traffic(self) -> None:
-        """It differs where the variant says so, and nowhere else."""
+        """It differs where the variant declares it, and nowhere else."""
         expected = {name: traffic(self.run_training(name).collectives) for name in ("torch-fsdp2", "reference")}
         for name in SAME_TRAFFIC | {"reduces-on-another-group", "reshards-to-pairs"}:
             self.assertEqual(expected["torch-fsdp2"], traffic(self.run_training(variant(name)).collectives), name)
@@ -121,7 +121,7 @@ class Differences(RankTestCase):
         self.assertEqual(2, len(adapter.optimizer.param_groups))
 
     def test_attention(self) -> None:
-        """Attention reads the parameters of its output projection without calling it, so that is no unit."""
+        """Attention reads the parameters of its output projection without calling it, so this is not a unit."""
         self.run_training(variant("wraps-finer"), transformer.transformer())
 
     def test_validation(self) -> None:

@@ -90,7 +90,7 @@ class Measurements(RankTestCase):
         self.assertEqual(fit.links.reduce_scatter, fit.reduce_scatter.link)
 
     def test_one_rank_has_no_link(self) -> None:
-        """An axis of one rank is rejected, by name, and so is no axis."""
+        """An axis of one rank is rejected by name, and so is a mesh without axes."""
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         with self.assertRaisesRegex(ConfigError, "axis 'shard' must have at least 2 ranks, got 1"):
             measure((mesh, "replicate"), (mesh, "shard"))

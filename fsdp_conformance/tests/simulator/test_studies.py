@@ -292,7 +292,7 @@ KNOWN_RACES = {
 @pytest.mark.nightly
 @needs_compiler
 def test_races_of_torch_itself_are_found() -> None:
-    """DDP's mixed precision and the scaler of offloaded gradients race in torch 2.13: the checker says so."""
+    """DDP's mixed precision and the scaler of offloaded gradients race in torch 2.13, and the checker reports it."""
     if not torch.__version__.startswith("2.13."):
         pytest.skip("the findings are those of torch 2.13")
     jobs = [Job(name) for name in RACING]

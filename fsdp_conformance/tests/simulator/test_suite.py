@@ -1,4 +1,4 @@
-"""The simulated accelerator in the suite: which cases go there, what is counted, and that nobody waits for a look."""
+"""The simulated accelerator in the suite: which cases run there, what is counted, and that the search never blocks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _declares_all(device: str) -> frozenset[str]:
 
 
 def test_the_device_is_built_once_before_the_cases_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is said; a run without such a case compiles nothing."""
+    """The build is announced; a run without such a case compiles nothing."""
     messages: list[str] = []
     built: list[str] = []
     monkeypatch.setattr(build, "unavailable", lambda: None)
@@ -144,7 +144,7 @@ def test_only_its_own_ranks_pay_for_it() -> None:
 
 @needs_compiler
 class OnTheSimulatedAccelerator(RankTestCase):
-    """Two ranks, each with devices of its own."""
+    """Two ranks, each with its own devices."""
 
     device_type = SIMULATED
     case_timeout_s = 120.0
@@ -196,7 +196,7 @@ class OnTheSimulatedAccelerator(RankTestCase):
             self.assertEqual(expected, points)
 
     def test_races_are_found_and_belong_to_their_requirement(self) -> None:
-        """A step that nobody waits for, and memory that is freed in flight: in each run."""
+        """Each run finds a step without a wait, and memory that is freed in flight."""
         for engine, requirement in ((StepsOnASideStream, "R074"), (FreesInFlight, "R075")):
             run = self.run_training(engine, PLAIN, **self.PLAN)
             findings = stream_safety(run).findings
@@ -204,7 +204,7 @@ class OnTheSimulatedAccelerator(RankTestCase):
             self.assertIn("  first: ", findings[0].detail or "")
 
     def test_a_control_that_sees_nothing_is_our_mistake(self) -> None:
-        """With its waits a right engine has no race, so it is no control; without them it is."""
+        """With its waits a right engine has no race, so it is not a valid control; without them it is."""
         from fsdp_conformance.simulator import checker
 
         run = partial(self.run_training, TorchFSDP2, PLAIN, Regime(steps=1), **self.PLAN)
@@ -255,7 +255,7 @@ class Cases(unittest.TestCase):
 
     @pytest.mark.slow
     def test_a_case_that_asks_for_an_accelerator(self) -> None:
-        """It runs on the simulated one, and the record says so."""
+        """It runs on the simulated one, and the record states that."""
         record = run_case(bound_case("R012/before-ws2"), "torch-fsdp2")
 
         self.assertEqual((Verdict.PASS, "sim"), (record.verdict, record.device), record.reason)
@@ -264,7 +264,7 @@ class Cases(unittest.TestCase):
 
     @pytest.mark.nightly
     def test_ranks_that_share_the_device(self) -> None:
-        """All of them compute on the one that there is, and the record says so."""
+        """All of them compute on the only device, and the record states that."""
         base = RunSettings(device=SIMULATED, share_devices=True)
         record = run_case(bound_case("R075/stream-safety-plain-ws4"), f"{__name__}:{OneDevice.__name__}", base=base)
 

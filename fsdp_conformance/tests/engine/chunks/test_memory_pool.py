@@ -222,7 +222,7 @@ def test_views_of_a_resized_block_see_the_next_lease() -> None:
 
 
 def test_a_leased_block_is_not_leased_again() -> None:
-    """Nor is a block of another kind."""
+    """A leased block and a block of another kind are not leased."""
     pool = MemoryPool("cpu")
     pool.allocate_public(1, 8, FLOAT)
     block = pool.reserve(8, FLOAT)

@@ -108,8 +108,8 @@ class Wrapping(ReducerTestCase):
         """One error for all problems of a kind."""
         with self.assertRaisesRegex(ConfigError, "bucket_cap_mb must be .*, got -1"):
             DataParallel(Coded(), bucket_cap_mb=-1)
-        with self.assertRaisesRegex(ConfigError, r"ignored_names must be .*, got \['nobody'\]"):
-            DataParallel(Coded(), ignored_names=["nobody", "p0"])
+        with self.assertRaisesRegex(ConfigError, r"ignored_names must be .*, got \['missing'\]"):
+            DataParallel(Coded(), ignored_names=["missing", "p0"])
 
     def test_bucket_limits_in_mib(self) -> None:
         """One number applies to every bucket including the first; several apply one after the other."""

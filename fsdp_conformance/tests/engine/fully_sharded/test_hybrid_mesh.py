@@ -1,8 +1,8 @@
 """
 Hybrid sharding on 2 x 2 x 2: two axes are the engine's, and the third keeps two trainings side by side.
 
-Eight simulated ranks. The trainings have data of their own, so that whatever reached over the third axis would show in
-the numbers.
+Eight simulated ranks. The trainings have different data, so that any traffic over the third axis would show in the
+numbers.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class SideBySide(CubeTestCase):
             self.assert_collectives(got, cube)
 
     def test_fsdp2(self) -> None:
-        """So does torch's `fully_shard`."""
+        """torch's `fully_shard` behaves in the same way."""
         for layout in LAYOUTS:
             cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=layout)
             got, expected = self.train_side_by_side(FSDP2OnMesh(), cube)

@@ -267,7 +267,7 @@ def test_killed_rank_is_named_by_its_signal() -> None:
 
 
 def test_segfault_leaves_its_python_stack() -> None:
-    """A rank that dies of a fault of its own says where in Python it was."""
+    """A rank that dies of a segmentation fault or the like reports where in Python it was."""
     seen = run(Faulty, "test_segfault")
 
     assert seen.found.headline == "rank 1 was killed by SIGSEGV before it reported"
@@ -297,7 +297,7 @@ def test_exit_of_the_last_rank_counts() -> None:
 
 
 def test_rank_that_leaves_a_collective_out_is_a_hang() -> None:
-    """Its peers time out in the collective; nobody is stuck, and nobody has a failure of his own."""
+    """Its peers time out in the collective; no rank is stuck, and no rank has another failure."""
     seen = run(Hanging, "test_leaves_a_collective_out")
 
     assert seen.endings[1] == Ending.FINISHED
@@ -429,7 +429,7 @@ def test_output_of_the_ranks_is_in_the_failure() -> None:
 
 
 def test_deadline_of_the_controller_is_the_groups() -> None:
-    """It reaches the ranks' groups, those without a timeout of their own too, though only one instance knows it."""
+    """It reaches the ranks' groups, including those without their own timeout, though only one instance knows it."""
     case = Faulty("test_what_set_up_says_counts")
     case.collective_timeout_s = 17.0
     case.run(unittest.TestResult())

@@ -107,7 +107,7 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def controller(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """A marker and an environment for a controller of its own; nothing with the marker may outlive the test."""
+    """A marker and an environment for a separate controller; nothing with the marker may outlive the test."""
     marker = uuid.uuid4().hex
     yield marker, {**os.environ, MARKER: marker, "TMPDIR": str(tmp_path)}
     for pid in processes_marked(marker):
@@ -288,7 +288,7 @@ def test_shared_memory_of_a_killed_rank_is_removed() -> None:
 
 
 def test_shared_memory_in_use_is_kept() -> None:
-    """A block that some process maps is somebody's, whoever made it."""
+    """A block that any process maps is in use, regardless of its creator."""
     before = shared_memory()
     path = Path("/dev/shm", f"nccl-{uuid.uuid4().hex}")
     with path.open("wb+") as file:

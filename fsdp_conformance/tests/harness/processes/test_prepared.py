@@ -149,7 +149,7 @@ def test_the_next_case_finds_fresh_ranks_ready() -> None:
 
 
 def test_what_does_not_fit_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another world size, or another environment: the case starts ranks of its own."""
+    """Another world size, or another environment: the case starts its own ranks."""
     run(Cases, following=2)
     ready = waiting()
     reports, _, errors = run(Three)
@@ -175,7 +175,7 @@ def test_pytests_own_variable_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_rank_that_died_while_it_waited_costs_only_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case starts fresh ranks at once and blames nobody, even if the surviving rank is still waiting for it."""
+    """The case starts fresh ranks at once and blames no rank, even if the surviving rank is still waiting for it."""
     monkeypatch.setattr(preparation, "READY_S", 86400.0)
     run(Cases, following=2)
     ready = waiting()
@@ -217,7 +217,7 @@ def test_other_launches_leave_the_set_alone() -> None:
 
 
 def test_which_cases_can_be_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that own a GPU each, in processes of this host, which nobody debugs."""
+    """Ranks that own a GPU each, in processes of this host without a debugger."""
     monkeypatch.setattr(devices, "begins_slowly", devices.is_scarce)
     group = FirstGroup()
 
@@ -230,7 +230,7 @@ def test_which_cases_can_be_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_devices_without_room_prepare_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There must be memory for the rank that waits, and for one that runs beside it."""
+    """There must be memory for the rank that waits, and for one that runs at the same time."""
     case, lease = orders(tmp_path, "cuda"), leases.Lease(devices=("0", "1"))
     memory = {"0": DeviceMemory(total_mib=80_000, free_mib=2 * RANK_MIB)}
     monkeypatch.setattr(leases, "memory_of", lambda device_type, name: memory.get(name))

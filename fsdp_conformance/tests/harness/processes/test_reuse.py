@@ -80,7 +80,7 @@ def pids(exits: Any) -> list[int]:
 
 
 def test_same_ranks_run_the_next_case() -> None:
-    """The processes stay, the report says so, and each case begins from the same seed."""
+    """The processes stay, the report mentions it, and each case begins from the same seed."""
     pool.close()
     first, first_exits, first_errors = run(Reused, "test_sums")
     second, second_exits, second_errors = run(Reused, "test_sums")
@@ -90,7 +90,7 @@ def test_same_ranks_run_the_next_case() -> None:
     assert [end.exitcode for end in second_exits] == [None, None]
     assert (first[0].environment["start"], second[0].environment["start"]) == ("forkserver", "reused")
     assert first[1].measurements["random"] == second[1].measurements["random"]
-    # each case has files of its own
+    # each case has its own files
     assert first[0].measurements["trace"] != second[0].measurements["trace"]
 
 

@@ -24,7 +24,7 @@ QUIET = {
 
 
 def test_no_collective_of_this_torch_is_overlooked() -> None:
-    """Of every method that a new version of torch adds, somebody has to say whether it communicates."""
+    """Every method that a new version of torch adds must be classified as communicating or not."""
     names = {name for name in dir(ProcessGroup) if not name.startswith("__") and not name.isupper()}
 
     assert set() == names - QUIET - set(METHODS), "add each to METHODS of collective_calls, or to QUIET here"

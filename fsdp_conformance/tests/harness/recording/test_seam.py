@@ -310,7 +310,7 @@ reduce_scatter 8B float32 SUM [0,1]""",
 
 
 class Registration(ShardedTrainingTestCase):
-    """Putting the seam in and taking it out, in a rank of its own."""
+    """Tests that put the seam in and take it out, in a separate rank."""
 
     world_size = 1
 

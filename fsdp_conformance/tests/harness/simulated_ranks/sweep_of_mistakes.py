@@ -48,7 +48,7 @@ def _world() -> Any:
 
 
 def _of(call: Callable[..., object], *arguments: Any, **options: Any) -> Call:
-    """A call whose arguments are equal on every rank, and made anew for each by those that are functions."""
+    """A call whose arguments are equal on every rank, and created separately for each where they are functions."""
 
     def made(me: Member) -> list[Tensor]:
         values = [argument() if callable(argument) else argument for argument in arguments]
@@ -208,7 +208,7 @@ WRONG: Final[dict[str, Call]] = {
     "new_group with a rank twice": _of(lambda: dist.new_group([0, 0])),
     "new_group with a rank beyond": _of(lambda: dist.new_group([0, SIZE])),
     "a second init_process_group": _of(lambda: dist.init_process_group("gloo", rank=0, world_size=1)),
-    "barrier with device_ids that are no list": _of(lambda: dist.barrier(device_ids=0)),
+    "barrier with device_ids that are not a list": _of(lambda: dist.barrier(device_ids=0)),
 }
 
 

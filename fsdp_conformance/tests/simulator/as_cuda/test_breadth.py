@@ -149,7 +149,7 @@ class TestFlexAttention:
 
 
 class Consumer:
-    """Another library's view of a tensor: it asks for the tensor on a stream of its own."""
+    """Another library's view of a tensor: it asks for the tensor on its own stream."""
 
     def __init__(self, tensor: Tensor, stream: int) -> None:
         self.tensor = tensor

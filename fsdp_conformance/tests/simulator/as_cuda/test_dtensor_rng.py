@@ -93,7 +93,7 @@ def test_replicas_are_the_numbers_after_the_seed() -> None:
 @as_since_2_10
 @in_process_of_its_own
 def test_a_state_that_is_put_back_repeats_the_numbers() -> None:
-    """So recomputation in activation checkpoints drops the same values."""
+    """Recomputation in activation checkpoints therefore drops the same values."""
     with simulated_cuda(RANKS), rank_of_many(1) as mesh:
         rand(4, 4, device_mesh=mesh, placements=[Shard(0)])
         state = torch.cuda.get_rng_state()

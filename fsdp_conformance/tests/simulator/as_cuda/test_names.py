@@ -41,7 +41,7 @@ def test_only_names_of_devices_are_translated(word: Any, expected: Any) -> None:
     ],
 )
 def test_nccl_is_the_simulated_collectives(backend: Any, expected: Any) -> None:
-    """Alone, or beside a backend for the CPU."""
+    """nccl is accepted alone or together with a backend for the CPU."""
     assert expected == cuda_names.simulated_backend(backend)
 
 

@@ -103,7 +103,7 @@ def test_a_rank_sends_to_itself() -> None:
 
 @in_process_of_its_own
 def test_a_rank_waits_for_itself() -> None:
-    """A receive without a send, and one of another size: the error says so."""
+    """The error explains a receive without a send, and one of another size."""
     with group_of_one(timeout=timedelta(seconds=0.2)):
         take = torch.zeros(2, device="cuda")
         (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, take, 0)])

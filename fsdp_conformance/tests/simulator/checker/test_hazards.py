@@ -37,7 +37,7 @@ FREE = Site(op="free", stack=(Frame(file="/src/acme/unit.py", line=80, function=
 
 
 def site(op: str, line: int, **fields: Any) -> Site:
-    """An operation of somebody's engine."""
+    """An operation of a user's engine."""
     return Site(op=op, stack=(Frame(file="/src/acme/unit.py", line=line, function="unshard"),), **fields)
 
 

@@ -33,7 +33,7 @@ class Extension:
         return before
 
     def note_touches(self) -> None:
-        """There is no pinned memory."""
+        """Do nothing: there is no pinned memory."""
 
     def set_wait_filter(self, keep: Callable[[str, int, int], bool] | None) -> None:
         self.filter = keep

@@ -164,7 +164,7 @@ class TestUses:
 
     @in_process_of_its_own
     def test_attention_over_a_cache_that_is_filled_in_part(self) -> None:
-        """All positions, those that are written, and all with a mask; in a loop of its own and in torch's operation."""
+        """All positions, those that are written, and all with a mask; in a separate loop and in torch's operation."""
         checker.set_uninitialized(True)
         keys, values = empty(1, 2, 8, 4), empty(1, 2, 8, 4)
         keys[:, :, :3], values[:, :, :3] = 1.0, 1.0
@@ -209,7 +209,7 @@ class TestUses:
 
     @in_process_of_its_own
     def test_it_is_off_unless_asked_for(self) -> None:
-        """And what was allocated while it was off is not looked at."""
+        """Memory that was allocated while it was off is not checked later."""
         value = empty(4)
         value[0].item()
         with checker.uninitialized():

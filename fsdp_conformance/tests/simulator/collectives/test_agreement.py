@@ -123,7 +123,7 @@ def test_what_may_differ(ranks: list[Agreement]) -> None:
 
 
 def test_a_group_has_a_communicator_for_each_device(ranks: list[Agreement]) -> None:
-    """The host's collectives and the device's have orders of their own."""
+    """The host's collectives and the device's are ordered separately."""
     host = replace(WORLD, device="cpu")
     for rank, channels in ((0, (WORLD, host)), (1, (host, WORLD))):
         for channel in channels:
@@ -275,7 +275,7 @@ class TestDeadlock:
         assert deadlocked([[one] for one in calls], {0: 1, 1: 1, 2: 1}) == dict(enumerate(calls))
 
     def test_ranks_tell_each_other(self, ranks: list[Agreement]) -> None:
-        """After several looks at the same wait; the finding names both calls. A wait that ends counts anew."""
+        """It is reported after several looks at the same wait, with both calls. A wait that ends resets the count."""
         ranks[0].check(call(10))
         ranks[1].check(call(20, channel=TestOrder.second))
         for _ in range(4):

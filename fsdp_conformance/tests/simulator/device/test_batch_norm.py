@@ -79,7 +79,7 @@ def test_two_parts_are_as_good_as_the_whole(shape: tuple[int, ...], dtype: torch
 
 @in_process_of_its_own
 def test_without_weights_and_running_statistics() -> None:
-    """As for affine=False and track_running_stats=False; gradients that nobody wants are not computed."""
+    """As for affine=False and track_running_stats=False; gradients that are not needed are not computed."""
     batch, gradient = torch.randn(6, 3), torch.randn(6, 3)
     given, upstream = batch.to("sim"), gradient.to("sim")
     mean, invstd = torch.batch_norm_stats(given, EPS)

@@ -68,7 +68,7 @@ class TestCounts:
 
     @in_process_of_its_own
     def test_allocated_and_peak_are_exact(self) -> None:
-        """13 floats are 52 bytes; the peak is the largest sum at one time; a view is no memory."""
+        """13 floats are 52 bytes; the peak is the largest sum at one time; a view takes no memory."""
         a = torch.empty(13, device="sim")
         b = torch.empty(5, dtype=torch.int8, device="sim")
         view = a[3:]
@@ -477,7 +477,7 @@ class TestLimit:
 
         with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 585\.94 KiB"):
             torch.ones(150_000, device="sim")
-        assert 600_000 == sim.memory_reserved()  # the cache was given up in vain
+        assert 600_000 == sim.memory_reserved()  # the cache was freed, but that was not enough
         stats = sim.memory_stats()
         assert (1, 1) == (stats["num_alloc_retries"], stats["num_ooms"])
         torch.ones(100_000, device="sim")
@@ -610,7 +610,7 @@ class TestTouches:
 
     @in_process_of_its_own
     def test_guarded_memory_may_be_freed(self) -> None:
-        """Its addresses belong to somebody else then."""
+        """Its addresses belong to another tensor by then."""
         for _ in range(20):
             target = torch.zeros(2048, pin_memory=True)
             target.copy_(torch.ones(2048, device="sim"), non_blocking=True)

@@ -254,7 +254,7 @@ def test_losses_are_scaled() -> None:
 
 @in_process_of_its_own
 def test_batches_are_loaded_into_pinned_memory() -> None:
-    """And copied from there without making the host wait."""
+    """They are then copied from there without making the host wait."""
     items: Any = torch.arange(6.0)
     loader: Iterable[torch.Tensor] = torch.utils.data.DataLoader(items, batch_size=3, pin_memory=True)
 

@@ -45,7 +45,7 @@ def test_streams_are_current_per_device() -> None:
 
 @in_process_of_its_own
 def test_streams_come_from_a_pool_of_32() -> None:
-    """As on CUDA: the 33rd is the first again; high priority has a pool of its own."""
+    """As on CUDA: the 33rd is the first again; high priority has its own pool."""
     streams = [sim.Stream() for _ in range(33)]
     high = sim.Stream(priority=-1)
 

@@ -132,7 +132,7 @@ class TestSarif:
         assert rules == {str(kind) for kind in (*HazardKind, *DisagreementKind)}
 
     def test_a_clean_run_is_an_empty_file(self) -> None:
-        """So that code hosts close the alerts of the last one."""
+        """An empty file makes code hosts close the alerts of the previous run."""
         merged = report(observed(), observed())
 
         assert json.loads(sarif(alerts_of(merged), merged))["runs"][0]["results"] == []

@@ -157,7 +157,7 @@ def test_what_children_find_is_found() -> None:
 
 
 def test_a_script_whose_children_do_the_work_is_clean() -> None:
-    """And one finding of a child is a finding of the run."""
+    """A finding of a child is a finding of the run."""
     nothing = {**observed(accesses=0), "streams": 0}
 
     assert report(nothing, nothing).status is ExitStatus.NOTHING_CHECKED

@@ -64,7 +64,7 @@ def test_cuda_answers_as_a_script_expects(tmp_path: Path) -> None:
 
 @pytest.fixture(name="unwaited", scope="module")
 def _unwaited(tmp_path_factory: pytest.TempPathFactory) -> Sanitized:
-    """The prefetcher whose copies nobody waits for."""
+    """The prefetcher without a wait for its copies."""
     return as_cuda("prefetch", "--without", "wait_stream", cwd=tmp_path_factory.mktemp("unwaited"))
 
 

@@ -290,7 +290,7 @@ def test_children_see_the_gpus_and_report_their_races() -> None:
 
 
 def test_who_asks_is_found_below_the_standard_library() -> None:
-    """And torch.testing asks for the test."""
+    """The caller is also found through torch.testing."""
 
     def asks() -> bool:
         return cuda_names.script_asks()

@@ -49,7 +49,7 @@ def test_the_last_save_says_that_it_was_the_last(tmp_path: Path) -> None:
 
 
 def test_what_comes_while_it_ends_is_saved(tmp_path: Path) -> None:
-    """os._exit and Python's own end may both say so."""
+    """os._exit and Python's own shutdown may both report the end."""
     source, outbox = Counting(), Outbox(tmp_path)
     outbox.open(source)
     source.end()

@@ -29,7 +29,7 @@ def test_the_plugin_is_light() -> None:
 
 
 def test_without_the_option_marked_tests_are_skipped(tmp_path: Path) -> None:
-    """So are those with the fixture; the others run."""
+    """Tests with the fixture are skipped, too; the others run."""
     text = """
 import sys
 import pytest
@@ -82,7 +82,7 @@ def test_a_wrong_marker_is_refused(
     arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the test that has it."""
-    test = tmp_path / f"{tmp_path.name}.py"  # a module name of its own
+    test = tmp_path / f"{tmp_path.name}.py"  # a unique module name
     test.write_text(
         f"import pytest\n@pytest.mark.simulated_cuda({arguments})\ndef test_marked(): pass\n", encoding="utf-8"
     )
@@ -116,7 +116,7 @@ def _races(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.slow
 def test_a_race_fails_the_test_that_has_it(races: Run) -> None:
-    """And no other."""
+    """No other test fails."""
     assert races.status == pytest.ExitCode.TESTS_FAILED, races.out
     assert races.outcomes == {
         "test_race": "FAILED",
