@@ -91,7 +91,7 @@ def test_torch_adapter_declares_what_it_writes() -> None:
 
 
 def test_every_flag_of_a_bundled_adapter_is_one() -> None:
-    """Nothing is declared that capability.py does not know."""
+    """Bundled adapters declare only flags that capability.py defines."""
     assert {name: unknown(registry.load(name).declared()) for name in registry.names() if "deepspeed" not in name} == {
         name: [] for name in registry.names() if "deepspeed" not in name
     }

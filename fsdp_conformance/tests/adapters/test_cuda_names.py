@@ -69,7 +69,7 @@ class Unnamed(TorchFSDP2):
 
 @pytest.mark.parametrize(("device", "expected"), [("sim", {"any_accelerator"}), ("cpu", set()), ("xpu", set())])
 def test_only_the_simulated_accelerator_has_these_names(device: str, expected: set[str]) -> None:
-    """To such an engine another accelerator is none, and without the attribute nothing changes."""
+    """Such an engine does not see other accelerators, and without the attribute nothing changes."""
     assert flags_of_names(device, cuda_names=True) == expected
     assert not flags_of_names(device, cuda_names=False)
 

@@ -61,7 +61,7 @@ def test_wrappers_inside() -> None:
 
 
 def test_a_tied_parameter_is_listed_once() -> None:
-    """Under its first name, wherever the wrapper keeps it."""
+    """A tied parameter has its first name, wherever the wrapper stores it."""
     model = tied()
     names = OriginalNames(model)
 

@@ -267,7 +267,7 @@ class Placement(RankTestCase):
             self.run_training("torch-fsdp2", observer=Observer(on_setup=lambda adapter: adapter.wrap_again()))
 
     def test_model_without_parameters(self) -> None:
-        """Nothing to optimise is not an error."""
+        """A model with nothing to optimise is not an error."""
         adapter = TorchFSDP2()
         adapter.setup(nn.Identity, self.fail, Plan())
         adapter.step()

@@ -26,7 +26,7 @@ class Parity(RankTestCase):
     case_timeout_s = 120.0
 
     def test_training(self) -> None:
-        """With SGD and Adam, with clipping, and with micro-batches that are reduced later."""
+        """Training agrees with SGD and Adam, with clipping, and with micro-batches that are reduced later."""
         for name in ENGINES:
             for regime in (
                 Regime(),

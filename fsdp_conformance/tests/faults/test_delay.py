@@ -293,7 +293,7 @@ def test_the_host_sleeps_for_the_cpu(device_type: str) -> None:
 
 
 def test_a_device_that_cannot_sleep() -> None:
-    """Then the host is late, which makes the rank late too."""
+    """The host sleeps instead, which makes the rank late, too."""
     with _no_time_passes() as sleeps, mock.patch.object(torch, "get_device_module", return_value=object()):
         pause.pause(30, "xpu")
 

@@ -283,14 +283,14 @@ class Cases(unittest.TestCase):
 
     @pytest.mark.slow
     def test_a_case_without_wish_stays_on_the_cpu(self) -> None:
-        """Unless the run is on the simulated accelerator."""
+        """It stays there unless the run is on the simulated accelerator."""
         bound = bound_case("R003/every-rank-contributes-once-ws2")
         for device in ("cpu", SIMULATED):
             record = run_case(bound, "reference", base=RunSettings(device=device))
             self.assertEqual((Verdict.PASS, device), (record.verdict, record.device), record.reason)
 
     def test_without_the_simulator_the_case_is_not_run(self) -> None:
-        """As on every machine without an accelerator before there was one."""
+        """The case is skipped with a reason, as on every machine without an accelerator."""
         record = run_case(bound_case("R012/before-ws2"), "torch-fsdp2", base=RunSettings(simulator=False))
 
         self.assertEqual((Verdict.NOT_RUN_ENV, "cpu"), (record.verdict, record.device))

@@ -351,7 +351,7 @@ def test_public_blocks_count_against_the_limit() -> None:
 
 
 def test_arguments_out_of_range_are_all_named() -> None:
-    """Both at once, in a typed error."""
+    """One typed error names both."""
     with pytest.raises(PoolError, match=r"limit_bytes must .* got -1.*num_cooling must .* got -2"):
         MemoryPool("cpu", limit_bytes=-1, num_cooling=-2)
     assert issubclass(PoolExhausted, EngineError)

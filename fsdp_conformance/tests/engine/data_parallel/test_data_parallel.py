@@ -65,7 +65,7 @@ class Wrapping(ReducerTestCase):
         self.assert_means(model)
 
     def test_a_module_cannot_be_wrapped_twice(self) -> None:
-        """Neither can a module inside another wrapper."""
+        """A wrapped module, and a module inside another wrapper, cannot be wrapped."""
         inner = DataParallel(Coded())
         for module in (inner, nn.Sequential(nn.Linear(2, 2), inner), DistributedDataParallel(Coded())):
             with self.assertRaisesRegex(ConfigError, "must not average gradients already, as"):
@@ -105,7 +105,7 @@ class Wrapping(ReducerTestCase):
             DataParallel(Coded(), device_id=3)
 
     def test_options_out_of_range(self) -> None:
-        """One error for all problems of a kind."""
+        """One error lists all problems of a kind."""
         with self.assertRaisesRegex(ConfigError, "bucket_cap_mb must be .*, got -1"):
             DataParallel(Coded(), bucket_cap_mb=-1)
         with self.assertRaisesRegex(ConfigError, r"ignored_names must be .*, got \['missing'\]"):

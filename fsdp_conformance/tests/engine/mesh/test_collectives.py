@@ -69,7 +69,7 @@ class Broadcast(MeshTestCase):
         self.assertTrue(parameter.is_leaf and parameter.requires_grad)
 
     def test_one_collective_of_its_bytes(self) -> None:
-        """One broadcast over the row only; nothing is sent for meta, without elements, and in a group of one."""
+        """It broadcasts once, over the row only; it sends nothing for meta, without elements, and in a group of one."""
         mesh_broadcast(coded(self.rank, 3), (self.square, 1)).wait()
         self.assertEqual([(Op.BROADCAST, 12, tuple(self.row(1)))], self.sent())
         alone = init_device_mesh(self.device_type, (4, 1))

@@ -52,7 +52,7 @@ def program(*lines: str, arguments: tuple[str, ...] = ()) -> list[str]:
 
 
 def test_the_driver_itself_is_asked(tmp_path: Path) -> None:
-    """Also one that a library has started behind torch's back, and not one that is merely loaded."""
+    """A driver that a library started without torch counts, and one that is merely loaded does not."""
     source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
     source.write_text(DRIVER)
     subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True)

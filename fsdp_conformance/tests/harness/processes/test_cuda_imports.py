@@ -46,7 +46,7 @@ def found(monkeypatch: pytest.MonkeyPatch, servers: Servers, *modules: str) -> A
 
 
 def test_every_module_that_starts_cuda_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after another, and each server is asked once."""
+    """They are left out one after another, and each server is asked once."""
     servers = Servers("engine", "kernels", "torch")
 
     assert found(monkeypatch, servers, "suite", "engine", "kernels") == ("suite",)

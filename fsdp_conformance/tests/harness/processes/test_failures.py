@@ -322,7 +322,7 @@ def test_sleeping_rank_is_found_with_its_stack() -> None:
 
 
 def test_ranks_that_are_slow_are_not_stuck() -> None:
-    """On a machine that is busy with something else a case takes longer, and nothing is wrong with it."""
+    """A case may take longer on a busy machine without being reported as stuck."""
     seen = run(Hanging, "test_is_slow")
 
     assert seen.endings == [Ending.FINISHED] * 3

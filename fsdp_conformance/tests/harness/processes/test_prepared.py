@@ -132,7 +132,7 @@ def gone(pids: list[int]) -> bool:
 
 
 def test_the_next_case_finds_fresh_ranks_ready() -> None:
-    """With their group, a clean log, the same seed, and its own environment; each set is used once."""
+    """They have their group, a clean log, the same seed, and their own environment; each set is used once."""
     first, first_pids, first_errors = run(Cases, following=2)
     ready = waiting()
     second, second_pids, second_errors = run(Cases, following=2)

@@ -244,7 +244,7 @@ class TestBackends:
 
     @in_process_of_its_own
     def test_gloo_and_nccl(self) -> None:
-        """By default as the default group; NCCL refuses what gloo reduces."""
+        """A group uses the default group's backend by default; NCCL refuses what gloo reduces."""
         with simulated_cuda(1):
             for backend, other in (("nccl", "gloo"), ("gloo", "nccl")):
                 dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
@@ -269,7 +269,7 @@ class TestMessages:
 
     @in_process_of_its_own
     def test_devices_in_messages(self) -> None:
-        """In str(), in tracebacks, from backward's threads; args keep C++'s text."""
+        """str(), tracebacks and errors from backward's threads name cuda; args keep C++'s text."""
         with simulated_cuda(2):
             one, other = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
             with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cuda:1!") as caught:
@@ -289,7 +289,7 @@ class TestMessages:
 
     @in_process_of_its_own
     def test_texts_of_the_program_stay(self) -> None:
-        """Where Python raises, and where a text is quoted."""
+        """Texts are left alone where Python raises, and where a text is quoted."""
         with simulated_cuda(1):
             for raised in (RuntimeError("robot sim:0 is stuck"), ValueError("on sim")):
                 with pytest.raises(type(raised)) as caught:
@@ -337,7 +337,7 @@ class TestFormats:
 
     @in_process_of_its_own
     def test_they_are_refused_by_name(self) -> None:
-        """With the name of what was called; on the CPU they go on working."""
+        """The error names the function that was called; on the CPU they still work."""
         with simulated_cuda(1):
             refused: dict[str, Callable[[], object]] = {
                 "torch.sparse_csr_tensor": lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], device="cuda"),

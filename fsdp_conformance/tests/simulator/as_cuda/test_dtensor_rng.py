@@ -141,7 +141,7 @@ def test_a_programs_own_generator() -> None:
 
 @in_process_of_its_own
 def test_it_ends_with_the_simulation() -> None:
-    """On the CPU, before and after, DTensor and generators are torch's own."""
+    """On the CPU, before and after the simulation, DTensor and generators are torch's own."""
     random: Any = torch.distributed.tensor._random
     get_state = torch.Generator.get_state
     with simulated_cuda(RANKS), rank_of_many(0) as mesh:

@@ -67,7 +67,7 @@ def test_gradients_of_collectives() -> None:
 @in_process_of_its_own
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_profilers_see_collectives(backend: str) -> None:
-    """Once each, whether they are asynchronous or not, under their own names and with the shapes of their inputs."""
+    """Each collective, asynchronous or not, appears once, under its own name and with the shapes of its inputs."""
     with group_of_one(backend):
         tensor, whole = torch.ones(2, 3, device="cuda"), torch.ones(2, 3, device="cuda")
         calls = {
@@ -89,7 +89,7 @@ def test_profilers_see_collectives(backend: str) -> None:
 
 @in_process_of_its_own
 def test_a_rank_sends_to_itself() -> None:
-    """In a batch, as in an exchange of everybody with everybody; the messages meet in order."""
+    """A batch may contain such messages, as in an all-to-all exchange; they are matched in order."""
     with group_of_one():
         gives = [torch.full((2,), float(number), device="cuda") for number in range(3)]
         takes = [torch.zeros(2, device="cuda") for _ in gives]

@@ -201,7 +201,7 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream may
         )
 
     def test_a_free_without_a_stack_of_its_own(self) -> None:
-        """Nothing was gathered at the free; what is shown is the operation after it."""
+        """A free without a recorded stack is shown by the operation after it."""
         described = hazard(
             HazardKind.REUSE_IN_FLIGHT,
             GATHERING,

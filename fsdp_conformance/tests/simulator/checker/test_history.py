@@ -102,7 +102,7 @@ class TestBounds:
         assert m.read(m.b, block) == "read_after_write"
 
     def test_history_can_be_forgotten(self, m: Machine) -> None:
-        """For the boundary between two runs; the clocks are kept."""
+        """The history is cleared at the boundary between two runs; the clocks stay."""
         block = m.allocate()
         m.write(m.a, block)
         m.checker.clear_history()

@@ -31,7 +31,7 @@ def test_a_value_that_is_read_in_between(waits: str, kind: str | None) -> None:
 
 @pytest.mark.parametrize("how", ["stream", "device", "event", "wait_stream"])
 def test_what_the_program_waits_for_is_in_order(how: str) -> None:
-    """On the host, or on the other stream; also if a value is read before that."""
+    """A wait on the host or on the other stream orders them, even if a value is read before it."""
     m = Machine(waits="explicit")
     weight = m.allocate()
     m.write(m.a, weight)
@@ -92,7 +92,7 @@ def test_memory_that_is_freed_after_a_value_was_read(waits: str, kind: str | Non
 
 
 def test_the_first_wait_after_the_access_is_named() -> None:
-    """Not one before it, nor one on a stream that has nothing to do with it."""
+    """A wait before the access, or on an unrelated stream, is not named."""
     m = Machine(waits="explicit")
     weight, other = m.allocate(), m.allocate(m.c)
     m.item(m.a, weight, op="before")
@@ -117,7 +117,7 @@ def test_what_happened_before_the_setting_counts_as_waited_for() -> None:
 
 
 def test_the_explanation_names_the_wait() -> None:
-    """With the line that waits."""
+    """The explanation shows the line that waits."""
     m = Machine(waits="explicit")
     weight = m.allocate()
     m.write(m.a, weight)

@@ -82,7 +82,7 @@ def streams_of_hazard(first: torch.Stream, second: torch.Stream) -> tuple[Stream
 @compiled
 @in_process_of_its_own
 def test_a_hazard_names_its_streams() -> None:
-    """With the variable of the stream, as far as it is known and tells the streams apart."""
+    """A stream has the name of its variable, if that is known and tells the streams apart."""
     side, copies = torch.Stream(device="sim", priority=-1), Copies()
     first, second, missing = streams_of_hazard(side, copies.stream)
     # Two values on one line, but only one of them is a stream.

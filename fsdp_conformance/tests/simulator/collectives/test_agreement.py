@@ -79,7 +79,7 @@ def test_equal_calls_agree(ranks: list[Agreement]) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_difference_is_raised_by_the_last_to_come(other: dict[str, Any], what: str, ranks: list[Agreement]) -> None:
-    """With both calls and their lines; the first has gone on."""
+    """The error has both calls and their lines; the first rank has already gone on."""
     ranks[1].check(call(line=12, words="other()", **other))
     text = message(lambda: ranks[0].check(call(line=10)))
 
@@ -166,7 +166,7 @@ class TestOrder:
     second = Channel(group="1", ranks=(0, 1), device="sim")
 
     def test_one_order_is_right(self, ranks: list[Agreement]) -> None:
-        """Even if one rank is far ahead."""
+        """The same order is correct even if one rank is far ahead."""
         for rank in (0, 1):
             for _ in range(3):
                 ranks[rank].check(call(channel=self.first))
@@ -175,7 +175,7 @@ class TestOrder:
         assert [] == ranks[0].found == ranks[1].found
 
     def test_two_orders_are_reported_and_nothing_is_raised(self, ranks: list[Agreement]) -> None:
-        """Once, although it happens in every step, with the line of each rank that comes first there."""
+        """They are reported once, although they occur in every step, with the line where each rank's order begins."""
         for _ in range(3):
             ranks[0].check(call(10, channel=self.first, words="a()"))
             ranks[0].check(call(11, channel=self.second, words="b()"))
@@ -215,7 +215,7 @@ class TestEnd:
     """A rank that ends while another needs it."""
 
     def test_whoever_calls_afterwards_is_told_at_once(self, ranks: list[Agreement]) -> None:
-        """Instead of waiting for ever."""
+        """The call fails instead of waiting forever."""
         ranks[1].end()
 
         text = message(lambda: ranks[0].check(call()))
@@ -225,7 +225,7 @@ class TestEnd:
         )
 
     def test_whoever_ends_later_is_told_at_its_end(self, ranks: list[Agreement]) -> None:
-        """Both word it in the same way."""
+        """Both ranks report it in the same words."""
         ranks[0].check(call())
         ranks[0].end()
 
@@ -244,7 +244,7 @@ class TestDeadlock:
     """Ranks that wait for each other."""
 
     def test_two_ranks_each_in_its_own_collective(self) -> None:
-        """Neither has called the other's; with what each has called."""
+        """Neither rank has made the other's call; the error shows both calls."""
         mine, theirs = call(1), call(2, channel=TestOrder.second)
 
         assert deadlocked([[mine], [theirs]], {0: 1, 1: 1}) == {0: mine, 1: theirs}
@@ -331,7 +331,7 @@ class TestFiles:
             assert one == call_from_json(json.loads(json.dumps(asdict(one))))
 
     def test_a_reader_follows(self, tmp_path: Path) -> None:
-        """Before the file exists, in pieces, and to the end."""
+        """It reads before the file exists, in pieces, and to the end."""
         reader = CallReader(tmp_path, 0)
         assert reader.read() == []
         log = CallLog(tmp_path, 0)

@@ -105,7 +105,7 @@ def test_without_weights_and_running_statistics() -> None:
 @pytest.mark.parametrize("training", [True, False])
 @in_process_of_its_own
 def test_half_precision_with_exact_statistics(dtype: torch.dtype, training: bool) -> None:
-    """As mixed precision makes it, which the CPU's kernels refuse: weights are cast, buffers are not."""
+    """Mixed precision casts weights but not buffers, a combination that the CPU's kernels refuse."""
     draw = torch.Generator().manual_seed(3)
     batch, gradient = (torch.randn(6, 3, generator=draw).to("sim", dtype) for _ in range(2))
     layer = torch.nn.BatchNorm1d(3, device="sim").train(training)

@@ -114,7 +114,7 @@ class TestCache:
         assert path.is_relative_to(machine.cache / "simulator")
 
     def test_other_sources_are_another_object(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One more file, or one more character in a file."""
+        """One more file, or one more character in a file, gives another object."""
         target = build._target()
         extra = machine.cache.parent / "extra.h"
         files = build.sources()

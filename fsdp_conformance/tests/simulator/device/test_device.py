@@ -34,7 +34,7 @@ class TestActivation:
 
     @in_process_of_its_own
     def test_the_device_is_torchs_accelerator(self) -> None:
-        """By name, by module, with its index; a second activation changes nothing."""
+        """torch knows it by name, by module, and with its index; a second activation changes nothing."""
         activate()
 
         assert "sim" == torch._C._get_privateuse1_backend_name()
@@ -159,7 +159,7 @@ class TestGenerators:
 
     @in_process_of_its_own
     def test_states_are_taken_and_set(self) -> None:
-        """By `torch.sim`, and by `fork_rng` for any devices."""
+        """`torch.sim` does it, and so does `fork_rng` for any devices."""
         torch.manual_seed(2)
         state = sim.get_rng_state()
         first = torch.rand(3, device="sim")
@@ -174,7 +174,7 @@ class TestGenerators:
 
     @in_process_of_its_own
     def test_separate_generators_do_not_take_each_others_numbers(self) -> None:
-        """For ranks that are threads: each seeds its own device and gets the CPU's sequence for that seed."""
+        """Ranks that are threads each seed their own device and get the CPU's sequence for that seed."""
         sim.separate_generators()
         for index in (0, 1):
             with sim.device(index):

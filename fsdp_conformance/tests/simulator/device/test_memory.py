@@ -207,7 +207,7 @@ class TestReuse:
 
     @in_process_of_its_own
     def test_the_last_block_freed_is_the_first_used(self) -> None:
-        """For the same size on the same stream, and for no other."""
+        """This holds for the same size on the same stream, and for no other."""
         a, b = torch.empty(6, device="sim"), torch.empty(6, device="sim")
         blocks = block_of(a), block_of(b)
         address = b.data_ptr()
@@ -271,7 +271,7 @@ class TestPinned:
 
     @in_process_of_its_own
     def test_memory_is_pinned_where_asked(self) -> None:
-        """By `pin_memory()`, by a factory, by `to(non_blocking=True)` to the CPU; views are, copies are not."""
+        """`pin_memory()`, factories and `to(non_blocking=True)` to the CPU pin; views are pinned, copies are not."""
         pinned = torch.ones(3).pin_memory()
 
         assert pinned.is_pinned()
@@ -419,7 +419,7 @@ class TestPinned:
 
     @in_process_of_its_own
     def test_copies_follow_one_another_through_pinned_memory(self) -> None:
-        """To the host and back, the host waiting for nothing: the stream orders them."""
+        """The stream orders copies to the host and back, although the host waits for nothing."""
         through = torch.zeros(3).pin_memory()
         through.copy_(torch.full((3,), 4.0, device="sim"), non_blocking=True)
         back = torch.empty(3, device="sim")
@@ -467,7 +467,7 @@ class TestLimit:
 
     @in_process_of_its_own
     def test_what_does_not_fit_is_refused(self) -> None:
-        """In CUDA's words, with both sizes; the cache makes room first, and counts are those of CUDA."""
+        """The error has CUDA's words and both sizes; the cache is freed first, and counts are those of CUDA."""
         memory.set_memory_limit(1 << 20)
         held = torch.ones(150_000, device="sim")
         assert (1 << 20) == sim.mem_get_info()[1] == sim.get_device_properties().total_memory

@@ -140,7 +140,7 @@ def test_convolutions_in_float16_add_up_in_float32(transposed: bool) -> None:
 
 @in_process_of_its_own
 def test_a_convolution_of_two_types_is_refused_in_float16_too() -> None:
-    """With the words of the CPU's kernel: which one that is depends on whether the processor computes in float16."""
+    """The words are the CPU kernel's: which kernel depends on whether the processor computes in float16."""
     with pytest.raises(RuntimeError, match=r"should be the same|expected scalar type Half but found Float"):
         F.conv2d(torch.ones(1, 1, 3, 3, device="sim").half(), torch.ones(1, 1, 2, 2, device="sim"))
 

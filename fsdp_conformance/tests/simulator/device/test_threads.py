@@ -137,7 +137,7 @@ def test_hosts_do_not_wait() -> None:
 
 @in_process_of_its_own
 def test_a_missing_wait_is_found() -> None:
-    """As between processes."""
+    """It is found between threads just as between processes."""
 
     def rank_body(rank: int) -> float:
         output = torch.empty(2, device=f"sim:{rank}")

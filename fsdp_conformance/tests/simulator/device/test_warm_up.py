@@ -39,7 +39,7 @@ def _train(device: torch.device, dtype: torch.dtype) -> None:
 
 @in_process_of_its_own
 def test_workspaces_are_there_before_the_first_mark() -> None:
-    """In every dtype and in autograd's thread; afterwards a step leaves no more than it found."""
+    """They exist for every dtype and in autograd's thread; afterwards a step leaves no extra memory."""
     device = torch.device("sim", 0)
     counting = AcceleratorWatch(device)
     with Handles() as library:

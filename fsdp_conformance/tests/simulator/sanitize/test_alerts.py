@@ -40,7 +40,7 @@ class TestReport:
     """Findings about collectives in the report."""
 
     def test_both_ranks_notice_and_it_is_one_finding(self) -> None:
-        """Both calls with their lines, and what to do; status 1."""
+        """The report has both calls with their lines, and advice; the status is 1."""
         merged = report(with_collectives(differing()), with_collectives(differing()))
         text = printed(merged)
 
@@ -60,7 +60,7 @@ class TestReport:
         )
 
     def test_a_clean_run_says_how_many_were_compared(self) -> None:
-        """As for accesses: a number that is too small shows that little was checked."""
+        """A number that is too small shows that little was checked, as for accesses."""
         merged = report(with_collectives(), with_collectives())
 
         assert (
@@ -69,7 +69,7 @@ class TestReport:
         )
 
     def test_the_file_has_them(self) -> None:
-        """As data and as text."""
+        """The file has them as data and as text."""
         (one,) = report(with_collectives(differing()), observed()).to_json()["collectives"]
 
         assert (one["kind"], one["what"], one["ranks"]) == ("different_collectives", "reductions", [0, 1])
@@ -144,7 +144,7 @@ class TestSarif:
 
 
 def test_annotations_are_workflow_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One line for each finding; newlines and percent signs are escaped."""
+    """Each finding is one line; newlines and percent signs are escaped."""
     monkeypatch.chdir(tmp_path)
     odd = replace(hazard(), now=access("read", "aten::100%", 12, device=0, stream=0))
     merged = report({**observed(odd), "collectives": {"found": [asdict(differing())], "checked": 1}}, observed())

@@ -245,7 +245,7 @@ def test_hazards_name_modules_ranges_and_parameters(tmp_path: Path) -> None:
 
 
 def test_a_rank_may_get_its_number_as_an_argument(tmp_path: Path) -> None:
-    """As from `torch.distributed.launch`."""
+    """`torch.distributed.launch` passes it in the same way."""
     script = written(
         tmp_path,
         """
@@ -302,7 +302,7 @@ print(norm.sum().item())
 
 
 def test_ranks_that_reduce_differently_are_named(tmp_path: Path) -> None:
-    """Both calls, once; the script is not to blame for having been stopped; SARIF and annotations have the line."""
+    """Both calls appear once, a stopped script is not blamed, and SARIF and annotations have the line."""
     run = sanitize(
         "--as-cuda", "--sarif", "found.sarif", written(tmp_path, _DIFFERENT), cwd=tmp_path,
         environment={"GITHUB_ACTIONS": "true"},

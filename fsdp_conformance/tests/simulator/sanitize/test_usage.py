@@ -60,12 +60,12 @@ def test_a_file_for_the_findings_needs_a_directory(option: str, tmp_path: Path) 
      ("1000", 1000), ("2TiB", 2 << 40), ("7b", 7)],
 )  # fmt: skip
 def test_sizes_of_memory(word: str, nbytes: int) -> None:
-    """In binary units and in decimal ones."""
+    """Sizes may have binary or decimal units."""
     assert nbytes == order_of(arguments.parse(["sanitize", "--memory", word, "train.py"])).memory
 
 
 def test_devices() -> None:
-    """One for each rank, or more."""
+    """There is at least one device for each rank."""
     assert order_of(arguments.parse(["sanitize", "--world-size", "3", "train.py"])).num_devices == 3
     assert order_of(arguments.parse(["sanitize", "--world-size", "1", "--devices", "4", "train.py"])).num_devices == 4
 
@@ -82,7 +82,7 @@ def test_implicit_waits() -> None:
 
 
 def test_numbers_may_be_left_out() -> None:
-    """Not together with NaN that shows where a hazard leads."""
+    """This excludes the mode that shows the effect of a hazard as NaN."""
     assert not order_of(arguments.parse(["sanitize", "train.py"])).ordering_only
     assert order_of(arguments.parse(["sanitize", "--ordering-only", "train.py"])).ordering_only
     with pytest.raises(ConfigError, match="either --ordering-only or --mode poison"):

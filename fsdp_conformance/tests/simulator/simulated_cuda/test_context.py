@@ -62,7 +62,7 @@ def state() -> dict[str, Any]:
 
 @in_process_of_its_own
 def test_inside_there_are_gpus() -> None:
-    """As many as asked for; devices say cuda to whoever asks, and the truth to torch."""
+    """There are as many as requested; devices say cuda to the program, and their real name to torch."""
     with simulated_cuda(2) as cuda:
         assert torch.cuda.is_available()
         assert cuda.device_count == torch.cuda.device_count() == 2
@@ -112,7 +112,7 @@ def test_afterwards_everything_is_as_before() -> None:
 
 @in_process_of_its_own
 def test_a_race_is_raised_at_the_end() -> None:
-    """With both lines; not over an exception of the block's own."""
+    """The error has both lines, and never replaces an exception of the block itself."""
     with pytest.raises(HazardsFound, match="in race") as caught, simulated_cuda(2):
         race()
     assert "fsdp_conformance/simulat" not in str(caught.value)
@@ -145,7 +145,7 @@ def test_a_function_can_be_decorated() -> None:
 
 @in_process_of_its_own
 def test_blocks_nest() -> None:
-    """With the same number; the inner block judges its own hazards, the outer one what came before and after."""
+    """Nested blocks have the same number of GPUs; the inner one judges its own hazards, the outer one all others."""
     with simulated_cuda(2) as outer:
         race()
         with pytest.raises(HazardsFound), simulated_cuda(2):
@@ -229,7 +229,7 @@ def test_autocast_follows_the_cpu_afterwards() -> None:
 
 @in_process_of_its_own
 def test_cuda_is_initialized_by_its_first_use() -> None:
-    """Not by asking what there is: DeviceMesh sets the device of a rank that has not used one."""
+    """Queries do not initialize it: DeviceMesh sets the device of a rank that has not used one."""
     with simulated_cuda(2):
         assert torch.cuda.is_available()
         assert torch.cuda.device_count() == 2
@@ -323,7 +323,7 @@ def test_programs_find_a_version_of_cuda() -> None:
 
 
 def test_a_block_may_be_open_when_the_program_ends() -> None:
-    """As in a notebook: its race is printed, and nothing else goes wrong."""
+    """Its race is printed, and nothing else goes wrong, as at the end of a notebook."""
     program = """
 import torch
 from fsdp_conformance.simulated_cuda import simulated_cuda

@@ -60,7 +60,7 @@ def test_other(): assert "torch" not in sys.modules
 def test_a_wrong_option_is_refused(
     typed: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line, before anything runs."""
+    """The error is one line, before anything runs."""
     status = pytest.main(["--rootdir", str(tmp_path), str(tmp_path), *typed])
     out, err = capsys.readouterr()
 
@@ -81,7 +81,7 @@ def test_a_wrong_option_is_refused(
 def test_a_wrong_marker_is_refused(
     arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the test that has it."""
+    """The error names the test that has it."""
     test = tmp_path / f"{tmp_path.name}.py"  # a unique module name
     test.write_text(
         f"import pytest\n@pytest.mark.simulated_cuda({arguments})\ndef test_marked(): pass\n", encoding="utf-8"
@@ -178,7 +178,7 @@ def test_hazards_can_be_reported_or_not_looked_for(hazards: str, tmp_path: Path)
 
 @pytest.mark.nightly
 def test_workers_find_the_same(races: Run, tmp_path: Path) -> None:
-    """With pytest-xdist: each test has the outcome that it has without."""
+    """Each test has the same outcome under pytest-xdist as without it."""
     pytest.importorskip("xdist")
     run = run_pytest(tmp_path, "--simulate-cuda=2", "-n", "2", files=("races",))
 

@@ -65,7 +65,7 @@ def test_another_python_is_told_nothing(children: Children) -> None:
 
 @pytest.mark.parametrize("text", ["4", "{}", '{"num_devices": 4', '{"gpus": 4}'])
 def test_a_variable_set_by_hand_is_refused(text: str) -> None:
-    """With its name, and where it comes from."""
+    """The error has the variable's name and its origin."""
     with pytest.raises(ConfigError, match=f"{VARIABLE} is set by pytest --simulate-cuda"):
         CudaSettings.from_environment({VARIABLE: text})
 
@@ -184,7 +184,7 @@ def test_children_of_ranks_are_told_and_heard(tmp_path: Path, monkeypatch: pytes
 def test_a_child_is_named_by_a_rank_of_its_own(
     rank: str, run: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by the one that it has inherited."""
+    """A child's own rank names it, not the rank that it inherited."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/program.py"])
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
