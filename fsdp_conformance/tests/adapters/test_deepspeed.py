@@ -77,7 +77,7 @@ class Stages(RankTestCase):
         super().setUp()
 
     def test_parity(self) -> None:
-        """With SGD and Adam, with clipping, with micro-batches, and where two losses share one forward."""
+        """Training agrees with SGD and Adam, with clipping, with micro-batches, and with two losses of one forward."""
         for name in STAGES:
             for regime in (
                 Regime(),

@@ -89,7 +89,7 @@ def test_message_to_a_rank_that_has_ended_is_no_error() -> None:
 
 
 def test_determinism_settings_are_checked() -> None:
-    """Both problems in one error."""
+    """One error reports both problems."""
     with pytest.raises(ConfigError) as raised:
         Determinism(num_threads=0, algorithms="maybe")
 

@@ -89,7 +89,7 @@ def test_what_marks_the_work_of_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_cpu_needs_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is locked, and no file is made."""
+    """No lock is taken, and no file is made."""
     monkeypatch.setenv(leases.DIRECTORY_VARIABLE, str(tmp_path / "leases"))
     with leases.lease("cpu", 4) as held:
         assert (held.variables, held.devices) == ({}, ())
@@ -202,7 +202,7 @@ def test_the_emptiest_devices_are_leased_first() -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_whoever_needs_a_device_alone_has_it_alone() -> None:
-    """Also from a run that counts several slots; two such runs share what there is."""
+    """This also excludes a run that counts several slots; two such runs share the devices."""
     with (
         leases.lease("cuda", 4),
         pytest.raises(EnvironmentUnavailable, match="only 0 of 1"),
@@ -297,7 +297,7 @@ class Nvml:
 
 
 def test_memory_as_nvml_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By UUID, whatever a caller's list calls the device; a GPU or a library that is not there is None."""
+    """GPUs are identified by UUID, whatever the caller's list calls them; an absent GPU or library gives None."""
     monkeypatch.setattr(device_memory, "_nvml", Nvml)
     monkeypatch.setattr(leases, "_uuids", lambda: ["GPU-aaaa", "GPU-bbbb"])
 

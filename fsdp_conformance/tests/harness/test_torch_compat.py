@@ -361,7 +361,7 @@ def test_what_upstream_skips_is_skipped() -> None:
 
 
 def test_a_world_without_ranks_is_refused_by_name() -> None:
-    """Before anything is started."""
+    """The error comes before anything is started."""
     ((_, text),) = outcome("test_nothing", NoRanks).errors
 
     assert "world_size must be a positive integer, got 0 [NoRanks]" in text
@@ -376,7 +376,7 @@ def test_skip_codes_are_skips_with_their_words() -> None:
 
 
 def test_assertion_on_any_rank_fails_the_test() -> None:
-    """Not on rank 0 alone."""
+    """An assertion on a rank other than 0 counts, too."""
     result = outcome("test_fails_on_rank_1")
 
     assert "Process 1 exited with error code 10 and exception:" in result.errors[0][1]

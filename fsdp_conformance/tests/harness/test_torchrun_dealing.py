@@ -75,7 +75,7 @@ def test_hosts_of_different_sizes(store: HashStore) -> None:
 
 
 def test_one_host(store: HashStore) -> None:
-    """As torchrun has it."""
+    """All ranks are on one host, as torchrun has placed them."""
     assert [meeting.rank for meeting in meetings(job(4), store, 4)] == [0, 1, 2, 3]
 
 

@@ -432,7 +432,7 @@ class Manners(RankTestCase):
             self.assertEqual(devices, {buffer.device.type for buffer in subject.module().buffers()}, adapter.__name__)
 
     def test_policies(self) -> None:
-        """One unit where the policy describes four."""
+        """The mutant has one unit where the policy describes four."""
         for adapter, gathers in ((registry.load("torch-fsdp1"), 4), (mutant("ignores-auto-wrap"), 1)):
             history = self.run_training(adapter, auto_wrap="class:Linear")
             forward = [r for r in history.collectives if (r.phase, r.op, r.step) == ("forward", Op.ALL_GATHER, 1)]

@@ -42,7 +42,7 @@ def _finding(requirement: str, check: str = "gradient parity", message: str = "g
 
 @pytest.mark.parametrize("requirement", ["R003", "R092"])
 def test_a_comparison_kills(requirement: str) -> None:
-    """For the requirement that names the defect, and for the one that the case is named after."""
+    """It kills for the requirement that names the defect, and for the one that the case is named after."""
     finding = _finding(requirement)
 
     assert kill.reason(_record(finding), _mutant()) == finding

@@ -62,7 +62,7 @@ class Differences(RankTestCase):
     case_timeout_s = 120.0
 
     def test_numbers(self) -> None:
-        """With SGD, Adam, clipping and accumulation."""
+        """Numbers are right with SGD, Adam, clipping and accumulation."""
         regimes = (Regime(), Regime(optimizer="adam", max_norm=0.1), Regime(micro_batches=2, reduced=(False, True)))
         for name in VARIANTS:
             for regime in regimes:
@@ -104,7 +104,7 @@ class Differences(RankTestCase):
         self.assertEqual(counts[0] + 1, counts[1])
 
     def test_where_gradients_and_parameters_are(self) -> None:
-        """One buffer behind all gradients; two groups in the optimizer."""
+        """There is one buffer behind all gradients, and the optimizer has two groups."""
         storages: list[set[int]] = []
 
         def look(adapter: Any, step: int) -> None:

@@ -290,7 +290,7 @@ class Cases(unittest.TestCase):
             self.assertEqual((Verdict.PASS, device), (record.verdict, record.device), record.reason)
 
     def test_without_the_simulator_the_case_is_not_run(self) -> None:
-        """The case is skipped with a reason, as on every machine without an accelerator."""
+        """The verdict is NOT_RUN_ENV, as on every machine without an accelerator."""
         record = run_case(bound_case("R012/before-ws2"), "torch-fsdp2", base=RunSettings(simulator=False))
 
         self.assertEqual((Verdict.NOT_RUN_ENV, "cpu"), (record.verdict, record.device))

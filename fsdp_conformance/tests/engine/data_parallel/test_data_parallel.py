@@ -214,7 +214,7 @@ class Iterations(ReducerTestCase):
             model.zero_grad()
 
     def test_forwards_without_a_graph(self) -> None:
-        """Under no_grad and in inference mode, before and between iterations, and after one that raised."""
+        """They may run under no_grad and in inference mode, before and between iterations, and after an exception."""
         model = DataParallel(Coded(), broadcast_buffers=False)
         begin = self.mark()
         for step in range(3):

@@ -196,7 +196,7 @@ def test_a_failure_does_not_reach_the_set_that_waits() -> None:
 
 
 def test_nothing_is_prepared_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for a test that makes its own group, not if no case follows, not on devices that begin quickly."""
+    """No ranks are prepared for a test that makes its own group, for no next case, or on devices that begin quickly."""
     run(WithoutGroup, following=2)
     assert waiting() == []
     run(Cases)

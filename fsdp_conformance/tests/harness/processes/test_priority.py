@@ -80,7 +80,7 @@ def test_policy(chosen: str, policy: str) -> None:
 
 
 def test_where_no_policy_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing happens, whether the system has none or forbids it."""
+    """The call has no effect if the system has no policies or forbids them."""
 
     def forbid(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")

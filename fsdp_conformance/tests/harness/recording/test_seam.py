@@ -347,7 +347,7 @@ class Registration(ShardedTrainingTestCase):
         self.assertEqual([device, device], [group.bound_device_id, group._twin.bound_device_id])
 
     def test_one_backend_alone(self) -> None:
-        """As `init_process_group("nccl")`: no group for tensors on the CPU."""
+        """There is no group for tensors on the CPU, as with `init_process_group("nccl")`."""
         register_recording_backend("cuda", only="nccl")
 
         self.assertEqual("nccl", distributed_c10d.Backend(BACKEND))

@@ -69,7 +69,7 @@ def test_sparse_tensors_are_added() -> None:
 
 
 def test_messages_from_anybody_say_who_sent_them() -> None:
-    """As ranks of the world, also in a group in which they have other numbers."""
+    """The sender is a rank of the world, even in a group in which it has another number."""
 
     def body(rank: int) -> list[list[float]]:
         return [tensor.tolist() for tensor in [*_from_anybody(rank), *_among_two(rank)]]

@@ -305,7 +305,7 @@ def test_bad_ends(name: str, headline: str) -> None:
 
 
 def test_a_skip() -> None:
-    """As between processes."""
+    """A skip works as it does between processes."""
     _, result = _end("test_skips")
 
     assert ["not today"] == [reason for _, reason in result.skipped]

@@ -89,7 +89,7 @@ class TestAttention:
 
     @in_process_of_its_own
     def test_what_cuda_has_no_kernel_for_is_refused(self) -> None:
-        """In CUDA's words, unless another kernel is allowed that accepts it."""
+        """The error has CUDA's words, unless another kernel that accepts it is allowed."""
         mask = torch.zeros(8, 8, dtype=torch.bfloat16)
         with simulated_cuda(1):
             cases = [
@@ -184,7 +184,7 @@ class TestDlpack:
 
     @in_process_of_its_own
     def test_numpy(self) -> None:
-        """From and to NumPy through the CPU; from the device NumPy refuses, as on CUDA."""
+        """Tensors go from and to NumPy through the CPU; NumPy refuses tensors of the device, as on CUDA."""
         with simulated_cuda(1):
             array = np.arange(3.0)
             tensor = from_dlpack(array).cuda()
@@ -197,7 +197,7 @@ class TestDlpack:
 
     @in_process_of_its_own
     def test_a_consumers_stream_is_ordered(self) -> None:
-        """Only the stream that it names: another one races, and so does -1, which asks for no order."""
+        """Only the named stream is ordered: another one races, and so does -1, which requests no order."""
         with simulated_cuda(1, hazards="report"):
             side, other = torch.cuda.Stream(), torch.cuda.Stream()
             for stream, used, is_ordered in (
@@ -226,7 +226,7 @@ class TestDlpack:
 
     @in_process_of_its_own
     def test_wrong_streams(self) -> None:
-        """As torch refuses them on CUDA."""
+        """Wrong streams are refused as torch refuses them on CUDA."""
         with simulated_cuda(1):
             tensor = torch.ones(3, device="cuda")
             with pytest.raises(BufferError, match="per-thread default stream"):
@@ -244,7 +244,7 @@ class TestBackends:
 
     @in_process_of_its_own
     def test_gloo_and_nccl(self) -> None:
-        """A group uses the default group's backend by default; NCCL refuses what gloo reduces."""
+        """A new group has the default group's backend unless one is given; NCCL refuses what gloo reduces."""
         with simulated_cuda(1):
             for backend, other in (("nccl", "gloo"), ("gloo", "nccl")):
                 dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())

@@ -168,7 +168,7 @@ class TestContents:
 
     @in_process_of_its_own
     def test_storages_resize(self) -> None:
-        """To nothing and back; tensors over them stay; what fits is kept where it does not go through nothing."""
+        """They shrink to nothing and grow back, and tensors over them stay; only a size of zero loses the contents."""
         tensor = torch.arange(4.0, device="sim")
         storage = tensor.untyped_storage()
 
