@@ -1,5 +1,5 @@
 """
-Error messages of torch under CUDA's names: they say "cuda:0" to whoever reads them.
+Error messages of torch under CUDA's names: they say "cuda:0" to any reader.
 
 C++ knows the device as "sim:0", and raises its errors in hundreds of places. So the text is translated where it is
 read, in `str()` of an exception: that costs nothing until an exception is shown. `args` keep the original text.

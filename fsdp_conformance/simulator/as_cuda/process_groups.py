@@ -3,7 +3,7 @@ Process groups that a program makes itself, without `init_process_group`: `Proce
 `ProcessGroupGloo(store, rank, size)`.
 
 One of gloo's takes tensors on the CPU, which gloo exchanges, and on GPUs, for which it also has a simulated group.
-That is NCCL's in what it accepts: one tensor for each rank and call, and no bitwise reductions.
+That group accepts what NCCL accepts: one tensor for each rank and call, and no bitwise reductions.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ for _name in (name for name in _COLLECTIVES if hasattr(ProcessGroupGloo, name)):
 
 
 class _GlooStandIn(type):
-    """Its instances are the classes that stand in for ProcessGroupGloo."""
+    """The metaclass of the classes that replace ProcessGroupGloo."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return (_MadeGloo if script_asks() else ProcessGroupGloo)(*args, **kwargs)

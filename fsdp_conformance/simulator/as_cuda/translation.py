@@ -105,7 +105,7 @@ def install(labels: Labels) -> Replacements:
     Start translating, in this process. The accelerator must be active.
 
     `undo()` of the result stops it. What a program has taken meanwhile stays with it: tensors on the device, and
-    functions of torch's that it imported by name, which go on translating.
+    functions of torch's that it imported by name, which still translate.
     """
     replaced = Replacements()
     # torch's list of factories is for `set_default_device`, and must contain the originals, not the wrappers.
@@ -126,7 +126,7 @@ def show_version(replaced: Replacements) -> None:
     """
     Programs find a version of CUDA in `torch.version.cuda`, which many of them parse.
 
-    torch itself finds what it was built with: its tests would otherwise expect CUDA graphs and libraries of NVIDIA's.
+    torch itself finds what it was built with: its tests would otherwise expect CUDA graphs and NVIDIA's libraries.
     """
     built_with = torch.version.cuda
     if built_with is not None:
@@ -145,7 +145,7 @@ def show_version(replaced: Replacements) -> None:
 def _install_device(replaced: Replacements) -> None:
     """`torch.device`, the classes that take one, and what a device says of itself."""
     extension = build.active()
-    # The classes remain what they are, for isinstance, annotations and torch.jit.
+    # The classes do not change, for isinstance, annotations and torch.jit.
     extension.translate_constructors([torch.device, torch.Generator, torch.Stream, torch.Event])
     replaced.on_undo(extension.leave_constructors)
     kind, long, short, reduce = (vars(torch.device)[name] for name in ("type", "__repr__", "__str__", "__reduce__"))
@@ -412,7 +412,7 @@ def _set_timeout(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def set_timeout(timeout: timedelta, group: Any = None) -> None:
         target = distributed_c10d._get_default_group() if group is None else group
-        if not isinstance(target, dist.ProcessGroup):  # torch says what is wrong
+        if not isinstance(target, dist.ProcessGroup):  # torch raises the error
             original(timeout, group)
             return
         devices = [device for device in target._device_types if device.type == SIMULATED]

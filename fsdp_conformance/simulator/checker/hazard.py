@@ -220,7 +220,7 @@ class Hazard:
         return self.kind is HazardKind.UNINITIALIZED_READ and self.then_block != self.block
 
     def sentence(self) -> str:
-        """The two accesses and what is wrong, in one line."""
+        """The two accesses and the problem, in one line."""
         return f"{_KINDS[self.kind]} on {self._place()}: {self._claim()}"
 
     def explain(self, *, full_stacks: bool = False) -> str:

@@ -135,7 +135,7 @@ class Agreement:
             raise CollectiveMismatch(problem.sentence())
 
     def end(self) -> None:
-        """The script has ended on this rank. Raises CollectiveMismatch if others have called what it has not."""
+        """The script has ended on this rank. Raises CollectiveMismatch if others have made calls that it has not."""
         with self._lock:
             self._log.end()
             problems = []
@@ -159,7 +159,7 @@ class Agreement:
         Abort this rank's collectives if it waits for a call that will never come. Called periodically.
 
         `waits` is the number of the wait for peers that holds this rank up; None if it runs. Ranks that have been in
-        the same wait for several looks, each in a collective that another of them has not called, will never go on.
+        the same wait for several looks, each in a collective that another of them has not called, will never continue.
         """
         with self._lock:
             now = (waits, self.checked) if waits is not None else None

@@ -129,7 +129,7 @@ class CallLog:
 
 
 class CallReader:
-    """The reading side of one rank's log: returns what is new."""
+    """The reading side of one rank's log: returns the new records."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.has_ended = False
@@ -210,7 +210,7 @@ class Standstills:
 
 def deadlocked(logs: Sequence[Sequence[Call]], waiting: Mapping[int, int]) -> dict[int, Call]:
     """
-    The ranks that wait for each other for ever, with the call of each that the others have not made.
+    The ranks that wait for each other forever, with the call of each that the others have not made.
 
     `waiting` are the ranks that wait for a collective, with the number of calls that they have made. A rank is among
     them if each of its unanswered calls is one that another of them has not made.

@@ -63,7 +63,7 @@ def prepare(order: ScriptOrder, rank: int, *, own_path_entry: str | None) -> Non
 
 
 def execute(order: ScriptOrder) -> None:
-    """Run the script, its threads and its exit functions. Raises what it raises, and ScriptExited for a bad status."""
+    """Run the script, its threads and its exit functions. Raises its exceptions, and ScriptExited for a bad status."""
     try:
         _run(order)
         _finish()

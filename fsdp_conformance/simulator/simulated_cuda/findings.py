@@ -49,7 +49,7 @@ class Observations:
     notes: list[str] = field(default_factory=list)
 
     def joined(self, later: Observations) -> Observations:
-        """This and what was observed later."""
+        """These observations joined with later ones."""
         by_key = {_key(one.hazard): one for one in self.findings}
         both = Observations(list(self.findings), self.accesses + later.accesses, list(self.notes))
         both.notes += [note for note in later.notes if note not in both.notes]
@@ -96,7 +96,7 @@ class Inbox:
         return merged
 
     def _news(self) -> Iterable[tuple[str, dict[str, Any]]]:
-        """The name of each process that has saved something, and what is new."""
+        """The name of each process that has saved something, and its new observations."""
         for path, one in saved_files(self._directory, self._is_new):
             before = self._read[path.name]
             hazards = {json.dumps({**hazard, "count": 0}, sort_keys=True): hazard for hazard in one["hazards"]}

@@ -1,5 +1,5 @@
 """
-The file in which a child process saves what it has observed, for the parent to judge.
+The file in which a child process saves its observations, for the parent to judge.
 
 It is saved when the process ends, in whatever way Python gets to know of (return, sys.exit, os._exit), and twice a
 second before, for a process that is killed. The last of these saves says that the process has ended.
@@ -52,7 +52,7 @@ class Outbox:
         self._lock = threading.Lock()
 
     def open(self, source: Source) -> None:
-        """From now on save what it observes, at the latest when the process ends."""
+        """Save observations from now on, at the latest when the process ends."""
         self._source = source
         source.at_exit(functools.partial(self.save, ended=True))
 

@@ -42,7 +42,7 @@ class CudaSettings:
     checks: bool
     """True if the race checker is on."""
     directory: str
-    """Where processes leave what they have observed."""
+    """The directory in which processes leave their observations."""
     prefix: str
     """`sys.prefix` of the environment that this is for: another one has another torch, or none."""
     as_cuda: bool = True
@@ -122,7 +122,7 @@ class Briefing:
 
     @property
     def directory(self) -> Path:
-        """Where processes leave what they have observed."""
+        """The directory in which processes leave their observations."""
         return Path(self._directory)
 
     def variables(self) -> dict[str, str]:
