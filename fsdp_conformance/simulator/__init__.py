@@ -14,7 +14,7 @@ cannot be used together with another such backend.
 The package imports nothing of the rest of fsdp_conformance but `errors`. Its rooms, from the bottom up:
 
     device            the device in torch: memory, streams, collectives, and the C++ code (csrc/)
-    checker           races: what is checked, and what a finding says
+    checker           races: the checks, and the text of a finding
     collectives       collectives that differ between ranks
     as_cuda           the device under CUDA's names, for programs that say "cuda"
     simulated_cuda    simulated GPUs for a block of code, for pytest, and for child processes

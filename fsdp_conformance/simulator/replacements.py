@@ -12,7 +12,7 @@ from fsdp_conformance.simulator.device import build
 
 
 class Replacements:
-    """Attributes that were replaced. `undo` puts back what was there before, the latest first."""
+    """Attributes that were replaced. `undo` restores the originals in reverse order."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -39,7 +39,7 @@ class Replacements:
             extension.set_class_attribute(kind, name, value)
 
     def on_undo(self, action: Callable[[], object]) -> None:
-        """Do something when `undo` comes to this point."""
+        """Call a function when `undo` reaches this point."""
         self._undo.append(action)
 
     def undo(self) -> None:

@@ -2,7 +2,7 @@
 The simulated device under CUDA's names, for scripts and tests that say "cuda".
 
     translation       installs all of this in a process
-    names             CUDA's names, and who asks for them
+    names             CUDA's names, and the callers that see them
     torch_cuda        torch.cuda as the program sees it
     tools             profilers, the memory's history and limit, CUDA's runtime
     process_groups    process groups that a program makes itself

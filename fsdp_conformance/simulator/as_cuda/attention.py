@@ -57,12 +57,12 @@ def _register(replaced: Replacements) -> None:
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     propagator = DTensor._op_dispatcher.sharding_propagator
-    known = (propagator.op_strategy_funcs, propagator.op_to_rules, propagator.op_to_schema_info)
+    tables = (propagator.op_strategy_funcs, propagator.op_to_rules, propagator.op_to_schema_info)
     for op, shardings in ((forward, _forward_shardings), (backward, _backward_shardings)):
-        if any(op in table for table in known):
+        if any(op in table for table in tables):
             continue
         register_sharding(op)(shardings)
-        for table in known:
+        for table in tables:
             replaced.on_undo(functools.partial(table.pop, op, None))
 
 
@@ -71,11 +71,11 @@ def _forward_shardings(
 ) -> list[_Sharding]:
     """(output, logsumexp) from (query, key, value)."""
     has_mask = options.get("attn_mask") is not None
-    found: list[_Sharding] = []
+    shardings: list[_Sharding] = []
     for placement in _placements():
         mask = [_of_mask(placement, options["attn_mask"])] if has_mask else []
-        found.append(([placement] * 2, [placement] * 3 + [None] * 2 + mask))
-    return found
+        shardings.append(([placement] * 2, [placement] * 3 + [None] * 2 + mask))
+    return shardings
 
 
 def _backward_shardings(
@@ -91,11 +91,11 @@ def _backward_shardings(
 ) -> list[_Sharding]:
     """The gradients of (query, key, value), from the gradient of the output and everything that forward had."""
     has_mask = options.get("attn_mask") is not None
-    found: list[_Sharding] = []
+    shardings: list[_Sharding] = []
     for placement in _placements():
         mask = [_of_mask(placement, options["attn_mask"])] if has_mask else []
-        found.append(([placement] * 3, [placement] * 6 + [None] * 2 + mask))
-    return found
+        shardings.append(([placement] * 3, [placement] * 6 + [None] * 2 + mask))
+    return shardings
 
 
 def _placements() -> list[Any]:

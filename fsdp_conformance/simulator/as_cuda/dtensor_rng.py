@@ -10,7 +10,7 @@ is a digest of the state; ranks with the same state have the same digest. Settin
 generator to a place that depends on these two and nothing else. With offset 0 this is what `manual_seed` does, and a
 generator that was just seeded shows that seed. All other code gets and sets the CPU's states, unchanged.
 
-From the first random operation on a DTensor, the generators of GPUs are their own, so that ranks go on drawing
+From the first random operation on a DTensor, the generators of GPUs are their own, so that ranks continue to draw
 different numbers on the CPU: see `rng`.
 """
 

@@ -1,5 +1,5 @@
 """
-Error messages of torch under CUDA's names: they say "cuda:0" to whoever reads them.
+Error messages of torch under CUDA's names: they say "cuda:0" to any reader.
 
 C++ knows the device as "sim:0", and raises its errors in hundreds of places. So the text is translated where it is
 read, in `str()` of an exception: that costs nothing until an exception is shown. `args` keep the original text.
@@ -59,16 +59,16 @@ def install(replaced: Replacements) -> None:
 
 def _translating(text_of: Callable[[BaseException], str]) -> Callable[[BaseException], str]:
     def text(self: BaseException) -> str:
-        said = text_of(self)
-        if SIMULATED not in said:
-            return said
+        message = text_of(self)
+        if SIMULATED not in message:
+            return message
         who = _raiser(self.__traceback__) if self.__traceback__ is not None else vars(self).get(_RAISER)
         if who is Owner.MACHINERY:
-            return _OURS.sub(CUDA, said)
+            return _OURS.sub(CUDA, message)
         if who not in (Owner.TORCH, _CPP):
-            return said
-        said = _BACKEND.sub(lambda found: (found[1] or "") + CUDA.upper(), _DEVICE.sub(CUDA, said))
-        return said if who is _CPP else _TYPE.sub(rf"\1 {CUDA}", said)
+            return message
+        message = _BACKEND.sub(lambda match: (match[1] or "") + CUDA.upper(), _DEVICE.sub(CUDA, message))
+        return message if who is _CPP else _TYPE.sub(rf"\1 {CUDA}", message)
 
     return text
 

@@ -51,9 +51,9 @@ class NotSimulated(NotImplementedError):
 def simulated(value: Any) -> Any:
     """ "sim" for "cuda", "sim:1" for "cuda:1"; other values unchanged."""
     if type(value) is str and value.startswith(CUDA):
-        found = _WORD.match(value)
-        if found:
-            return SIMULATED if found[1] is None else f"{SIMULATED}:{found[1]}"
+        match = _WORD.match(value)
+        if match:
+            return SIMULATED if match[1] is None else f"{SIMULATED}:{match[1]}"
     return value
 
 

@@ -3,7 +3,7 @@ Process groups that a program makes itself, without `init_process_group`: `Proce
 `ProcessGroupGloo(store, rank, size)`.
 
 One of gloo's takes tensors on the CPU, which gloo exchanges, and on GPUs, for which it also has a simulated group.
-That is NCCL's in what it accepts: one tensor for each rank and call, and no bitwise reductions.
+That group accepts what NCCL accepts: one tensor for each rank and call, and no bitwise reductions.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _timeout_in(options: Any) -> timedelta:
 class _MadeGloo(ProcessGroupGloo):
     """A gloo group together with a simulated one. Both connect at once: not all ranks take part in a send."""
 
-    def __init__(self, store: Any, rank: int, size: int, *more: Any, **named: Any) -> None:
-        super().__init__(store, rank, size, *more, **named)
-        given = [*more, *named.values()]
+    def __init__(self, store: Any, rank: int, size: int, *more: Any, **kwargs: Any) -> None:
+        super().__init__(store, rank, size, *more, **kwargs)
+        given = [*more, *kwargs.values()]
         # A program may make a group of NCCL's with the same store.
         own = PrefixStore("beside gloo", store)
         self._on_devices = process_group.made_directly(own, rank, size, _timeout_in(given[0] if given else None))
@@ -75,10 +75,10 @@ class _MadeGloo(ProcessGroupGloo):
 
 def _by_device(name: str, on_cpu: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(on_cpu)
-    def collective(self: _MadeGloo, *args: Any, **named: Any) -> Any:
-        if _is_on_device([args, list(named.values())]):
-            return getattr(self._on_devices, name)(*args, **named)
-        return on_cpu(self, *args, **named)
+    def collective(self: _MadeGloo, *args: Any, **kwargs: Any) -> Any:
+        if _is_on_device([args, list(kwargs.values())]):
+            return getattr(self._on_devices, name)(*args, **kwargs)
+        return on_cpu(self, *args, **kwargs)
 
     return collective
 
@@ -98,10 +98,10 @@ for _name in (name for name in _COLLECTIVES if hasattr(ProcessGroupGloo, name)):
 
 
 class _GlooStandIn(type):
-    """Its instances are the classes that stand in for ProcessGroupGloo."""
+    """The metaclass of the classes that replace ProcessGroupGloo."""
 
-    def __call__(cls, *args: Any, **named: Any) -> Any:
-        return (_MadeGloo if script_asks() else ProcessGroupGloo)(*args, **named)
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return (_MadeGloo if script_asks() else ProcessGroupGloo)(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, ProcessGroupGloo)

@@ -1,5 +1,5 @@
 """
-What programs use to look at a GPU, under CUDA's names: profilers, the memory's history and its limit, CUDA's runtime.
+The tools with which programs look at a GPU, under CUDA's names: profilers, memory history and limit, CUDA's runtime.
 
 Nothing is recorded. A program that turns a profiler on, or saves a snapshot of the memory, runs as it does on a GPU.
 """

@@ -197,7 +197,7 @@ def _refusal(name: str, value: Any) -> Any:
     """A replacement of that name that raises when it is used."""
     why = _REFUSED.get(name, _HANDLE)
 
-    # Like the original in all but what it does: torch's compiler looks below decorators when it is imported.
+    # Looks like the original: torch's compiler unwraps decorators when it is imported.
     @functools.wraps(value)
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotSimulated(f"torch.cuda.{name}", why)

@@ -105,7 +105,7 @@ def install(labels: Labels) -> Replacements:
     Start translating, in this process. The accelerator must be active.
 
     `undo()` of the result stops it. What a program has taken meanwhile stays with it: tensors on the device, and
-    functions of torch's that it imported by name, which go on translating.
+    functions of torch's that it imported by name, which still translate.
     """
     replaced = Replacements()
     # torch's list of factories is for `set_default_device`, and must contain the originals, not the wrappers.
@@ -126,7 +126,7 @@ def show_version(replaced: Replacements) -> None:
     """
     Programs find a version of CUDA in `torch.version.cuda`, which many of them parse.
 
-    torch itself finds what it was built with: its tests would otherwise expect CUDA graphs and libraries of NVIDIA's.
+    torch itself finds what it was built with: its tests would otherwise expect CUDA graphs and NVIDIA's libraries.
     """
     built_with = torch.version.cuda
     if built_with is not None:
@@ -145,22 +145,22 @@ def show_version(replaced: Replacements) -> None:
 def _install_device(replaced: Replacements) -> None:
     """`torch.device`, the classes that take one, and what a device says of itself."""
     extension = build.active()
-    # The classes remain what they are, for isinstance, annotations and torch.jit.
+    # The classes do not change, for isinstance, annotations and torch.jit.
     extension.translate_constructors([torch.device, torch.Generator, torch.Stream, torch.Event])
     replaced.on_undo(extension.leave_constructors)
     kind, long, short, reduce = (vars(torch.device)[name] for name in ("type", "__repr__", "__str__", "__reduce__"))
 
     def type_for_caller(device: torch.device) -> str:
-        found: str = kind.__get__(device)
-        return CUDA if found == SIMULATED and script_asks() else found
+        device_type: str = kind.__get__(device)
+        return CUDA if device_type == SIMULATED and script_asks() else device_type
 
     def repr_for_caller(device: torch.device) -> str:
-        said: str = long(device)
-        return said.replace(f"'{SIMULATED}'", f"'{CUDA}'") if shown_to_script() else said
+        text: str = long(device)
+        return text.replace(f"'{SIMULATED}'", f"'{CUDA}'") if shown_to_script() else text
 
     def str_for_caller(device: torch.device) -> str:
-        said: str = short(device)
-        return CUDA + said.removeprefix(SIMULATED) if said.startswith(SIMULATED) and shown_to_script() else said
+        text: str = short(device)
+        return CUDA + text.removeprefix(SIMULATED) if text.startswith(SIMULATED) and shown_to_script() else text
 
     def reduce_as_cuda(device: torch.device) -> Any:
         # A file is read where there may be GPUs, or where CUDA's names are translated.
@@ -185,16 +185,16 @@ def _install_factories(replaced: Replacements, factories: set[Callable[..., Any]
     for name in _ABOUT_DEVICES:
         if hasattr(torch, name):
             replaced.set(torch, **{name: translated(getattr(torch, name))})
-    asked, of_type = torch.is_autocast_enabled, torch.get_device_module
+    is_enabled, of_type = torch.is_autocast_enabled, torch.get_device_module
 
     def get_device_module(device: Any = None) -> Any:
-        found = of_type(device)
-        return torch.cuda if found is getattr(torch, SIMULATED) and script_asks() else found
+        device_module = of_type(device)
+        return torch.cuda if device_module is getattr(torch, SIMULATED) and script_asks() else device_module
 
     replaced.set(
         torch,
         # Without an argument it means CUDA.
-        is_autocast_enabled=lambda device_type=CUDA: asked(simulated(device_type)),
+        is_autocast_enabled=lambda device_type=CUDA: is_enabled(simulated(device_type)),
         get_autocast_gpu_dtype=functools.partial(torch.get_autocast_dtype, CUDA),
         set_default_tensor_type=_set_default_tensor_type,
         get_device_module=get_device_module,
@@ -209,10 +209,10 @@ def _install_tensors(replaced: Replacements) -> None:
     methods = {name: translated(getattr(torch.Tensor, name)) for name in _METHODS}
     typed = _tensor_type_method(torch.Tensor.type)
     allowed = UninitializedTensorMixin._allowed_methods
-    known = {name for name in (*methods, "cuda") if getattr(torch.Tensor, name) in allowed}
+    allowed_names = {name for name in (*methods, "cuda") if getattr(torch.Tensor, name) in allowed}
     replaced.set(torch.Tensor, **methods, cuda=_tensor_cuda, is_cuda=property(_is_cuda), type=typed)
     # Parameters of lazy modules may be moved before they have a shape.
-    moving = [getattr(torch.Tensor, name) for name in known]
+    moving = [getattr(torch.Tensor, name) for name in allowed_names]
     replaced.set(UninitializedTensorMixin, _allowed_methods=[*allowed, *moving])
     replaced.set(torch.UntypedStorage, cuda=_storage_cuda, to=translated(torch.UntypedStorage.to))
     _install_loaders(replaced)
@@ -249,9 +249,9 @@ def _tensor_type_method(original: Callable[..., Any]) -> Callable[..., Any]:
     def typed(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
             return original(self).replace(f"torch.{SIMULATED}.", f"torch.{CUDA}.")
-        found = _cuda_tensor_type(dtype)
-        if found is not None:
-            return self.to(device=SIMULATED, dtype=found, non_blocking=non_blocking)
+        target_dtype = _cuda_tensor_type(dtype)
+        if target_dtype is not None:
+            return self.to(device=SIMULATED, dtype=target_dtype, non_blocking=non_blocking)
         return original(self, dtype, non_blocking, **kwargs)
 
     return typed
@@ -260,8 +260,8 @@ def _tensor_type_method(original: Callable[..., Any]) -> Callable[..., Any]:
 def _cuda_tensor_type(kind: Any) -> torch.dtype | None:
     """The dtype of `torch.cuda.FloatTensor` and the like, given as a class or by name."""
     name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
-    found = re.fullmatch(r"torch\.cuda\.(\w+)", name)
-    return _TENSOR_TYPES.get(found[1]) if found else None
+    match = re.fullmatch(r"torch\.cuda\.(\w+)", name)
+    return _TENSOR_TYPES.get(match[1]) if match else None
 
 
 def _set_default_tensor_type(kind: Any, _original: Callable[..., Any] = torch.set_default_tensor_type) -> None:
@@ -316,34 +316,36 @@ def _install_distributed(replaced: Replacements) -> None:
         wrapper = _with_backend(getattr(distributed_c10d, name))
         for module in (distributed_c10d, dist):
             replaced.set(module, **{name: wrapper})
-    asked, said = distributed_c10d.is_nccl_available, distributed_c10d.get_backend
+    nccl_available, backend_of = distributed_c10d.is_nccl_available, distributed_c10d.get_backend
     has_backend = distributed_c10d.is_backend_available
     default_of = getattr(distributed_c10d, "get_default_backend_for_device", None)
 
     def is_nccl_available() -> bool:
-        return True if script_asks() else asked()
+        return True if script_asks() else nccl_available()
 
     def is_backend_available(backend: str) -> bool:
         return True if backend.lower() == "nccl" and script_asks() else has_backend(backend)
 
-    @functools.wraps(said)
+    @functools.wraps(backend_of)
     def get_backend(group: Any = None) -> Any:
-        backend = said(group)
+        backend = backend_of(group)
         # This function of torch's refuses all but gloo's groups.
         asks = script_asks() or sys._getframe(1).f_code.co_name == "monitored_barrier"
         if COLLECTIVES not in str(backend) or not asks:
             return backend
-        asked = distributed_c10d._get_default_group() if group is None else group
-        return "gloo" if process_group.is_gloo(asked) else "nccl"
+        target = distributed_c10d._get_default_group() if group is None else group
+        return "gloo" if process_group.is_gloo(target) else "nccl"
 
     name_of = dist.ProcessGroup.name
 
     def name_of_group(self: Any) -> str:
-        found: str = name_of(self)
+        backend_name: str = name_of(self)
         # torch's word for any backend that is not its own, and before 2.7 for a group with several.
-        if found not in ("custom", "undefined") or not any(device.type == SIMULATED for device in self._device_types):
-            return found
-        return ("gloo" if process_group.is_gloo(self) else "nccl") if script_asks() else found
+        if backend_name not in ("custom", "undefined") or not any(
+            device.type == SIMULATED for device in self._device_types
+        ):
+            return backend_name
+        return ("gloo" if process_group.is_gloo(self) else "nccl") if script_asks() else backend_name
 
     replaced.set(dist.ProcessGroup, name=name_of_group, barrier=_barrier(dist.ProcessGroup.barrier))
     for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
@@ -409,15 +411,15 @@ def _set_timeout(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def set_timeout(timeout: timedelta, group: Any = None) -> None:
-        asked = distributed_c10d._get_default_group() if group is None else group
-        if not isinstance(asked, dist.ProcessGroup):  # torch says what is wrong
+        target = distributed_c10d._get_default_group() if group is None else group
+        if not isinstance(target, dist.ProcessGroup):  # torch raises the error
             original(timeout, group)
             return
-        devices = [device for device in asked._device_types if device.type == SIMULATED]
-        if len(devices) < len(asked._device_types):
-            original(timeout, asked)
+        devices = [device for device in target._device_types if device.type == SIMULATED]
+        if len(devices) < len(target._device_types):
+            original(timeout, target)
         for device in devices:
-            asked._get_backend(device)._set_default_timeout(timeout)
+            target._get_backend(device)._set_default_timeout(timeout)
 
     return set_timeout
 
@@ -461,19 +463,19 @@ def _install_backends(replaced: Replacements) -> None:
     text = config.__repr__
 
     def repr_for_caller(self: Any) -> str:
-        said: str = text(self)
-        return _as_script_named(said) if script_asks() else said
+        description: str = text(self)
+        return _as_script_named(description) if script_asks() else description
 
     replaced.set(config, __repr__=repr_for_caller)
 
 
-def _as_script_named(said: str) -> str:
+def _as_script_named(description: str) -> str:
     """ "cpu:gloo,cuda:nccl" for "cpu:gloo,sim:simccl"."""
-    found = {}
-    for pair in said.split(","):
+    backends = {}
+    for pair in description.split(","):
         device, _, backend = pair.partition(":")
-        found[CUDA if device == SIMULATED else device] = "nccl" if backend == COLLECTIVES else backend
-    return ",".join(f"{device}:{backend}" for device, backend in found.items())
+        backends[CUDA if device == SIMULATED else device] = "nccl" if backend == COLLECTIVES else backend
+    return ",".join(f"{device}:{backend}" for device, backend in backends.items())
 
 
 def _install_meshes(replaced: Replacements) -> None:
@@ -485,8 +487,8 @@ def _install_meshes(replaced: Replacements) -> None:
     is_asked = isinstance(kind, property)  # in older versions a mesh stores it
 
     def type_for_caller(self: device_mesh.DeviceMesh) -> str:
-        found: str = kind.__get__(self) if is_asked else vars(self)["device_type"]  # type: ignore[union-attr]
-        return CUDA if found == SIMULATED and script_asks() else found
+        device_type: str = kind.__get__(self) if is_asked else vars(self)["device_type"]  # type: ignore[union-attr]
+        return CUDA if device_type == SIMULATED and script_asks() else device_type
 
     def store_type(self: device_mesh.DeviceMesh, value: str) -> None:
         vars(self)["device_type"] = value
@@ -507,14 +509,14 @@ def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def translating(*args: Any, **kwargs: Any) -> Any:
-        asked = kwargs.get("backend")
+        backend = kwargs.get("backend")
         if args and isinstance(args[0], str):
-            asked = args[0]
+            backend = args[0]
             args = (simulated_backend(args[0]), *args[1:])
         if "backend" in kwargs:
             kwargs["backend"] = simulated_backend(kwargs["backend"])
         bound = kwargs.pop("device_id", None) if _BINDS_ONLY_CUDA else None
-        with process_group.as_gloo(asks_for_gloo(asked)):
+        with process_group.as_gloo(asks_for_gloo(backend)):
             made = function(*args, **kwargs)
         group = distributed_c10d._get_default_group() if made is None else made
         if bound is not None and isinstance(group, dist.ProcessGroup):

@@ -212,8 +212,8 @@ def hazards(device: int | None = None) -> tuple[Hazard, ...]:
     Converting stacks to text takes time: use `num_hazards()` to see whether there is anything new.
     """
     build.active().note_touches()
-    found = (hazard_from_json(described) for described in _checker().hazards())
-    return tuple(hazard for hazard in found if device in (None, hazard.device))
+    all_hazards = (hazard_from_json(described) for described in _checker().hazards())
+    return tuple(hazard for hazard in all_hazards if device in (None, hazard.device))
 
 
 def num_hazards() -> int:
@@ -288,8 +288,8 @@ def expect_clean() -> None:
 
     Raises HazardsFound with the explanation of each hazard, and NothingCompared if no access was ever checked.
     """
-    if found := hazards():
-        raise HazardsFound([hazard.explain() for hazard in found])
+    if unexpected := hazards():
+        raise HazardsFound([hazard.explain() for hazard in unexpected])
     if not accesses():
         raise NothingCompared("no access was checked: nothing in this process ran on the simulated accelerator")
 
@@ -362,12 +362,12 @@ def without_waits(device: int | None = None) -> Iterator[None]:
 
 def _install_filters() -> None:
     """Install one function for all filters, or none at all: it is called for each wait."""
-    kept = tuple(_filters)
-    if not kept:
+    filters = tuple(_filters)
+    if not filters:
         build.active().set_wait_filter(None)
         return
     build.active().set_wait_filter(
-        lambda kind, stream, device: all([keep(Wait(kind), stream, device) for keep in kept])  # noqa: C419
+        lambda kind, stream, device: all([keep(Wait(kind), stream, device) for keep in filters])  # noqa: C419
     )
 
 

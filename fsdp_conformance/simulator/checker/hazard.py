@@ -220,7 +220,7 @@ class Hazard:
         return self.kind is HazardKind.UNINITIALIZED_READ and self.then_block != self.block
 
     def sentence(self) -> str:
-        """The two accesses and what is wrong, in one line."""
+        """The two accesses and the problem, in one line."""
         return f"{_KINDS[self.kind]} on {self._place()}: {self._claim()}"
 
     def explain(self, *, full_stacks: bool = False) -> str:
@@ -368,7 +368,7 @@ class Hazard:
                 "event.synchronize()",
             ]
         if first == owner:
-            # The allocator reuses memory in the order of its own stream; use on another stream has to wait for that.
+            # The allocator reuses memory in the order of its own stream; other streams have to wait for that.
             return [
                 f"# after the memory is allocated, before {self._at(self.now.site)}",
                 "{}.wait_stream({})".format(*_in_code(second, owner)),
@@ -467,8 +467,8 @@ def _full_stack(stack: Sequence[Frame]) -> list[str]:
 def _folded_stack(stack: Sequence[Frame]) -> list[str]:
     """The user's frames, with each group of others folded into one line, and without those outside the last."""
     if not any(owner(frame.file) is Owner.USER for frame in stack):
-        kept = [frame for frame in stack if owner(frame.file) is not Owner.MACHINERY][:_INTERNAL_FRAMES]
-        return _full_stack(kept)
+        frames = [frame for frame in stack if owner(frame.file) is not Owner.MACHINERY][:_INTERNAL_FRAMES]
+        return _full_stack(frames)
     return [f"      {line}" for line in _folded(stack)]
 
 

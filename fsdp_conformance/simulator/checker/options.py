@@ -55,8 +55,8 @@ class CheckerOptions:
         total, properties = self.memory, torch.cuda.get_device_properties
 
         def with_total(device: object = None) -> object:
-            found = properties(device)  # type: ignore[arg-type]  # any name of a device
-            found.total_memory = total
-            return found
+            device_properties = properties(device)  # type: ignore[arg-type]  # any name of a device
+            device_properties.total_memory = total
+            return device_properties
 
         replaced.set(torch.cuda, get_device_properties=with_total)

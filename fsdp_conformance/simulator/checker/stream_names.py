@@ -21,7 +21,7 @@ _Assigned = tuple[ast.expr, ast.expr]
 
 def assigned_to(stack: Sequence[Frame]) -> str:
     """
-    What the line that made a stream assigns it to: "side", "self.copy_stream", "streams['copy']".
+    The target that the line which made a stream assigns it to: "side", "self.copy_stream", "streams['copy']".
 
     `stack` is that of the call, innermost first. "" if the stream is not assigned, if the line makes several, or if its
     source is not at hand.

@@ -159,19 +159,19 @@ def watching(dropped: Collection[str] = ()) -> Iterator[SiteWatch]:
 
 def _telling_frames(frame: FrameType | None) -> list[FrameType]:
     """The innermost frame that identifies the wait, and its callers up to the first that is not a helper."""
-    found: list[FrameType] = []
+    frames: list[FrameType] = []
     while frame is not None:
         if not _is_wrapper(frame.f_code):
-            found.append(frame)
+            frames.append(frame)
             if not _is_helper(frame.f_code):
                 break
         elif _is_autograd(frame):
             # Its callers are the program's backward(), which does not identify the wait.
-            if not found:
-                found.append(frame)
+            if not frames:
+                frames.append(frame)
             break
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _is_wrapper(code: CodeType) -> bool:
@@ -219,14 +219,14 @@ def _cpp_place() -> tuple[str, str]:
     own = [index for index, name in enumerate(names) if name.startswith("sim::")]
     if any("::SimGroup::" in names[index] or "::SimWork::complete" in names[index] for index in own):
         return _GROUP, ""
-    found: list[str] = []
+    symbols: list[str] = []
     for name in names[max(own, default=-1) + 1 :]:
         match = _CPP_FUNCTION.search(_without_templates(name))
         if match and not _CPP_WRAPPERS.match(match.group(1)):
-            found.append(match.group(1))
+            symbols.append(match.group(1))
             if not _CPP_HELPERS.match(match.group(1)):
                 break
-    return (found[0] if found else "without a name"), (found[-1] if len(found) > 1 else "")
+    return (symbols[0] if symbols else "without a name"), (symbols[-1] if len(symbols) > 1 else "")
 
 
 def _without_templates(name: str) -> str:

@@ -123,19 +123,19 @@ class Agreement:
                     continue
                 key = (call.channel, number)
                 self._catch_up(peer)
-                known = peer.theirs.pop(key, None)
-                if known is None:
+                earlier = peer.theirs.pop(key, None)
+                if earlier is None:
                     peer.mine[key] = (position, call)
                     if peer.reader.has_ended:
                         problems.append(self._note(_missing(call, self._rank, peer.rank)))
                     continue
-                problems.append(self._compared(peer, call, position, known[1], known[0]))
+                problems.append(self._compared(peer, call, position, earlier[1], earlier[0]))
         problem = next((problem for problem in problems if problem is not None), None)
         if problem is not None:
             raise CollectiveMismatch(problem.sentence())
 
     def end(self) -> None:
-        """The script has ended on this rank. Raises CollectiveMismatch if others have called what it has not."""
+        """The script has ended on this rank. Raises CollectiveMismatch if others have made calls that it has not."""
         with self._lock:
             self._log.end()
             problems = []
@@ -159,7 +159,7 @@ class Agreement:
         Abort this rank's collectives if it waits for a call that will never come. Called periodically.
 
         `waits` is the number of the wait for peers that holds this rank up; None if it runs. Ranks that have been in
-        the same wait for several looks, each in a collective that another of them has not called, will never go on.
+        the same wait for several looks, each in a collective that another of them has not called, will never continue.
         """
         with self._lock:
             now = (waits, self.checked) if waits is not None else None
@@ -224,12 +224,12 @@ class Agreement:
             if self._rank not in call.channel.members:
                 continue
             key = (call.channel, number)
-            known = peer.mine.pop(key, None)
-            if known is None:
+            earlier = peer.mine.pop(key, None)
+            if earlier is None:
                 peer.theirs[key] = (position, call)
             else:
                 # The peer has seen this rank's call, and raises if they differ.
-                self._compared(peer, known[1], known[0], call, position)
+                self._compared(peer, earlier[1], earlier[0], call, position)
 
     def _compared(
         self, peer: _Peer, mine: Call, my_position: int, theirs: Call, their_position: int
@@ -260,11 +260,11 @@ class Agreement:
         if peer.furthest_theirs is None or now.theirs > peer.furthest_theirs.theirs:
             peer.furthest_theirs = now
 
-    def _note(self, found: Disagreement) -> Disagreement:
-        if found.key not in self._reported:
-            self._reported.add(found.key)
-            self.found.append(found)
-        return found
+    def _note(self, disagreement: Disagreement) -> Disagreement:
+        if disagreement.key not in self._reported:
+            self._reported.add(disagreement.key)
+            self.found.append(disagreement)
+        return disagreement
 
     def observed(self) -> dict[str, Any]:
         """The findings, JSON-ready."""
@@ -303,6 +303,6 @@ def title_of(name: str, description: str, ranks: Sequence[int]) -> str:
     """A group in words."""
     if description == "default_pg" or name == "0":
         return "the default group"
-    known = f"{description!r}" if description and description != "undefined" else name
+    label = f"{description!r}" if description and description != "undefined" else name
     members = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, .., {ranks[-1]}"
-    return f"group {known} of ranks {members}"
+    return f"group {label} of ranks {members}"

@@ -129,7 +129,7 @@ class CallLog:
 
 
 class CallReader:
-    """The reading side of one rank's log: returns what is new."""
+    """The reading side of one rank's log: returns the new records."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.has_ended = False
@@ -197,20 +197,20 @@ class Standstills:
 
     def read(self, world_size: int) -> dict[int, int]:
         """The ranks that wait, each with the number of calls that it has made."""
-        found = {}
+        by_rank = {}
         for rank in range(world_size):
             try:
                 text = (self._directory / f"calls{rank}.stuck").read_text(encoding="ascii")
             except FileNotFoundError:
                 continue
             if text:
-                found[rank] = int(text)
-        return found
+                by_rank[rank] = int(text)
+        return by_rank
 
 
 def deadlocked(logs: Sequence[Sequence[Call]], waiting: Mapping[int, int]) -> dict[int, Call]:
     """
-    The ranks that wait for each other for ever, with the call of each that the others have not made.
+    The ranks that wait for each other forever, with the call of each that the others have not made.
 
     `waiting` are the ranks that wait for a collective, with the number of calls that they have made. A rank is among
     them if each of its unanswered calls is one that another of them has not made.
@@ -259,15 +259,15 @@ def unanswered(logs: Sequence[Sequence[Call]]) -> list[Unanswered]:
     for rank, calls in enumerate(logs):
         for key, call in numbered(calls):
             seen.setdefault(key, {})[rank] = call
-    found: dict[Hashable, Unanswered] = {}
+    pending: dict[Hashable, Unanswered] = {}
     for calls in logs:
         for key, call in numbered(calls):
             callers = sorted(seen[key])
             missing = [member for member in call.channel.members if member not in seen[key] and member < len(logs)]
             if missing:
-                found.setdefault(key, Unanswered(seen[key][callers[0]], callers, missing))
+                pending.setdefault(key, Unanswered(seen[key][callers[0]], callers, missing))
                 break  # what comes after it is a consequence
-    return list(found.values())
+    return list(pending.values())
 
 
 def numbered(calls: Sequence[Call]) -> Iterator[tuple[tuple[Channel, int], Call]]:

@@ -63,11 +63,11 @@ class ComparedGroups:
         self._pid = os.getpid()
         self._agreement: Agreement | None = None
         self._aborts: list[Callable[[str], None]] = []
-        """Of each group, what makes its collectives fail."""
+        """One function per group that makes its collectives fail."""
         self._noted: dict[str, None] = {}
         self._over = threading.Event()
         self._ended_by: float | None = None
-        """When a rank that had left at the first failure must have said so."""
+        """Deadline by which a rank that left at the first failure has reported it."""
 
     def begin(self) -> None:
         """Watch the groups that are made from now on."""

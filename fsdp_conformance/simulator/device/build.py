@@ -213,8 +213,8 @@ def _compiler_version(compiler: str) -> str:
 
 def _ninja_directory() -> Path | None:
     """The directory of the program `ninja`: on PATH, or in the package `ninja`, whose script may not be on PATH."""
-    if found := shutil.which("ninja"):
-        return Path(found).parent
+    if executable := shutil.which("ninja"):
+        return Path(executable).parent
     if importlib.util.find_spec("ninja") is None:
         return None
     import ninja
@@ -271,12 +271,12 @@ def _compile(target: Path, lock: int) -> None:
 def _copy_sources(directory: Path) -> list[Path]:
     """Copy the sources, which could be edited meanwhile. Unchanged copies are kept, so their objects are reused."""
     directory.mkdir(parents=True, exist_ok=True)
-    wanted = {path.name: path for path in sources()}
+    source_paths = {path.name: path for path in sources()}
     for path in directory.iterdir():
-        if path.name not in wanted:
+        if path.name not in source_paths:
             path.unlink()
     copies = []
-    for name, path in wanted.items():
+    for name, path in source_paths.items():
         copy = directory / name
         content = path.read_bytes()
         if not copy.exists() or copy.read_bytes() != content:

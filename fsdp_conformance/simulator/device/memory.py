@@ -91,7 +91,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
         "allocated": stats["total_num_allocations"],
         "freed": stats["total_num_frees"],
     }
-    named = {
+    statistics = {
         **{f"{name}.all.{key}": value for name in ("allocation", "active") for key, value in of_count.items()},
         **{
             f"{name}.all.{key}": value
@@ -103,7 +103,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
         "num_alloc_retries": stats["num_alloc_retries"],
         "num_ooms": stats["num_ooms"],
     }
-    return OrderedDict(sorted(named.items()))
+    return OrderedDict(sorted(statistics.items()))
 
 
 def host_memory_stats() -> dict[str, int]:

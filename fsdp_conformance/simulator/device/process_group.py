@@ -54,13 +54,13 @@ _asked_for_gloo: ContextVar[bool | None] = ContextVar("asked_for_gloo", default=
 
 
 @contextmanager
-def as_gloo(asked: bool | None) -> Iterator[None]:
+def as_gloo(choice: bool | None) -> Iterator[None]:
     """
     A context in which new groups do what gloo does beyond NCCL: they all-reduce sparse tensors.
 
     With None, a group is like the default group, as for `new_group` without a backend.
     """
-    token = _asked_for_gloo.set(asked)
+    token = _asked_for_gloo.set(choice)
     try:
         yield
     finally:
@@ -81,9 +81,9 @@ def watch_groups_with(watch: Callable[[Any, Any], None] | None) -> None:
 
 
 def _allows_sparse() -> bool:
-    asked = _asked_for_gloo.get()
-    if asked is not None:
-        return asked
+    choice = _asked_for_gloo.get()
+    if choice is not None:
+        return choice
     return dist.is_initialized() and is_gloo(distributed_c10d._get_default_group())
 
 
@@ -157,10 +157,10 @@ def _made(options: Any, backend_options: Any) -> Any:
 
 def made_directly(store: Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
     """A backend that a program makes itself, between processes, as `ProcessGroupNCCL(store, rank, size)` does."""
-    found: dist.Backend = build.active().group_over_gloo(
+    backend: dist.Backend = build.active().group_over_gloo(
         _gloo, store, f"made {next(_made_numbers)}", rank, size, timeout.total_seconds(), False
     )
-    return found
+    return backend
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:

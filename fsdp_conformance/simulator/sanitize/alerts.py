@@ -57,13 +57,13 @@ def alerts_of(report: ScriptReport) -> list[Alert]:
     """The findings of a run, as they are printed."""
     alerts = [_of_hazard(one.hazard) for one in report.hazards]
     for folded in report.disagreements:
-        found = folded.found
-        lines = [(party.words, party.place) for party in found.parties]
+        disagreement = folded.found
+        lines = [(party.words, party.place) for party in disagreement.parties]
         alerts.append(
             Alert(
-                rule=found.kind,
-                sentence=found.sentence(),
-                text=found.explain(),
+                rule=disagreement.kind,
+                sentence=disagreement.sentence(),
+                text=disagreement.explain(),
                 lines=tuple((words, place) for words, place in lines if place is not None),
             )
         )

@@ -1,7 +1,7 @@
 """
 A process that a script forks from its rank, such as a worker of a data loader: it reports for itself.
 
-The fork has the rank's memory but not its threads, and it is no rank: its accesses are checked from scratch, and its
+The fork has the rank's memory but not its threads, and it is not a rank: its accesses are checked from scratch, and its
 collectives are not compared with those of other ranks. What it observes is saved when it ends by `os._exit`, as
 multiprocessing's processes do.
 """

@@ -60,7 +60,7 @@ class ChildrenOfRank:
     """The setup of the processes that a rank starts."""
 
     directory: str
-    """Where they save what they have observed."""
+    """The directory in which they save their observations."""
     variables: Mapping[str, str]
     """With these in their environment, they see the devices."""
     inherited: Mapping[str, str]

@@ -1,6 +1,6 @@
 """
 The processes that a script starts from its ranks: `fsdp-conformance sanitize` has them see the ranks' GPUs, too, and
-asks what they have observed.
+asks for their observations.
 """
 
 from __future__ import annotations

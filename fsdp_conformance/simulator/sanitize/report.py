@@ -111,7 +111,7 @@ class FoldedHazard:
     ranks: list[int] = field(default_factory=list)
     """The ranks that have it, or have started a process that has it."""
     processes: dict[str, int] = field(default_factory=dict)
-    """Names of the processes that have it and are no ranks, each with the rank that started it."""
+    """Names of processes other than ranks that have it, each with the rank that started it."""
     count: int = 0
     """How often it was found, over all places and ranks."""
 
@@ -394,32 +394,32 @@ def folded(
     Hazards of one kind between the same two lines of the script are merged, however the program reaches these lines,
     and whatever the devices, streams, blocks and sizes.
     """
-    found: dict[Hashable, FoldedHazard] = {}
+    by_key: dict[Hashable, FoldedHazard] = {}
     for rank, one in enumerate(observed):
         of_rank = [("", data) for data in (one["hazards"] if one else ())]
         of_rank += [(child.name, data) for child in (children[rank] if children else ()) for data in child.hazards]
         for process, data in of_rank:
             hazard = hazard_from_json(data)
             key = (hazard.kind, hazard.pinned, _line(hazard.then), _line(hazard.now))
-            same = found.setdefault(key, FoldedHazard(hazard))
+            same = by_key.setdefault(key, FoldedHazard(hazard))
             same.places.setdefault((_way(hazard.then), _way(hazard.now)), hazard)
             same.count += hazard.count
             if rank not in same.ranks:
                 same.ranks.append(rank)
             if process:
                 same.processes.setdefault(process, rank)
-    return list(found.values())
+    return list(by_key.values())
 
 
 def folded_disagreements(observed: Sequence[Mapping[str, Any] | None]) -> list[FoldedDisagreement]:
     """The findings about collectives, each once: usually both ranks notice, and later steps repeat them."""
-    found: dict[Hashable, FoldedDisagreement] = {}
+    by_key: dict[Hashable, FoldedDisagreement] = {}
     for one in observed:
         for data in (one or {}).get("collectives", {}).get("found", ()):
             disagreement = disagreement_from_json(data)
-            same = found.setdefault(disagreement.key, FoldedDisagreement(disagreement))
+            same = by_key.setdefault(disagreement.key, FoldedDisagreement(disagreement))
             same.ranks |= {party.rank for party in disagreement.parties}
-    return list(found.values())
+    return list(by_key.values())
 
 
 def _line(access: Access) -> Hashable:
@@ -484,7 +484,7 @@ def _times(count: int) -> str:
 
 
 def _in_processes(one: FoldedHazard) -> str:
-    """Which processes have a hazard that are no ranks."""
+    """A phrase that names the processes, other than ranks, that have a hazard."""
     if not one.processes:
         return ""
     return f", in the child process{'es' if len(one.processes) > 1 else ''} {', '.join(one.processes)}"

@@ -63,7 +63,7 @@ def prepare(order: ScriptOrder, rank: int, *, own_path_entry: str | None) -> Non
 
 
 def execute(order: ScriptOrder) -> None:
-    """Run the script, its threads and its exit functions. Raises what it raises, and ScriptExited for a bad status."""
+    """Run the script, its threads and its exit functions. Raises its exceptions, and ScriptExited for a bad status."""
     try:
         _run(order)
         _finish()
@@ -124,7 +124,7 @@ def _run(order: ScriptOrder) -> None:
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
-    """End a process that the script has forked with os.fork() and that has come to the script's end: it is no rank."""
+    """End a process that the script forked with os.fork() once it reaches the end of the script: it is not a rank."""
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exception(error)
     code = error.code if isinstance(error, SystemExit) else int(error is not None)

@@ -13,8 +13,8 @@ fails the test that has it. Importing this package does not import torch.
     context           simulated_cuda(), for a block of code
     session           this process, its children, and their findings
     simulation        simulated GPUs in this process; imports torch
-    settings          what child processes are told, and how
-    child_process     a process that is told so
+    settings          the settings of child processes, and how they receive them
+    child_process     a process that receives them
     startup           what Python runs at the start of a child process
     outbox            where a child process saves its observations
     findings          the observations of several processes, merged

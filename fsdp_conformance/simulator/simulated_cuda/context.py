@@ -42,7 +42,7 @@ def simulated_cuda(num_devices: int = 1, *, hazards: str = "fail") -> Iterator[S
 
     - torch knows the device by its own name, "sim": tensors that outlive the block are on sim:0 afterwards. Another
       backend in torch's slot for external devices (PrivateUse1) cannot be loaded.
-    - Functions that were imported by name inside the block (`from torch import zeros`) go on translating "cuda".
+    - Functions that were imported by name inside the block (`from torch import zeros`) still translate "cuda".
     - What a module computed when it was imported inside the block (`HAS_GPU = torch.cuda.is_available()`), or before
       it, keeps its value.
     - A later block can have fewer GPUs, but not more.
@@ -70,7 +70,7 @@ def simulated_cuda(num_devices: int = 1, *, hazards: str = "fail") -> Iterator[S
 
 
 def _end_at_exit(opened: CudaSession) -> None:
-    """The program ends inside the block, as in a notebook: say what was found while Python can still say it."""
+    """Report the findings of a program that ends inside the block, while Python can still print."""
     texts = opened.take().texts()
     opened.close()
     if texts:

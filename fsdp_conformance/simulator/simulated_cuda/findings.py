@@ -49,12 +49,12 @@ class Observations:
     notes: list[str] = field(default_factory=list)
 
     def joined(self, later: Observations) -> Observations:
-        """This and what was observed later."""
-        known = {_key(one.hazard): one for one in self.findings}
+        """These observations joined with later ones."""
+        by_key = {_key(one.hazard): one for one in self.findings}
         both = Observations(list(self.findings), self.accesses + later.accesses, list(self.notes))
         both.notes += [note for note in later.notes if note not in both.notes]
         for one in later.findings:
-            same = known.get(_key(one.hazard))
+            same = by_key.get(_key(one.hazard))
             if same is None:
                 both.findings.append(one)
             else:
@@ -83,20 +83,20 @@ class Inbox:
         """Merge what this process observed with what children have saved since the last call."""
         seen = [("", own), *sorted(self._news(), key=lambda one: (one[0], json.dumps(one[1], sort_keys=True)))]
         merged = Observations()
-        found: dict[Hashable, MergedHazard] = {}
+        by_key: dict[Hashable, MergedHazard] = {}
         for process, one in seen:
             merged.accesses += one["accesses"]
             merged.notes += [note for note in one["notes"] if note not in merged.notes]
             for hazard in map(hazard_from_json, one["hazards"]):
-                finding = found.setdefault(_key(hazard), MergedHazard(hazard))
+                finding = by_key.setdefault(_key(hazard), MergedHazard(hazard))
                 finding.count += hazard.count
                 if process and process not in finding.processes:
                     finding.processes.append(process)
-        merged.findings = list(found.values())
+        merged.findings = list(by_key.values())
         return merged
 
     def _news(self) -> Iterable[tuple[str, dict[str, Any]]]:
-        """The name of each process that has saved something, and what is new."""
+        """The name of each process that has saved something, and its new observations."""
         for path, one in saved_files(self._directory, self._is_new):
             before = self._read[path.name]
             hazards = {json.dumps({**hazard, "count": 0}, sort_keys=True): hazard for hazard in one["hazards"]}
@@ -128,11 +128,11 @@ class _Read:
 
 
 def saved_files(
-    directory: Path, wanted: Callable[[Path], bool] = lambda _: True
+    directory: Path, accepts: Callable[[Path], bool] = lambda _: True
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The files that processes have saved in a directory, of those that `wanted` selects, with their content."""
     for path in sorted(directory.glob("*.json")):
-        if wanted(path):
+        if accepts(path):
             yield path, json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -1,5 +1,5 @@
 """
-The file in which a child process saves what it has observed, for the parent to judge.
+The file in which a child process saves its observations, for the parent to judge.
 
 It is saved when the process ends, in whatever way Python gets to know of (return, sys.exit, os._exit), and twice a
 second before, for a process that is killed. The last of these saves says that the process has ended.
@@ -52,7 +52,7 @@ class Outbox:
         self._lock = threading.Lock()
 
     def open(self, source: Source) -> None:
-        """From now on save what it observes, at the latest when the process ends."""
+        """Save observations from now on, at the latest when the process ends."""
         self._source = source
         source.at_exit(functools.partial(self.save, ended=True))
 
@@ -72,8 +72,8 @@ class Outbox:
                 return
             part = self._path.with_suffix(".part")
             try:
-                told = {"process": process_name(self._inherited), "ended": ended, **source.observed()}
-                part.write_text(json.dumps(told), encoding="utf-8")
+                content = {"process": process_name(self._inherited), "ended": ended, **source.observed()}
+                part.write_text(json.dumps(content), encoding="utf-8")
                 os.replace(part, self._path)
             except OSError:  # the parent has ended and removed the directory
                 return
@@ -85,12 +85,12 @@ class Outbox:
 
     def _look(self) -> None:
         over = threading.Event()
-        known = 0, False
+        previous = 0, False
         while not over.wait(_LOOK_S):
             hazards, accesses = self._source.progress() if self._source is not None else (0, 0)
             # With the first access the parent knows of this process, even if it is killed.
-            if (hazards, accesses > 0) != known:
-                known = hazards, accesses > 0
+            if (hazards, accesses > 0) != previous:
+                previous = hazards, accesses > 0
                 self.save()
 
 

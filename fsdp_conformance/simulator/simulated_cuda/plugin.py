@@ -114,7 +114,7 @@ def _marked(item: pytest.Item, marker: pytest.Mark) -> tuple[int, str | None]:
 
 
 def _begin(config: pytest.Config, options: Any) -> None:
-    """Start the simulation, or only say that there is one, in the controller of pytest-xdist."""
+    """Start the simulation; in the controller of pytest-xdist, only announce it."""
     if options.simulate_cuda is None:
         return
     from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable
@@ -230,12 +230,12 @@ class Running:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Let the report carry what was observed: the controller counts it."""
+        """Attach the observations to the report, so that the controller can count them."""
         report = yield
         observed, self._observed = self._observed, None
         if observed is not None:
-            told = {"accesses": observed.accesses, "notes": observed.notes, "hazards": observed.texts()}
-            setattr(report, _REPORTED, told)
+            summary = {"accesses": observed.accesses, "notes": observed.notes, "hazards": observed.texts()}
+            setattr(report, _REPORTED, summary)
         return report
 
     def _policy(self, item: pytest.Item) -> str:
@@ -260,16 +260,16 @@ class Running:
     # --- the process that reports ------------------------------------------------------------------------------------
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count what was observed in one phase of a test."""
-        told = getattr(report, _REPORTED, None)
-        if told is None or self._in_worker:
+        """Count the observations of one phase of a test."""
+        summary = getattr(report, _REPORTED, None)
+        if summary is None or self._in_worker:
             return
-        self._accesses += told["accesses"]
-        self.notes.update(dict.fromkeys(told["notes"]))
-        if told["hazards"] and report.failed:
+        self._accesses += summary["accesses"]
+        self.notes.update(dict.fromkeys(summary["notes"]))
+        if summary["hazards"] and report.failed:
             self._num_failed += 1
-        elif told["hazards"]:
-            self._reported.setdefault(f"in {report.nodeid}", []).extend(told["hazards"])
+        elif summary["hazards"]:
+            self._reported.setdefault(f"in {report.nodeid}", []).extend(summary["hazards"])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

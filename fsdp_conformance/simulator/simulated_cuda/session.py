@@ -56,9 +56,9 @@ class CudaSession:
 
     def take(self) -> Observations:
         """Return the same, and start over."""
-        found = self.look()
+        observations = self.look()
         self._taken = Observations()
-        return found
+        return observations
 
     def put_back(self, earlier: Observations) -> None:
         """Undo a `take`."""
@@ -70,7 +70,7 @@ class CudaSession:
         return self._checks
 
     def forget_unfinished(self) -> None:
-        """Forget what is unfinished on the devices: the next test is not blamed for it."""
+        """Forget unfinished work on the devices, so that the next test is not blamed for it."""
         self._simulation.forget()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class CudaSettings:
     checks: bool
     """True if the race checker is on."""
     directory: str
-    """Where processes leave what they have observed."""
+    """The directory in which processes leave their observations."""
     prefix: str
     """`sys.prefix` of the environment that this is for: another one has another torch, or none."""
     as_cuda: bool = True
@@ -74,14 +74,14 @@ class CudaSettings:
         if not text:
             return None
         try:
-            told = json.loads(text)
-            found = cls(**{**told, "options": CheckerOptions(**told["options"])})
+            fields = json.loads(text)
+            settings = cls(**{**fields, "options": CheckerOptions(**fields["options"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 [f"{VARIABLE} is set by pytest --simulate-cuda, simulated_cuda() and sanitize, not by hand: {error}"],
                 where="the environment",
             ) from error
-        return found if found.prefix == sys.prefix else None
+        return settings if settings.prefix == sys.prefix else None
 
     def to_text(self) -> str:
         """The value of the variable."""
@@ -122,7 +122,7 @@ class Briefing:
 
     @property
     def directory(self) -> Path:
-        """Where processes leave what they have observed."""
+        """The directory in which processes leave their observations."""
         return Path(self._directory)
 
     def variables(self) -> dict[str, str]:

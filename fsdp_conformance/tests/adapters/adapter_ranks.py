@@ -60,6 +60,6 @@ class RankTestCase(RecordedRanks):
     ) -> TrainingHistory:
         """Train, and fail unless losses, gradients and parameters are those of a plain loop."""
         history = self.run_training(subject, workload, regime, **plan)
-        found = self.divergences(history, workload, regime)
-        self.assertFalse(found, f"{subject} {regime} {plan}: {found[:3]}")
+        divergences = self.divergences(history, workload, regime)
+        self.assertFalse(divergences, f"{subject} {regime} {plan}: {divergences[:3]}")
         return history

@@ -136,7 +136,7 @@ RICH = Workload(
 
 
 class Reference:
-    """What a step should give: gradients are means over ranks, worked out in one process on every rank's batch."""
+    """The expected result of a step: gradients are means over ranks, computed in one process on every rank's batch."""
 
     def __init__(self, workload: Workload, regime: Regime, *, world_size: int) -> None:
         self.grads: list[dict[str, Tensor | None]] = []
@@ -170,23 +170,23 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 def differences(history: Any, reference: Reference, *, rank: int) -> list[str]:
     """Where a history is not the reference's, one line each. The bound is float32 noise of sums of a few terms."""
-    found = []
+    texts = []
 
     def compare(what: str, got: Tensor | None, expected: Tensor | None) -> None:
         if (got is None) != (expected is None):
-            found.append(f"{what}: expected {_word(expected)}, got {_word(got)}")
+            texts.append(f"{what}: expected {_word(expected)}, got {_word(got)}")
         elif got is not None and expected is not None:
             if got.shape != expected.shape or got.dtype != expected.dtype:
-                found.append(
+                texts.append(
                     f"{what}: expected {expected.dtype} {tuple(expected.shape)}, got {got.dtype} {tuple(got.shape)}"
                 )
             elif not torch.allclose(got, expected, rtol=1e-4, atol=2e-6):
-                found.append(f"{what}: off by {(got - expected).abs().max().item():.2e}")
+                texts.append(f"{what}: off by {(got - expected).abs().max().item():.2e}")
 
     for index, record in enumerate(history.steps):
         expected_names = list(reference.params[index])
         if sorted(record.params) != sorted(expected_names):
-            found.append(f"step {index} parameters: expected {sorted(expected_names)}, got {sorted(record.params)}")
+            texts.append(f"step {index} parameters: expected {sorted(expected_names)}, got {sorted(record.params)}")
             continue
         for micro, loss in enumerate(record.losses):
             compare(f"step {index} loss {micro}", loss, reference.losses[index][micro][rank])
@@ -196,7 +196,7 @@ def differences(history: Any, reference: Reference, *, rank: int) -> list[str]:
             compare(f"step {index} parameter {name}", record.params[name], reference.params[index][name])
         if record.grad_norm is not None:
             compare(f"step {index} norm", record.grad_norm, reference.norms[index])
-    return found
+    return texts
 
 
 def _word(tensor: Tensor | None) -> str:

@@ -1,4 +1,4 @@
-"""What a class declares, what it refuses, and how short an adapter can be."""
+"""Tests for the base class: declarations, refusals, and how short an adapter can be."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WithoutGrads(WithGrads):
 
 
 class AgainWithGrads(WithoutGrads):
-    """And gives it again."""
+    """A subclass that restores what its base took away."""
 
     def full_grads(self) -> dict[str, Tensor | None]:
         return {}
@@ -91,7 +91,7 @@ def test_torch_adapter_declares_what_it_writes() -> None:
 
 
 def test_every_flag_of_a_bundled_adapter_is_one() -> None:
-    """Nothing is declared that capability.py does not know."""
+    """Bundled adapters declare only flags that capability.py defines."""
     assert {name: unknown(registry.load(name).declared()) for name in registry.names() if "deepspeed" not in name} == {
         name: [] for name in registry.names() if "deepspeed" not in name
     }
@@ -171,6 +171,6 @@ class Example(RankTestCase):
         self.assert_trains(spec)
         self.assert_trains(spec, RICH, Regime(optimizer="adam"))
         self.assert_trains(spec, regime=Regime(micro_batches=2, reduced=(False, True), max_norm=0.1))
-        kept = self.assert_trains(spec, sharding=Sharding.GRAD_OPTIM)
+        unsharded = self.assert_trains(spec, sharding=Sharding.GRAD_OPTIM)
         resharded = self.assert_trains(spec, sharding=Sharding.FULL)
-        self.assertLess(len(kept.collectives), len(resharded.collectives))
+        self.assertLess(len(unsharded.collectives), len(resharded.collectives))

@@ -69,13 +69,13 @@ class Unnamed(TorchFSDP2):
 
 @pytest.mark.parametrize(("device", "expected"), [("sim", {"any_accelerator"}), ("cpu", set()), ("xpu", set())])
 def test_only_the_simulated_accelerator_has_these_names(device: str, expected: set[str]) -> None:
-    """To such an engine another accelerator is none, and without the attribute nothing changes."""
+    """Such an engine does not see other accelerators, and without the attribute nothing changes."""
     assert flags_of_names(device, cuda_names=True) == expected
     assert not flags_of_names(device, cuda_names=False)
 
 
 def test_a_plan_for_it_is_not_refused() -> None:
-    """The engine that does not say so refuses it, and so does this one on an accelerator that nobody renames."""
+    """An engine without this declaration refuses it, and so does this one on an accelerator without CUDA's names."""
     Named.refuse_undeclared(Plan(device="sim"))
     for engine, device in ((Unnamed, "sim"), (Named, "xpu")):
         with pytest.raises(Unsupported, match="any_accelerator"):
@@ -117,12 +117,12 @@ def own_names() -> Iterator[set[str]]:
 
 def test_the_suite_keeps_the_devices_own_name(own_names: set[str], tmp_path: Path) -> None:
     """Code below a directory that was named, and not that of a directory whose name begins like it."""
-    inside, beside = str(tmp_path / "suite" / "case.py"), str(tmp_path / "suites" / "case.py")
+    inside, outside = str(tmp_path / "suite" / "case.py"), str(tmp_path / "suites" / "case.py")
     assert names._asks_for_script(inside)
     names.keep_own_names([str(tmp_path / "suite")])
 
     assert names._asks_for_script(inside) is False
-    assert names._asks_for_script(beside)
+    assert names._asks_for_script(outside)
 
 
 @pytest.mark.slow

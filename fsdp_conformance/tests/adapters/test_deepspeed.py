@@ -56,9 +56,9 @@ def test_streams_and_small_buckets_are_used_on_an_accelerator_only() -> None:
 @pytest.mark.parametrize("name", STAGES)
 def test_smoke(name: str, device: str) -> None:
     """The adapter keeps to the protocol, also where the device is called cuda."""
-    found = smoke(name, device=device, timeout_s=120)
+    results = smoke(name, device=device, timeout_s=120)
 
-    assert [(result.problems, result.not_run) for result in found] == [((), "")] * len(CHECKS)
+    assert [(result.problems, result.not_run) for result in results] == [((), "")] * len(CHECKS)
 
 
 def _write(adapter: Adapter, values: dict[str, torch.Tensor]) -> None:
@@ -77,7 +77,7 @@ class Stages(RankTestCase):
         super().setUp()
 
     def test_parity(self) -> None:
-        """With SGD and Adam, with clipping, with micro-batches, and where two losses share one forward."""
+        """Training agrees with SGD and Adam, with clipping, with micro-batches, and with two losses of one forward."""
         for name in STAGES:
             for regime in (
                 Regime(),
@@ -94,8 +94,8 @@ class Stages(RankTestCase):
     def test_traps(self) -> None:
         """A tied weight, a frozen layer, a unit called twice; unused parameters get zeros."""
         for name in STAGES:
-            found = self.divergences(self.run_training(name, RICH), RICH)
-            self.assertEqual([], [line for line in found if "unused" not in line], name)
+            divergences = self.divergences(self.run_training(name, RICH), RICH)
+            self.assertEqual([], [line for line in divergences if "unused" not in line], name)
 
     def test_what_is_held(self) -> None:
         """Stage 1 and 2 hold the parameters and half of the state, stage 3 half of both."""
@@ -121,7 +121,7 @@ class Stages(RankTestCase):
             )
 
     def test_checkpoints_and_state_dicts(self) -> None:
-        """What one model saves or returns is what another one, with other values, has after it was loaded."""
+        """A second model with other values, once loaded, has exactly what the first one saved or returned."""
         directory = self.shared_directory()
         for name in STAGES:
             saved = registry.load(name)()
@@ -135,9 +135,9 @@ class Stages(RankTestCase):
                 lambda adapter, state=state: adapter.load_full_state_dict(state),
             ):
                 loaded = registry.load(name)()
-                found = self.run_training(loaded, observer=Observer(on_setup=load)).initial_params
+                values = self.run_training(loaded, observer=Observer(on_setup=load)).initial_params
                 for key, value in expected.items():
-                    torch.testing.assert_close(found[key], value, rtol=0, atol=0, msg=f"{name} {key}")
+                    torch.testing.assert_close(values[key], value, rtol=0, atol=0, msg=f"{name} {key}")
             with self.assertRaisesRegex(RuntimeError, "Missing key"):
                 loaded.load_full_state_dict({})
         with self.assertRaisesRegex(FileNotFoundError, "no checkpoint to load in .*nowhere"):
@@ -177,13 +177,13 @@ class Stages(RankTestCase):
         self.assertEqual({0.5}, set(adapter.full_params()[next(iter(shown))].flatten().tolist()))
 
     def test_an_optimizer_for_whole_matrices_is_refused(self) -> None:
-        """By DeepSpeed, unless somebody says that it may be used."""
+        """DeepSpeed refuses it unless it is explicitly allowed."""
         workload = optimizers.stepped_by(PLAIN, "adafactor", optimizers.WHOLE_MATRIX["adafactor"])
         with self.assertRaisesRegex(Exception, "untested ZeRO Optimizer"):
             self.run_training("deepspeed-zero1", workload, Regime(optimizer="adafactor"))
 
     def test_refusals(self) -> None:
-        """What is not declared, another device, and a clipping that was not configured."""
+        """Undeclared flags, another device, and clipping that was not configured are refused."""
         with self.assertRaisesRegex(Unsupported, "zero1, but deepspeed-zero2 does not declare it"):
             DeepSpeedZeRO2().setup(self.fail, self.fail, Plan(sharding=Sharding.OPTIM))
         with self.assertRaisesRegex(Unsupported, "on the simulated accelerator, not on cuda"):

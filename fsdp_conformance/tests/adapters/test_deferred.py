@@ -30,15 +30,15 @@ def test_every_module_is_initialised_once() -> None:
 
     expected = deferred_nested().build(0)
     assert {module.num_initialised for module in model.modules() if isinstance(module, Deferred)} == {1}
-    for got, wanted in (
+    for got, expected_state in (
         (model.named_parameters(), expected.named_parameters()),
         (model.named_buffers(), expected.named_buffers()),
     ):
-        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(got, wanted, strict=True))
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(got, expected_state, strict=True))
 
 
 def test_the_users_function_is_called_from_the_top_down() -> None:
-    """Once with each module that has tensors of its own; by then they have memory."""
+    """It is called once for each module that owns tensors, after their memory is allocated."""
     model = _on_meta()
     called: list[nn.Module] = []
     seen: list[bool] = []

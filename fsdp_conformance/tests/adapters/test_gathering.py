@@ -55,11 +55,11 @@ def _same(got: Tensor, expected: Tensor) -> bool:
 def test_equals_full_tensor(sizes: tuple[int, ...], placements: list[Placement], dtype: torch.dtype) -> None:
     def body(rank: int) -> list[str]:
         tensors = _sharded(placements, sizes, dtype)
-        found = gathered(tensors)
+        copies = gathered(tensors)
         return [
             name
             for name, tensor in tensors.items()
-            if name not in found or not _same(found[name], tensor.full_tensor())  # type: ignore[attr-defined]
+            if name not in copies or not _same(copies[name], tensor.full_tensor())  # type: ignore[attr-defined]
         ]
 
     world_size = torch.Size(sizes).numel()
@@ -79,15 +79,15 @@ def test_dtypes_and_plain_tensors_mix() -> None:
             "learnt": nn.Parameter(distribute_tensor(_values((2, 3), seed=1), mesh, [Shard(1)])),
             "whole": distribute_tensor(_values((3,)), mesh, [Replicate()]),
         }
-        found = full_copies(tensors)
+        copies = full_copies(tensors)
         plain += 1
-        assert list(found) == list(tensors)
-        assert torch.equal(found["plain"], torch.ones(2))
-        assert _same(found["a", 1], _values((5, 2)))
-        assert _same(found["half"], _values((4,), torch.float16))
-        assert _same(found["learnt"], _values((2, 3), seed=1))
-        assert not found["learnt"].requires_grad
-        assert _same(found["whole"], _values((3,)))
+        assert list(copies) == list(tensors)
+        assert torch.equal(copies["plain"], torch.ones(2))
+        assert _same(copies["a", 1], _values((5, 2)))
+        assert _same(copies["half"], _values((4,), torch.float16))
+        assert _same(copies["learnt"], _values((2, 3), seed=1))
+        assert not copies["learnt"].requires_grad
+        assert _same(copies["whole"], _values((3,)))
         return True
 
     assert all(run_ranks(3, body, timeout_s=TIMEOUT_S))
@@ -113,7 +113,7 @@ def test_other_placements_are_left_to_full_tensor() -> None:
 
 @pytest.mark.parametrize("wrong", ["part", "order", "dtype", "number"])
 def test_ranks_that_disagree_gather_nothing(wrong: str) -> None:
-    """What one rank holds differently must not become another rank's value: all of them read one by one."""
+    """A value that differs between ranks must not be taken from one rank only: all of them read one by one."""
 
     def body(rank: int) -> bool:
         mesh = init_device_mesh("cpu", (2,))
@@ -185,7 +185,7 @@ def test_gradients_that_a_rank_lacks_are_none_there() -> None:
 
 
 def test_gradients_of_any_rank_are_gathered_on_all() -> None:
-    """A rank without a gradient gives zeros and reads what the others have; where nobody has one, all read None."""
+    """A rank without a gradient gives zeros and reads the others' result; where no rank has one, all read None."""
 
     def body(rank: int) -> list[bool]:
         mesh = init_device_mesh("cpu", (2,))

@@ -13,7 +13,7 @@ from fsdp_conformance.adapters.names import OriginalNames, clean_name, cleaned_p
 
 
 class Wrapper(nn.Module):
-    """What third parties write: the wrapped module is an attribute, by a name of their choice."""
+    """A third-party wrapper: it keeps the wrapped module in an attribute, under a name of its authors' choice."""
 
     def __init__(self, inner: nn.Module, key: str = "module") -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Wrapper(nn.Module):
 
 
 class OwnModule(nn.Module):
-    """A user who calls a submodule `module`, beside a parameter of the same name inside and outside of it."""
+    """A user who calls a submodule `module`, next to a parameter of the same name inside and outside of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ def test_a_user_own_module_keeps_its_name(key: str) -> None:
     """`weight` and `module.weight` are distinguished under every wrapper, by the objects they belong to."""
     model = OwnModule()
     names = OriginalNames(model)
-    found = names.parameters_of(Wrapper(Wrapper(model, key), key))
+    parameters = names.parameters_of(Wrapper(Wrapper(model, key), key))
 
-    assert list(found) == ["weight", "module.weight", "module.bias"]
-    assert found["weight"] is model.weight
-    assert found["module.weight"] is model.module.weight
+    assert list(parameters) == ["weight", "module.weight", "module.bias"]
+    assert parameters["weight"] is model.weight
+    assert parameters["module.weight"] is model.module.weight
     assert list(names.buffers_of(Wrapper(model, key))) == ["steps"]
 
 
@@ -61,7 +61,7 @@ def test_wrappers_inside() -> None:
 
 
 def test_a_tied_parameter_is_listed_once() -> None:
-    """Under its first name, wherever the wrapper keeps it."""
+    """A tied parameter has its first name, wherever the wrapper stores it."""
     model = tied()
     names = OriginalNames(model)
 
@@ -86,7 +86,7 @@ def test_a_module_at_two_places() -> None:
 
 
 def test_parameters_of_the_engine_come_last() -> None:
-    """What has no original name keeps the engine's, after the others: the validator will find it."""
+    """Parameters without an original name keep the engine's name and come last, so the validator finds them."""
     model = nn.Sequential(nn.Linear(2, 2))
     names = OriginalNames(model)
     outer = Wrapper(model)

@@ -1,7 +1,7 @@
 """
 Adapters of engines that are neither torch's nor DeepSpeed's.
 
-Each engine has an environment of its own: `.venvs/fairscale/bin/python -m pytest` with this file, after
+Each engine has its own environment: `.venvs/fairscale/bin/python -m pytest` with this file, after
 `ci/setup fairscale`. Where an engine is absent, its tests are skipped.
 """
 
@@ -70,7 +70,7 @@ def test_what_to_install(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["colossalai-zero1", "colossalai-zero2", "megatron-fsdp-zero1", "megatron-fsdp-zero3"])
 def test_a_skipped_step_drops_what_the_engine_has_reduced(name: str) -> None:
-    """These engines keep reduced gradients in buffers of their own, which only their optimizer empties."""
+    """These engines keep reduced gradients in their own buffers, which only their optimizer empties."""
     adapter: Any = registry.load(name)()
     adapter.model = nn.Linear(2, 1)
     adapter.names = OriginalNames(adapter.model)
@@ -87,18 +87,18 @@ def test_a_skipped_step_drops_what_the_engine_has_reduced(name: str) -> None:
 @pytest.mark.parametrize("name", ON_CPU)
 def test_smoke(name: str) -> None:
     """The adapter keeps to the protocol."""
-    found = smoke(name, timeout_s=240)
+    results = smoke(name, timeout_s=240)
 
-    assert [(result.problems, result.not_run) for result in found] == [((), "")] * len(CHECKS)
+    assert [(result.problems, result.not_run) for result in results] == [((), "")] * len(CHECKS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in INSTALLED if name != "accelerate-fsdp2-unforced"])
 def test_smoke_on_the_simulated_accelerator(name: str) -> None:
     """The same where the device is called cuda, or by its own name."""
-    found = smoke(name, device="sim", timeout_s=240)
+    results = smoke(name, device="sim", timeout_s=240)
 
-    assert [(result.problems, result.not_run) for result in found] == [((), "")] * len(CHECKS)
+    assert [(result.problems, result.not_run) for result in results] == [((), "")] * len(CHECKS)
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_a_misspelt_file_names_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_a_file_that_raises_is_quoted_with_its_line(tmp_path: Path) -> None:
-    """What the file raised, and where; a second try imports it again."""
+    """The error quotes the exception and its line; a second try imports the file again."""
     file = adapter_file(tmp_path, "Mine", extra="\n1 / 0\n")
 
     with pytest.raises(AdapterNotFound, match=r"ZeroDivisionError: division by zero .*my_adapter.py:2"):
@@ -170,7 +170,7 @@ def test_descriptions_are_json() -> None:
     assert described.source == example_adapter.__file__
     assert {"zero3", "no_sync", "cpu_compute"} <= set(described.capabilities)
     assert described.capabilities == tuple(sorted(described.capabilities))
-    # Somebody else's module is not imported by the warm process.
+    # A module of another project is not imported by the warm process.
     assert described.preload == ()
     assert "fsdp_conformance.adapters.vendors.torch_fsdp2" in registry.describe_here("torch-fsdp2").preload
 
@@ -216,11 +216,14 @@ def test_an_absent_engine_is_said_so(tmp_path: Path) -> None:
 
 def test_a_description_that_was_handed_over_is_not_asked_again() -> None:
     """Under pytest-xdist the controller asks once for all workers."""
-    before, known = run_settings.current(), registry.AdapterDescription(spec="theirs:Class", name="theirs", version="1")
+    before, description = (
+        run_settings.current(),
+        registry.AdapterDescription(spec="theirs:Class", name="theirs", version="1"),
+    )
     try:
-        run_settings.use(RunSettings(implementation="theirs:Class"), codec.plain(known))
+        run_settings.use(RunSettings(implementation="theirs:Class"), codec.plain(description))
 
-        assert registry.describe_once("theirs:Class") == known
+        assert registry.describe_once("theirs:Class") == description
     finally:
         run_settings.use(before)
 

@@ -50,7 +50,7 @@ def test_streams_and_events(cuda: Any) -> None:
 
 
 def test_tensors_stay_where_they_are(cuda: Any) -> None:
-    """Not copies: an engine writes into what it was given."""
+    """The same tensors are returned, not copies: an engine writes into its inputs."""
     tensor = torch.ones(2)
     tensor.record_stream(cuda.current_stream())
 
@@ -67,10 +67,10 @@ def test_one_method_finds_cuda_available() -> None:
     """That method alone, however often it is asked for, with its arguments and result, and not after an exception."""
 
     class Engine:
-        def sees(self, wanted: bool) -> tuple[bool, bool]:
-            if not wanted:
+        def sees(self, is_available: bool) -> tuple[bool, bool]:
+            if not is_available:
                 raise ValueError("not wanted")
-            return wanted, torch.cuda.is_available()
+            return is_available, torch.cuda.is_available()
 
     before = torch.cuda.is_available()
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_each_stub_is_a_function_of_its_own(cuda: Any) -> None:
 
 
 def test_refusals() -> None:
-    """On another device the real ones are needed; simulated ranks would share the stubs."""
+    """Another device needs the real functions, and simulated ranks would share the stubs."""
     with pytest.raises(
         Unsupported, match="supports some engine on the CPU and on the simulated accelerator, not on cuda"
     ):

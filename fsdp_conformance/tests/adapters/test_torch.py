@@ -51,10 +51,10 @@ class Parity(RankTestCase):
     def test_traps(self) -> None:
         """A tied weight, a frozen layer, a unit called twice, and an unused parameter."""
         for name in ENGINES:
-            found = self.divergences(self.run_training(name, RICH), RICH)
-            zeros = [line for line in found if "unused" in line and "expected None, got a tensor" in line]
+            divergences = self.divergences(self.run_training(name, RICH), RICH)
+            zeros = [line for line in divergences if "unused" in line and "expected None, got a tensor" in line]
             self.assertEqual(len(zeros), 6 if name in FLAT else 0, name)
-            self.assertEqual([], [line for line in found if line not in zeros], name)
+            self.assertEqual([], [line for line in divergences if line not in zeros], name)
 
     @pytest.mark.slow
     def test_micro_batches(self) -> None:
@@ -79,15 +79,15 @@ class Parity(RankTestCase):
                 plain = self.run_training(name, regime=Regime(max_norm=max_norm))
                 regime = Regime(max_norm=max_norm, init_scale=4.0, growth_interval=2)
                 scaled = self.run_training(name, regime=regime)
-                for got, wanted in zip(scaled.steps, plain.steps, strict=True):
-                    torch.testing.assert_close(got.params, wanted.params)
+                for got, expected in zip(scaled.steps, plain.steps, strict=True):
+                    torch.testing.assert_close(got.params, expected.params)
                 scales = [float(record.loss_scale) for record in scaled.steps if record.loss_scale is not None]
                 self.assertEqual([4.0, 8.0, 8.0], scales, name)
 
     @pytest.mark.slow
     def test_options_that_are_declared(self) -> None:
         """Each declared option of the plan is taken, and leaves the numbers alone."""
-        asked: tuple[dict[str, Any], ...] = (
+        option_sets: tuple[dict[str, Any], ...] = (
             {"sharding": Sharding.FULL},
             {"sharding": Sharding.GRAD_OPTIM},
             {"sharding": Sharding.NONE},
@@ -106,7 +106,7 @@ class Parity(RankTestCase):
         taken = 0
         for name in ENGINES:
             declared = registry.load(name).declared()
-            for options in asked:
+            for options in option_sets:
                 if Plan(**options).capabilities() <= declared:
                     self.assert_trains(name, **options)
                     taken += 1
@@ -162,10 +162,10 @@ class Parity(RankTestCase):
                 {"units": ("body.0",), "ignored": ("body.2",)},
             )
             for options in own:
-                found = self.divergences(
+                divergences = self.divergences(
                     self.run_training(name, regime=Regime(steps=1), **options), regime=Regime(steps=1)
                 )
-                kinds = {line.split(":")[0] for line in found}
+                kinds = {line.split(":")[0] for line in divergences}
                 self.assertEqual(
                     {f"step 0 {what} body.2.{key}" for what in ("gradient", "parameter") for key in ("weight", "bias")},
                     kinds,
@@ -178,7 +178,7 @@ def _write(adapter: Adapter, values: dict[str, torch.Tensor]) -> None:
 
 
 class Refusals(RankTestCase):
-    """What is not declared, or not offered here, is refused with a reason."""
+    """Flags that are not declared or not available here are refused with a reason."""
 
     def test_undeclared_options(self) -> None:
         """A plan with undeclared flags is refused before anything is built, naming all of them."""
@@ -190,7 +190,7 @@ class Refusals(RankTestCase):
 
     @with_fsdp2_on_the_cpu
     def test_the_engines_own_words(self) -> None:
-        """What torch offers on accelerators alone is refused by torch; the adapter quotes it."""
+        """Options that torch offers only on accelerators are refused by torch itself, and the adapter quotes it."""
         # A build for CUDA asks for a driver, where a build for the CPU asks for an accelerator.
         no_device = "cpu_offload_params .* RuntimeError: .*(accelerator|NVIDIA driver)"
         refused: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -224,7 +224,7 @@ class _Failing(TorchFSDP2):
 
 
 class Placement(RankTestCase):
-    """What a rank holds, and when."""
+    """The memory that a rank holds, and when."""
 
     @pytest.mark.slow
     def test_bytes_held(self) -> None:
@@ -267,7 +267,7 @@ class Placement(RankTestCase):
             self.run_training("torch-fsdp2", observer=Observer(on_setup=lambda adapter: adapter.wrap_again()))
 
     def test_model_without_parameters(self) -> None:
-        """Nothing to optimise is not an error."""
+        """A model with nothing to optimise is not an error."""
         adapter = TorchFSDP2()
         adapter.setup(nn.Identity, self.fail, Plan())
         adapter.step()
@@ -321,7 +321,7 @@ class Four(RankTestCase):
 
 
 class Declarations(unittest.TestCase):
-    """What follows from the plan without ranks."""
+    """Declarations that follow from the plan, without ranks."""
 
     def test_reshard_after_forward(self) -> None:
         """The plan's own word comes first, then the degree; otherwise FSDP2's default."""

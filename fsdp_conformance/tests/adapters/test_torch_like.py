@@ -1,4 +1,4 @@
-"""What an adapter for a torch-like engine may replace, and the helpers that it may call."""
+"""Tests for adapters of torch-like engines: the parts they may replace, and the helpers they may call."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_unit_classes_stand_for_the_units_alone() -> None:
 
 
 def test_unit_classes_of_nested_and_repeated_units() -> None:
-    """One class for each class, whatever is in what; a module with two names is one unit."""
+    """Each class is listed once, however units are nested; a module with two names is one unit."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
     model.append(model[1])
     classes = unit_classes(model, Plan(units=("0.0", "0", "1", "2")))
@@ -203,7 +203,7 @@ def test_unit_classes_refuse_what_no_class_can_say() -> None:
 
 
 def test_units_to_shard_end_with_the_model() -> None:
-    """In the plan's order; several modules of one unit are a list."""
+    """Units come in the plan's order; several modules of one unit are a list."""
     model = _model()
 
     assert units_to_shard(model, Plan(units=("2", "0+1"))) == [model[2], [model[0], model[1]], model]
@@ -236,7 +236,7 @@ def test_a_norm_that_was_not_announced_is_refused() -> None:
 
 
 def test_replace_submodule_everywhere() -> None:
-    """Both places of a module that appears twice, and not inside its own wrapper."""
+    """A module that appears twice is replaced in both places, but not inside its own wrapper."""
     model: Any = _model()
     model.again = model[0]
     inner, wrapper = model[0], nn.Sequential(model[0])

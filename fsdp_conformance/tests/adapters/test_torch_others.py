@@ -26,7 +26,7 @@ class Parity(RankTestCase):
     case_timeout_s = 120.0
 
     def test_training(self) -> None:
-        """With SGD and Adam, with clipping, and with micro-batches that are reduced later."""
+        """Training agrees with SGD and Adam, with clipping, and with micro-batches that are reduced later."""
         for name in ENGINES:
             for regime in (
                 Regime(),
@@ -50,7 +50,7 @@ class Parity(RankTestCase):
             self.assertTrue(least <= share <= most, f"{name} {share}")
 
     def test_refusals(self) -> None:
-        """What they do not shard cannot be asked of them."""
+        """Operations that need sharding are refused, because these engines do not shard."""
         for name in ENGINES:
             with self.assertRaisesRegex(Unsupported, "zero3"):
                 self.run_training(name, sharding=Sharding.FULL)

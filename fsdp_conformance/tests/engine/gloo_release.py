@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 
 class _OneThread(ProcessGroupGloo):
-    """The backend that torch makes in place of its own inside `one_gloo_thread`."""
+    """The backend that torch makes instead of its usual one inside `one_gloo_thread`."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
         if any(more.values()):  # torch 2.14 names what it leaves out, too

@@ -47,9 +47,9 @@ def test_order_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Streams(torch.device("cpu")).current() is None
 
 
-@pytest.mark.parametrize(("allocated_on", "kept"), [("here", []), ("there", ["here"]), (None, ["here"])])
+@pytest.mark.parametrize(("allocated_on", "users"), [("here", []), ("there", ["here"]), (None, ["here"])])
 def test_memory_is_kept_unless_the_current_stream_allocated_it(
-    allocated_on: str | None, kept: list[str], monkeypatch: pytest.MonkeyPatch
+    allocated_on: str | None, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is kept, too, if it is unknown which stream allocated it."""
     streams = {name: _FakeStream(name) for name in ("here", "there")}
@@ -58,4 +58,4 @@ def test_memory_is_kept_unless_the_current_stream_allocated_it(
     tensor = _FakeTensor()
     Streams(torch.device("cuda", 0)).keep(tensor, streams.get(allocated_on or ""))  # type: ignore[arg-type]
 
-    assert tensor.used_on == kept
+    assert tensor.used_on == users

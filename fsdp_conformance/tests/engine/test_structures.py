@@ -45,9 +45,9 @@ def test_tensors_in_nested_structures() -> None:
         "range": range(10**12),
     }
 
-    found = list(tensors_in(structure))
-    assert [float(tensor) for tensor in found[:9]] == [float(index) for index in range(9)]
-    assert found[9] is packed.data
+    leaves = list(tensors_in(structure))
+    assert [float(tensor) for tensor in leaves[:9]] == [float(index) for index in range(9)]
+    assert leaves[9] is packed.data
 
 
 def test_structures_with_other_tensors() -> None:

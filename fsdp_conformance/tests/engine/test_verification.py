@@ -23,7 +23,7 @@ class Verification(ReducerTestCase):
             text = str(error)
         else:
             text = ""
-        return [str(found) for found in self.on_every_rank(text)]
+        return [str(error_text) for error_text in self.on_every_rank(text)]
 
     def test_equal_structures_cost_one_collective(self) -> None:
         """A digest of 32 bytes per rank."""

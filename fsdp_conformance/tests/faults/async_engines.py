@@ -137,7 +137,7 @@ def reuses_its_input(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def trusts_new_memory(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Adds to memory that nobody has set to zero."""
+    """Adds to memory that was never set to zero."""
     means = []
     for mean in in_order(grads):
         total = torch.empty(_LARGE // 4)

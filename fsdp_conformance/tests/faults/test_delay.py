@@ -38,9 +38,9 @@ _PER_STEP = {
 @contextmanager
 def _no_time_passes() -> Iterator[list[float]]:
     """The milliseconds asked of the host's sleep, which does not happen."""
-    asked: list[float] = []
-    with mock.patch.object(time, "sleep", lambda seconds: asked.append(seconds * 1000)):
-        yield asked
+    sleeps: list[float] = []
+    with mock.patch.object(time, "sleep", lambda seconds: sleeps.append(seconds * 1000)):
+        yield sleeps
 
 
 class Delays(ShardedTrainingTestCase):
@@ -58,50 +58,50 @@ class Delays(ShardedTrainingTestCase):
         register_recording_backend()
         self.start_process_group(BACKEND)
         expected = small_training.train(engine)
-        with _no_time_passes() as asked, fault:
+        with _no_time_passes() as sleeps, fault:
             got = small_training.train(engine, prepare=fault.prepare, at=fault.at)
             fired = fault.fired
         got.assert_bitwise_equal(expected)
-        self.assertEqual(fired, len(asked))
+        self.assertEqual(fired, len(sleeps))
         self.assertEqual([], log().observers)
         # Once removed it strikes no more.
         small_training.train(engine, prepare=lambda model: None, at=fault.at)
         self.assertEqual(fired, fault.fired)
-        return asked
+        return sleeps
 
     @parameterized.expand([(engine, op.value, times) for engine, ops in _PER_STEP.items() for op, times in ops.items()])
     def test_before_a_collective(self, engine: str, op: str, times: int) -> None:
         """A delay before a collective strikes at each one of training on its rank, and on no other."""
-        asked = self._trained_late(engine, CollectiveDelay(op, ranks=[1], milliseconds=_MS))
+        sleeps = self._trained_late(engine, CollectiveDelay(op, ranks=[1], milliseconds=_MS))
 
-        self.assertEqual([_MS] * (times * STEPS if self.rank == 1 else 0), asked)
+        self.assertEqual([_MS] * (times * STEPS if self.rank == 1 else 0), sleeps)
 
     def test_before_any_collective(self) -> None:
         """Without an op every collective of training is delayed; those of set-up and of reading results are not."""
-        asked = self._trained_late("fsdp2_reshard", CollectiveDelay(None, ranks=None, milliseconds=_MS))
+        sleeps = self._trained_late("fsdp2_reshard", CollectiveDelay(None, ranks=None, milliseconds=_MS))
 
-        self.assertEqual(9 * STEPS, len(asked))
+        self.assertEqual(9 * STEPS, len(sleeps))
 
     def test_before_every_fourth(self) -> None:
         """`every` counts the op's collectives: of 12 gathers the first, the fifth and the ninth are delayed."""
         fault = CollectiveDelay(Op.ALL_GATHER, ranks=[0], milliseconds=_MS, every=4)
-        asked = self._trained_late("fsdp2_reshard", fault)
+        sleeps = self._trained_late("fsdp2_reshard", fault)
 
-        self.assertEqual(3 if self.rank == 0 else 0, len(asked))
+        self.assertEqual(3 if self.rank == 0 else 0, len(sleeps))
 
     @parameterized.expand(["after_loss", "before_step"])
     def test_at_a_point(self, point: str) -> None:
         """A delay at a point strikes once a step."""
-        asked = self._trained_late("fsdp2_reshard", PointDelay(point, ranks=[0], milliseconds=_MS))
+        sleeps = self._trained_late("fsdp2_reshard", PointDelay(point, ranks=[0], milliseconds=_MS))
 
-        self.assertEqual([_MS] * (STEPS if self.rank == 0 else 0), asked)
+        self.assertEqual([_MS] * (STEPS if self.rank == 0 else 0), sleeps)
 
     @parameterized.expand(["ddp", "fsdp1_full_shard", "fsdp2_reshard"])
     def test_before_free(self, engine: str) -> None:
         """A delay before the free strikes once in forward and once in backward of the module's unit."""
-        asked = self._trained_late(engine, FreeDelay("layers.1", ranks=[1], milliseconds=_MS))
+        sleeps = self._trained_late(engine, FreeDelay("layers.1", ranks=[1], milliseconds=_MS))
 
-        self.assertEqual([_MS] * (2 * STEPS if self.rank == 1 else 0), asked)
+        self.assertEqual([_MS] * (2 * STEPS if self.rank == 1 else 0), sleeps)
 
     def test_before_free_runs_while_the_unit_is_unsharded(self) -> None:
         """When it strikes, FSDP2's unit holds its full parameters, in forward and in backward."""
@@ -139,12 +139,12 @@ class Delays(ShardedTrainingTestCase):
             PointDelay("before_step", ranks=[1], milliseconds=4),
             FreeDelay("layers.2", ranks=[0], milliseconds=5),
         )
-        asked = self._trained_late("fsdp1_full_shard", faults)
+        sleeps = self._trained_late("fsdp1_full_shard", faults)
 
         expected = {0: {1: 6, 3: 1, 5: 2}, 1: {2: 3, 4: 1}}[self.rank]
         self.assertEqual(
             {milliseconds: times * STEPS for milliseconds, times in expected.items()},
-            {milliseconds: asked.count(milliseconds) for milliseconds in set(asked)},
+            {milliseconds: sleeps.count(milliseconds) for milliseconds in set(sleeps)},
         )
         self.assertEqual([], faults.silent(self.rank))
 
@@ -182,8 +182,8 @@ def test_every_problem_at_once(make, problems: list[str]) -> None:  # type: igno
     assert len(problems) == len(caught.value.problems)
     for problem in problems:
         name, value = problem.split("=")
-        named = [text for text in caught.value.problems if text.startswith(f"{name} must ")]
-        assert [text.endswith(f", got {value}") for text in named] == [True], problem
+        own_problems = [text for text in caught.value.problems if text.startswith(f"{name} must ")]
+        assert [text.endswith(f", got {value}") for text in own_problems] == [True], problem
 
 
 @pytest.mark.parametrize(
@@ -211,10 +211,10 @@ def test_free_delay_follows_a_copied_model() -> None:
     fault = FreeDelay("layers.1", None, _MS)
     model = small_training.ThreeLinear()
     fault.prepare(model)
-    with _no_time_passes() as asked, fault:
+    with _no_time_passes() as sleeps, fault:
         copy.deepcopy(model)(torch.ones(1, 5)).sum().backward()
 
-    assert 2 == fault.fired == len(asked)
+    assert 2 == fault.fired == len(sleeps)
 
 
 def test_free_delay_leaves_no_hook() -> None:
@@ -222,13 +222,13 @@ def test_free_delay_leaves_no_hook() -> None:
     fault = FreeDelay("layers.1", None, _MS)
     model = small_training.ThreeLinear()
     fault.prepare(model)
-    with _no_time_passes() as asked:
+    with _no_time_passes() as sleeps:
         model(torch.ones(1, 5)).sum().backward()
         with fault:
             pass
         model(torch.ones(1, 5)).sum().backward()
 
-    assert asked == []
+    assert sleeps == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -237,10 +237,10 @@ def test_free_delay_allows_in_place_operations() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
     fault = FreeDelay("0", None, _MS)
     fault.prepare(model)
-    with _no_time_passes() as asked, fault:
+    with _no_time_passes() as sleeps, fault:
         model(torch.ones(1, 3)).sum().backward()
 
-    assert len(asked) == 2
+    assert len(sleeps) == 2
 
 
 class _Clock:
@@ -269,7 +269,7 @@ def test_a_device_sleeps_in_cycles() -> None:
     """On a device that can sleep, milliseconds become cycles of its clock, measured once; the host does not wait."""
     clock = _Clock()
     pause._cycles_per_ms.cache_clear()
-    with _no_time_passes() as asked, mock.patch.object(torch, "get_device_module", return_value=clock):
+    with _no_time_passes() as sleeps, mock.patch.object(torch, "get_device_module", return_value=clock):
         pause.calibrate("cuda")
         calibration = list(clock.slept)
         pause.pause(30, "cuda")
@@ -279,22 +279,22 @@ def test_a_device_sleeps_in_cycles() -> None:
     assert calibration == [1_000_000] * 4
     # A million cycles took 2 ms, so there are 500,000 in one.
     assert clock.slept[4:] == [15_000_000, 250_000]
-    assert asked == []
+    assert sleeps == []
 
 
 @pytest.mark.parametrize("device_type", ["cpu", ""])
 def test_the_host_sleeps_for_the_cpu(device_type: str) -> None:
     """Collectives on CPU tensors, and barriers, which have no tensor, are delayed by the host's sleep."""
-    with _no_time_passes() as asked:
+    with _no_time_passes() as sleeps:
         pause.calibrate(device_type)
         pause.pause(30, device_type)
 
-    assert asked == [30.0]
+    assert sleeps == [30.0]
 
 
 def test_a_device_that_cannot_sleep() -> None:
-    """Then the host is late, which makes the rank late too."""
-    with _no_time_passes() as asked, mock.patch.object(torch, "get_device_module", return_value=object()):
+    """The host sleeps instead, which makes the rank late, too."""
+    with _no_time_passes() as sleeps, mock.patch.object(torch, "get_device_module", return_value=object()):
         pause.pause(30, "xpu")
 
-    assert asked == [30.0]
+    assert sleeps == [30.0]

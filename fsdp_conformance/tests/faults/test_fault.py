@@ -1,4 +1,4 @@
-"""What holds for every fault: installing, removing, counting, composing."""
+"""Tests that apply to every fault: installing, removing, counting, composing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_removed_by_an_exception() -> None:
 
 
 def test_strikes_only_while_installed() -> None:
-    """Points before install and after remove do nothing, and each installation counts anew."""
+    """Points before install and after remove do nothing, and each installation counts from zero."""
     fault = Counted("a", [])
     fault.at("after_loss", 0)
     with fault:

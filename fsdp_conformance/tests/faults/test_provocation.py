@@ -130,7 +130,7 @@ class Provoking(RecordedRanks):
         self.assertNotEqual(first, strikes(2))
 
     def test_suite_is_left_alone(self) -> None:
-        """What the suite itself does is not provoked."""
+        """The suite's own work is not provoked."""
         with self._provoked() as provoked:
             with context.working(Part.SUITE):
                 async_engines.in_order(self._grads())
@@ -174,7 +174,7 @@ class Provoking(RecordedRanks):
         self.assertIn(Provocation.OVERTAKEN, struck)
 
     def test_input_is_read_late(self) -> None:
-        """What an engine writes to an input before the wait is what its peers get."""
+        """If an engine writes to an input before the wait, its peers receive the new value."""
         output, mine = torch.zeros(4), self._code()
         with _late():
             work = all_gather(output, mine, world())
@@ -253,7 +253,7 @@ class Provoking(RecordedRanks):
             self.assertEqual([], struck)
 
     def test_backend_that_rejects(self) -> None:
-        """What the backend raises reaches the caller, with the wait, and other collectives go on."""
+        """An error of the backend reaches the caller, together with the wait, and other collectives go on."""
         output = torch.zeros(4)
         with _late():
             with self.assertRaises((RuntimeError, ValueError)):
@@ -289,7 +289,7 @@ class Provoking(RecordedRanks):
         self.assertEqual(torch.tensor([0.0, 0.0, 1.0, 1.0]), output)
 
     def test_rank_that_waits_elsewhere(self) -> None:
-        """A collective goes under way by itself if its rank waits where nobody sees it."""
+        """A collective starts by itself if its rank waits in a call that is not observed."""
         output = torch.zeros(4)
         store = dist.distributed_c10d._get_default_store()
         with mock.patch.object(late, "_KEPT_BACK_S", 0.01), _late():

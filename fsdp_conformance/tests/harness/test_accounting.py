@@ -21,9 +21,9 @@ from fsdp_conformance.harness.processes.stacks import is_stopped, last_collectiv
 
 def test_deadlines_nest() -> None:
     """A collective ends before its rank, a rank before its case."""
-    found = Deadlines.nested(60.0)
+    deadlines = Deadlines.nested(60.0)
 
-    assert (found.collective_s, found.rank_s, found.case_s) == (36.0, 51.0, 60.0)
+    assert (deadlines.collective_s, deadlines.rank_s, deadlines.case_s) == (36.0, 51.0, 60.0)
 
 
 def test_scale_multiplies_every_deadline() -> None:
@@ -89,7 +89,7 @@ def test_message_to_a_rank_that_has_ended_is_no_error() -> None:
 
 
 def test_determinism_settings_are_checked() -> None:
-    """Both problems in one error."""
+    """One error reports both problems."""
     with pytest.raises(ConfigError) as raised:
         Determinism(num_threads=0, algorithms="maybe")
 
@@ -97,13 +97,13 @@ def test_determinism_settings_are_checked() -> None:
 
 
 def applied(algorithms: str, num_threads: int) -> dict[str, object]:
-    """What `Determinism.apply` says it did, and what torch says: runs in a process of its own."""
-    said = Determinism(algorithms=algorithms, num_threads=num_threads, seed=7).apply()
+    """The settings that `Determinism.apply` reports, and torch's own; runs in a separate process."""
+    reported = Determinism(algorithms=algorithms, num_threads=num_threads, seed=7).apply()
     first = torch.rand(1).item()
     torch.manual_seed(7)
     torch.backends.cudnn.benchmark = False  # what torch.testing forbids, an implementation may do
     return {
-        "said": said,
+        "said": reported,
         "seeded": first == torch.rand(1).item(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -117,26 +117,26 @@ def applied(algorithms: str, num_threads: int) -> dict[str, object]:
     ("algorithms", "enabled", "warn_only"), [("off", False, False), ("warn", True, True), ("error", True, False)]
 )
 def test_determinism_is_what_torch_says_it_is(algorithms: str, enabled: bool, warn_only: bool) -> None:
-    """What the report says was set is set."""
-    found = run_in_child(applied, algorithms, 2)
+    """The settings in the report are the settings in torch."""
+    settings = run_in_child(applied, algorithms, 2)
 
     assert (True, 2, enabled, warn_only, [False, False]) == (
-        found["seeded"],
-        found["threads"],
-        found["deterministic"],
-        found["warn_only"],
-        found["tf32"],
+        settings["seeded"],
+        settings["threads"],
+        settings["deterministic"],
+        settings["warn_only"],
+        settings["tf32"],
     )
-    assert {"seed": 7, "num_threads": 2, "deterministic_algorithms": algorithms}.items() <= found["said"].items()
-    assert ("CUBLAS_WORKSPACE_CONFIG" in found["variables"]) is (
+    assert {"seed": 7, "num_threads": 2, "deterministic_algorithms": algorithms}.items() <= settings["said"].items()
+    assert ("CUBLAS_WORKSPACE_CONFIG" in settings["variables"]) is (
         algorithms != "off" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     )
 
 
 def test_rank_variables_are_those_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines find what torchrun would set, beside the controller's own environment."""
+    """Engines find the variables that torchrun would set, in addition to the controller's environment."""
     monkeypatch.setenv("FSDP_CONFORMANCE_TEST_VARIABLE", "kept")
-    found = rank_variables(1, 4, determinism=Determinism())
+    variables = rank_variables(1, 4, determinism=Determinism())
 
     expected = {
         "RANK": "1",
@@ -147,8 +147,8 @@ def test_rank_variables_are_those_of_a_launcher(monkeypatch: pytest.MonkeyPatch)
         "OMP_NUM_THREADS": "1",
         "FSDP_CONFORMANCE_TEST_VARIABLE": "kept",
     }
-    assert expected.items() <= found.items()
-    assert "MASTER_PORT" in found
+    assert expected.items() <= variables.items()
+    assert "MASTER_PORT" in variables
 
 
 def test_stack_is_shown_down_to_the_case() -> None:

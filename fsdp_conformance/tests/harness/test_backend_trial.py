@@ -59,7 +59,7 @@ def test_a_backend_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_backend_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL does in a container with little shared memory: with its own words, and what to do."""
+    """The report has the backend's own words and advice, as for NCCL in a container with little shared memory."""
     error = dist.DistBackendError("NCCL error: unhandled system error, No space left on device /dev/shm/nccl-a1b2")
 
     with pytest.raises(EnvironmentUnavailable, match=r"of rank 1 of 3, .* raised DistBackendError: .*/dev/shm.*doctor"):

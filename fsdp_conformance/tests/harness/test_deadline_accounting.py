@@ -1,5 +1,5 @@
 """
-The suite's own work never runs against the deadline of the engine, and has a deadline of its own.
+The suite's own work never runs against the deadline of the engine, and has its own deadline.
 
 The controller's clock leaps as soon as the ranks say where they are, so nothing here depends on how fast a machine is.
 """

@@ -29,7 +29,7 @@ def test_cpu_counts_cores_and_speaks_gloo() -> None:
 
 
 def test_absent_device_types() -> None:
-    """A type that is not there has no devices, and its name is no error until one is asked for."""
+    """An absent type has no devices, and its name is accepted until a device is requested."""
     assert devices.device_count("nosuchdevice") == 0
     with pytest.raises(EnvironmentUnavailable, match="no device of type 'nosuchdevice' is present"):
         devices.device_of("nosuchdevice", 0)
@@ -89,7 +89,7 @@ def test_what_marks_the_work_of_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_cpu_needs_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is locked, and no file is made."""
+    """No lock is taken, and no file is made."""
     monkeypatch.setenv(leases.DIRECTORY_VARIABLE, str(tmp_path / "leases"))
     with leases.lease("cpu", 4) as held:
         assert (held.variables, held.devices) == ({}, ())
@@ -108,7 +108,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_two_leases_share_no_device() -> None:
-    """Each case gets devices of its own, and sees no others."""
+    """Each case gets its own devices and sees no others."""
     with leases.lease("cuda", 2) as first, leases.lease("cuda", 2) as second:
         assert not set(first.devices) & set(second.devices)
         assert {"CUDA_VISIBLE_DEVICES": ",".join(second.devices)} == second.variables
@@ -202,7 +202,7 @@ def test_the_emptiest_devices_are_leased_first() -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_whoever_needs_a_device_alone_has_it_alone() -> None:
-    """Also from a run that counts several slots; two such runs share what there is."""
+    """This also excludes a run that counts several slots; two such runs share the devices."""
     with (
         leases.lease("cuda", 4),
         pytest.raises(EnvironmentUnavailable, match="only 0 of 1"),
@@ -247,14 +247,14 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, *free_mib: int, total_mib: int 
 def test_slots_that_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Automatic ones fit the memory, up to a limit; too many are refused with what would fit."""
     with_memory(monkeypatch, 0, 0, 0, 0, total_mib=3 * RANK_MIB)
-    assert [leases.slots_of("cuda", wanted) for wanted in (0, 1, 2, 3)] == [3, 1, 2, 3]
+    assert [leases.slots_of("cuda", count) for count in (0, 1, 2, 3)] == [3, 1, 2, 3]
     with pytest.raises(EnvironmentUnavailable, match=r"at most 3 here, got 4: device 0 has 12288 MiB .* Choose fewer"):
         leases.slots_of("cuda", 4)
     with_memory(monkeypatch, 0, 0, 0, 0, total_mib=100 * RANK_MIB)
     assert leases.slots_of("cuda", 0) == leases.MOST_AUTO
     # without NVML nothing is known: one by itself, and what the user says
     with_memory(monkeypatch, 0, -1, 0, 0, total_mib=100 * RANK_MIB)
-    assert [leases.slots_of("cuda", wanted) for wanted in (0, 7)] == [1, 7]
+    assert [leases.slots_of("cuda", count) for count in (0, 7)] == [1, 7]
     with_memory(monkeypatch, 0, 0, 0, 0, total_mib=RANK_MIB // 2)
     assert leases.slots_of("cuda", 0) == 1
     assert [leases.slots_of(name, 0) for name in ("cpu", "sim", "mps")] == [1, 1, 1]
@@ -297,7 +297,7 @@ class Nvml:
 
 
 def test_memory_as_nvml_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By UUID, whatever a caller's list calls the device; a GPU or a library that is not there is None."""
+    """GPUs are identified by UUID, whatever the caller's list calls them; an absent GPU or library gives None."""
     monkeypatch.setattr(device_memory, "_nvml", Nvml)
     monkeypatch.setattr(leases, "_uuids", lambda: ["GPU-aaaa", "GPU-bbbb"])
 

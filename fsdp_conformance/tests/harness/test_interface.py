@@ -57,11 +57,11 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("peer", "ib0"), ("self", "ens5"), ("six", "ens6"), ("both", "ens5"), ("nobody", "ens5")],
+    [("peer", "ib0"), ("self", "ens5"), ("six", "ens6"), ("both", "ens5"), ("none", "ens5")],
     ids=["the longest prefix and the least metric", "its own name", "IPv6", "IPv4 first", "unknown name"],
 )
 def test_the_interface_of_the_route(proc: Path, host: str, expected: str) -> None:
-    """To another host, or to the world if this host has the name."""
+    """The route leads to another host, or to the world if this host has the name."""
     assert interface_towards(host, proc) == expected
 
 
@@ -77,14 +77,14 @@ def test_hosts_without_a_default_route(proc: Path) -> None:
 
 
 def test_without_routing_tables(tmp_path: Path, proc: Path) -> None:
-    """Not on Linux: gloo and NCCL choose by themselves."""
+    """Systems other than Linux have none: gloo and NCCL choose by themselves."""
     assert interface_towards("peer", tmp_path / "nowhere") is None
     assert interface_variables("peer", tmp_path / "nowhere") == {}
     assert interface.network_of_this_process(tmp_path / "nowhere") == ""
 
 
 def test_what_the_user_has_named_stays(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One or both."""
+    """The user may name one variable or both."""
     assert interface_variables("peer", proc) == dict.fromkeys(VARIABLES, "ib0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib1")
     assert interface_variables("peer", proc) == {"GLOO_SOCKET_IFNAME": "ib0"}

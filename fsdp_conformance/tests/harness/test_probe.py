@@ -20,7 +20,7 @@ def answer(value: Any) -> dict[str, Any]:
 
 
 def set_module_state() -> bool:
-    """Whether the module was already touched in this process."""
+    """True if the module was already touched in this process."""
     touched, globals()["_touched"] = globals().get("_touched", False), True
     return bool(touched)
 
@@ -53,16 +53,16 @@ def not_json() -> object:
 
 def test_answer_comes_from_a_process_of_its_own() -> None:
     """Values come back as JSON; the environment is the caller's choice; nothing stays behind in the controller."""
-    found = run_in_child(answer, [1, "two", None], environment={"FSDP_CONFORMANCE_TEST_VARIABLE": "set"})
+    child_answer = run_in_child(answer, [1, "two", None], environment={"FSDP_CONFORMANCE_TEST_VARIABLE": "set"})
 
-    assert (found["value"], found["variable"]) == ([1, "two", None], "set")
-    assert os.getpid() != found["pid"]
+    assert (child_answer["value"], child_answer["variable"]) == ([1, "two", None], "set")
+    assert os.getpid() != child_answer["pid"]
     assert [run_in_child(set_module_state), run_in_child(set_module_state)] == [False, False]
 
 
 @pytest.mark.parametrize("name", ["AdapterNotFound", "AdapterError", "EnvironmentUnavailable"])
 def test_our_errors_are_raised_again_as_themselves(name: str) -> None:
-    """What the child raised is what the caller of a function here would get."""
+    """The caller gets the child's exception as if the function had run here."""
     with pytest.raises(getattr(errors, name)) as raised:
         run_in_child(raise_by_name, name)
 

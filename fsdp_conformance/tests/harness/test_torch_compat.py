@@ -129,7 +129,7 @@ class TestTwoRanksByDecree(FSDPTest):
 
 
 class TestThreeRanks(FSDPTest):
-    """Without a world size of its own, a test takes what was chosen for machines like this."""
+    """A test without its own world size takes the default for machines like this."""
 
     cpu_world_size = 3
 
@@ -320,7 +320,7 @@ class Skips(MultiProcessTestCase):
 
     @common_distributed.skip_if_lt_x_gpu(64)
     def test_torchs_own_decorator(self) -> None:
-        self.fail("nobody has 64")
+        self.fail("no machine has 64")
 
     def test_fails_on_rank_1(self) -> None:
         self.assertEqual(self.rank, 0)
@@ -356,12 +356,12 @@ def test_what_upstream_skips_is_skipped() -> None:
     """FSDPTest, and the decorator: a class has to ask for the CPU."""
     assert "cpu_world_size" in outcome("test_training", OnlyOnAccelerators).skipped[0][1]
     assert outcome("test_training", OnlyWithTwo).skipped
-    asked = outcome("test_training", Asks)
-    assert (asked.skipped, asked.errors, asked.failures) == ([], [], [])
+    result = outcome("test_training", Asks)
+    assert (result.skipped, result.errors, result.failures) == ([], [], [])
 
 
 def test_a_world_without_ranks_is_refused_by_name() -> None:
-    """Before anything is started."""
+    """The error comes before anything is started."""
     ((_, text),) = outcome("test_nothing", NoRanks).errors
 
     assert "world_size must be a positive integer, got 0 [NoRanks]" in text
@@ -376,7 +376,7 @@ def test_skip_codes_are_skips_with_their_words() -> None:
 
 
 def test_assertion_on_any_rank_fails_the_test() -> None:
-    """Not on rank 0 alone."""
+    """An assertion on a rank other than 0 counts, too."""
     result = outcome("test_fails_on_rank_1")
 
     assert "Process 1 exited with error code 10 and exception:" in result.errors[0][1]

@@ -20,7 +20,7 @@ from fsdp_conformance.run_settings import TorchrunWorker
 
 
 def worker(rank: int, *, local_rank: int, host: int, world_size: int) -> TorchrunWorker:
-    """One of a job of this test: the name of the store's host is nobody's."""
+    """A worker of this test's job: the name of the store's host does not exist."""
     return TorchrunWorker(
         rank=rank, world_size=world_size, local_rank=local_rank, host="job", port=1, holds_store=False, host_rank=host
     )
@@ -75,7 +75,7 @@ def test_hosts_of_different_sizes(store: HashStore) -> None:
 
 
 def test_one_host(store: HashStore) -> None:
-    """As torchrun has it."""
+    """All ranks are on one host, as torchrun has placed them."""
     assert [meeting.rank for meeting in meetings(job(4), store, 4)] == [0, 1, 2, 3]
 
 
@@ -95,18 +95,18 @@ def test_most_cases_cross_hosts(store: HashStore) -> None:
 def test_ranks_on_several_hosts_use_the_interface_towards_the_store(
     store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each worker finds that of its own host. Where all share one network, nothing is set."""
-    asked: list[str] = []
+    """Each worker finds its own host's interface. Where all share one network, nothing is set."""
+    hosts: list[str] = []
 
     def found(host: str) -> dict[str, str]:
-        asked.append(host)
+        hosts.append(host)
         return {"GLOO_SOCKET_IFNAME": "ens5"}
 
     monkeypatch.setattr(torchrun, "interface_variables", found)
     seen = meetings(job(2, 2), store, 2)
 
     assert [place.get("GLOO_SOCKET_IFNAME") for place in seen[2].hosts()] == [None, "ens5"]
-    assert asked == ["job"]
+    assert hosts == ["job"]
     for number in range(4):
         store.set(f"workers/{number}", f'[{number % 2}, {number}, {number // 2}, "net"]')
     torchrun._dealt.cache_clear()
@@ -114,11 +114,11 @@ def test_ranks_on_several_hosts_use_the_interface_towards_the_store(
     # A process that joins announces itself: as one of this test's, it has another network.
     monkeypatch.setattr(torchrun, "network_of_this_process", lambda: "net")
     assert "GLOO_SOCKET_IFNAME" not in alone.hosts()[0]
-    assert asked == ["job"]
+    assert hosts == ["job"]
 
 
 def test_a_worker_that_never_came(store: HashStore) -> None:
-    """It is waited for once; every case then says so at once."""
+    """The suite waits for it once; every later case fails at once with the same reason."""
     meetings(job(2, 2)[:3], store, 2)
     first = CaseMeeting(job(2, 2)[0], "case", 2)
 
@@ -187,13 +187,13 @@ def test_the_watchdog_of_nccl_judges_nothing(tmp_path: Path, monkeypatch: pytest
 
 def test_timeouts_of_process_groups(tmp_path: Path) -> None:
     """That of a collective, except with NCCL, whose timeout strikes the ranks that wait: the rank's comes first."""
-    found = {
+    timeouts = {
         name: orders(tmp_path, device, share_devices=shared).collective_timeout_s
         for name, device, shared in (("cpu", "cpu", False), ("shared", "cuda", True), ("nccl", "cuda", False))
     }
 
-    assert found["cpu"] == found["shared"] == Deadlines.nested(10.0).collective_s
-    assert found["nccl"] > 8 * Deadlines.nested(10.0).case_s
+    assert timeouts["cpu"] == timeouts["shared"] == Deadlines.nested(10.0).collective_s
+    assert timeouts["nccl"] > 8 * Deadlines.nested(10.0).case_s
     assert devices.is_scarce("cuda")
 
 
@@ -203,8 +203,8 @@ def test_nccl_is_set_for_few_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
 
     def seen(device: str) -> tuple[str | None, str | None]:
-        found = orders(tmp_path, device).for_ranks({})[0].environment
-        return found.get("NCCL_NVLS_ENABLE"), found.get("NCCL_MAX_NCHANNELS")
+        variables = orders(tmp_path, device).for_ranks({})[0].environment
+        return variables.get("NCCL_NVLS_ENABLE"), variables.get("NCCL_MAX_NCHANNELS")
 
     assert (seen("cuda"), seen("cpu")) == (("0", "2"), (None, None))
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")

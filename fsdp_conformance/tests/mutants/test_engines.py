@@ -81,7 +81,7 @@ ELSEWHERE = {
     "accepts-containers", "accepts-anything", "ignores-device-id", "ignores-auto-wrap", "wraps-twice-silently",
     "loses-attributes", "copies-share-storage", "output-structure-changed",
 }  # fmt: skip
-#: Seen only where there is a device beside the CPU, simulated or not.
+#: Visible only where there is a device other than the CPU, simulated or not.
 ON_ACCELERATORS = {
     "accepts-mixed-devices", "ignores-offload", "uses-the-current-device", "moves-flat-inputs-only",
     "keeps-full-parameters", "keeps-parameters-after-forward", "keeps-full-gradients", "gathers-everything-first",
@@ -100,29 +100,29 @@ def mutant(name: str) -> type[Adapter]:
 
 def test_names_are_unique() -> None:
     """Cases name mutants, so no two have one name."""
-    names = [known.name for known in ALL]
+    names = [each.name for each in ALL]
 
     assert len(set(names)) == len(names)
 
 
 def test_every_mutant_is_tested_here() -> None:
-    """What is not tested here is named by a case, and nothing is tested that does not exist."""
+    """Every mutant that is not tested here is named by a case, and every mutant that is tested exists."""
     assert set(NUMBERS) | ELSEWHERE | ON_ACCELERATORS <= set(MUTANTS)
-    assert {name for name, known in MUTANTS.items() if known.environment} >= ON_ACCELERATORS
+    assert {name for name, each in MUTANTS.items() if each.environment} >= ON_ACCELERATORS
     assert ON_ACCELERATORS | BY_CASES <= {mutant for bound in bound_cases() for mutant in bound.case.kills}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_registry(name: str) -> None:
     """A mutant loads, says what is wrong with it in one sentence, and names the requirement that kills it."""
-    known = MUTANTS[name]
+    registered = MUTANTS[name]
 
-    assert known.name == name
-    assert {contract.load()[requirement].id for requirement in known.requirements} == set(known.requirements)
-    assert issubclass(mutant(name), registry.load(known.engine))
-    assert known.defect.endswith(".")
-    assert (mutant(name).__doc__ or "").strip().splitlines()[0] == known.defect
-    assert set(known.environment) <= ENVIRONMENTS
+    assert registered.name == name
+    assert {contract.load()[requirement].id for requirement in registered.requirements} == set(registered.requirements)
+    assert issubclass(mutant(name), registry.load(registered.engine))
+    assert registered.defect.endswith(".")
+    assert (mutant(name).__doc__ or "").strip().splitlines()[0] == registered.defect
+    assert set(registered.environment) <= ENVIRONMENTS
 
 
 def test_the_registry_imports_no_torch() -> None:
@@ -155,7 +155,7 @@ def test_the_hybrid_base_is_right(case: str) -> None:
 
 @pytest.mark.slow
 class Numbers(RankTestCase):
-    """What a plain loop tells apart."""
+    """Mutants that a plain loop distinguishes."""
 
     case_timeout_s = 120.0
 
@@ -172,23 +172,23 @@ class Numbers(RankTestCase):
     def test_wrong_numbers(self) -> None:
         """Each diverges where its defect is."""
         for name, (workload, regime, plan, word) in NUMBERS.items():
-            found = self.divergences(self.run_training(mutant(name), workload, regime, **plan), workload, regime)
+            divergences = self.divergences(self.run_training(mutant(name), workload, regime, **plan), workload, regime)
             # A defect may show on the rank alone that owns the elements.
             gathered: list[Any] = [None, None]
-            torch.distributed.all_gather_object(gathered, found)
+            torch.distributed.all_gather_object(gathered, divergences)
             self.assertTrue(any(word in line for lines in gathered for line in lines), f"{name}: {gathered[0][:3]}")
 
     def test_wrong_in_one_thing_only(self) -> None:
         """The narrow defects leave everything else as it was in the first step."""
-        for name, kept in (
+        for name, allowed in (
             ("one-layer-norm-not-averaged", "body.1.weight"),
             ("bias-not-reduced", "bias"),
             ("tied-gradient-doubled", "embed.weight"),
         ):
             workload, regime, plan, _ = NUMBERS[name]
-            found = self.divergences(self.run_training(mutant(name), workload, regime, **plan), workload, regime)
-            first = [line for line in found if "step 0 gradient" in line]
-            self.assertEqual([], [line for line in first if kept not in line and "body.1" not in line], name)
+            divergences = self.divergences(self.run_training(mutant(name), workload, regime, **plan), workload, regime)
+            first = [line for line in divergences if "step 0 gradient" in line]
+            self.assertEqual([], [line for line in first if allowed not in line and "body.1" not in line], name)
 
     def test_right_numbers(self) -> None:
         """Wrong traffic, placement and manners leave the numbers right: only their own requirement finds them."""
@@ -208,7 +208,7 @@ class Numbers(RankTestCase):
             self.assert_trains(mutant(name), regime=Regime(micro_batches=2, reduced=(False, True)))
 
     def test_nan_in_unwritten_memory(self) -> None:
-        """Padding that nobody wrote shows once such memory is NaN."""
+        """Unwritten padding shows once such memory is NaN."""
         torch.use_deterministic_algorithms(True, warn_only=True)
         memory: Any = torch.utils.deterministic
         memory.fill_uninitialized_memory = True
@@ -224,7 +224,7 @@ class Numbers(RankTestCase):
 
 
 class Values(RankTestCase):
-    """Wrong values that need a scenario of their own."""
+    """Wrong values that need a special scenario."""
 
     @with_fsdp2_on_the_cpu
     def test_written_values_are_lost(self) -> None:
@@ -270,7 +270,7 @@ class Values(RankTestCase):
         ):
             workload = replace(RICH, build=divergent, units=())
             history = self.run_training(adapter, workload, Regime(steps=1), sync_module_states=True)
-            # Rank 1 built values of its own, and has rank 0's if it was given them. Only rank 1's rows tell.
+            # Rank 1 built its own values, and has rank 0's if it received them. Only rank 1's rows show which.
             values = {"parameters": history.initial_params, "buffers": history.initial_buffers}
             names = {"parameters": "embed.weight", "buffers": "mean"}
             same = {kind for kind, name in names.items() if torch.equal(values[kind][name], right[kind][name])}
@@ -319,12 +319,12 @@ class Values(RankTestCase):
         """The right engine leaves an ignored module its own gradient, the mutant averages it."""
         for adapter, averaged in ((SeamFSDP2, False), (mutant("shards-ignored"), True)):
             history = self.run_training(adapter, units=("body.0",), ignored=("body.2",))
-            found = [line for line in self.divergences(history) if "step 0 gradient body.2" in line]
-            self.assertEqual(averaged, not found, adapter.__name__)
+            divergences = [line for line in self.divergences(history) if "step 0 gradient body.2" in line]
+            self.assertEqual(averaged, not divergences, adapter.__name__)
 
 
 class Schedules(RankTestCase):
-    """Wrong traffic and placement, beside the right engine's."""
+    """Wrong traffic and placement, compared with the right engine's."""
 
     def counts(self, history: TrainingHistory, step: int = 1) -> Counter[tuple[str, str]]:
         """Collectives of a step by phase and operation."""
@@ -337,7 +337,7 @@ class Schedules(RankTestCase):
 
     @pytest.mark.slow
     def test_more_collectives(self) -> None:
-        """What is issued beside the right engine's collectives, and where."""
+        """Each mutant issues the expected extra collectives, in the expected places."""
         deferred = Regime(micro_batches=2, reduced=(False, True))
         for name, workload, regime, plan, more in (
             ("extra-collective", PLAIN, None, {}, {("forward", "all_gather"): 1}),
@@ -381,7 +381,7 @@ class Schedules(RankTestCase):
 
     @with_fsdp2_on_the_cpu
     def test_groups(self) -> None:
-        """A unit on a group of its own is communicated over the world, hybrid or local."""
+        """A unit with its own group is communicated over the world, hybrid or local."""
         plans: tuple[dict[str, Any], ...] = (
             {"units": ("body.0", "body.2"), "local_units": ("body.2",)},
             {"sharding": Sharding.HYBRID, "replicas": 2},
@@ -399,7 +399,7 @@ class Schedules(RankTestCase):
         self.assertEqual(3, len([record for record in wrong.collectives if not record.nbytes]))
 
     def test_placement(self) -> None:
-        """A unit that nobody used holds full parameters after the step."""
+        """An unused unit holds full parameters after the step."""
         unused = replace(RICH, units=("frozen", "twice", "unused"))
         for adapter, full in ((SeamFSDP2, []), (mutant("keeps-unused-unsharded"), ["frozen", "unused"])):
             subject: Any = adapter()
@@ -408,7 +408,7 @@ class Schedules(RankTestCase):
 
 
 class Manners(RankTestCase):
-    """What is refused, and what survives the wrap."""
+    """Mutants that differ in what they refuse, or in what survives the wrap."""
 
     def test_containers(self) -> None:
         """FSDP2 refuses a ModuleList as a unit."""
@@ -432,7 +432,7 @@ class Manners(RankTestCase):
             self.assertEqual(devices, {buffer.device.type for buffer in subject.module().buffers()}, adapter.__name__)
 
     def test_policies(self) -> None:
-        """One unit where the policy describes four."""
+        """The mutant has one unit where the policy describes four."""
         for adapter, gathers in ((registry.load("torch-fsdp1"), 4), (mutant("ignores-auto-wrap"), 1)):
             history = self.run_training(adapter, auto_wrap="class:Linear")
             forward = [r for r in history.collectives if (r.phase, r.op, r.step) == ("forward", Op.ALL_GATHER, 1)]
@@ -470,7 +470,7 @@ class Manners(RankTestCase):
 
 
 class _Branches(nn.Module):
-    """Each rank runs a branch of its own."""
+    """Each rank runs a different branch."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

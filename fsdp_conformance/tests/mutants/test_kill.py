@@ -1,4 +1,4 @@
-"""What counts as a kill: a finding that shows the defect, and nothing else that makes a case fail."""
+"""Tests for the definition of a kill: a finding shows the defect, and nothing else makes the case fail."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def _finding(requirement: str, check: str = "gradient parity", message: str = "g
 
 @pytest.mark.parametrize("requirement", ["R003", "R092"])
 def test_a_comparison_kills(requirement: str) -> None:
-    """For the requirement that names the defect, and for the one that the case is named after."""
-    found = _finding(requirement)
+    """It kills for the requirement that names the defect, and for the one that the case is named after."""
+    finding = _finding(requirement)
 
-    assert kill.reason(_record(found), _mutant()) == found
+    assert kill.reason(_record(finding), _mutant()) == finding
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ RAISED = "rank 1 raised RuntimeError: size of tensor a (7) must match"
 )
 def test_other_symptoms_must_be_declared(check: str, verdict: Verdict, message: str, shows: dict[str, Any]) -> None:
     """An exception, a hang, a crash, a hazard or a missing refusal kills only mutants whose defect it is."""
-    found = _finding("R003", check, message)
-    record = _record(found, verdict=verdict)
+    finding = _finding("R003", check, message)
+    record = _record(finding, verdict=verdict)
 
-    assert kill.reason(record, _mutant(**shows)) == found
+    assert kill.reason(record, _mutant(**shows)) == finding
     assert kill.reason(record, _mutant()) is None
     assert message in kill.survival(record, _mutant())
 
@@ -106,10 +106,10 @@ def test_a_wrongful_refusal_does_not() -> None:
 
 
 def test_an_exception_beside_a_comparison_does_no_harm() -> None:
-    """What was compared before a rank raised still counts."""
-    found = _finding("R003")
+    """Comparisons made before a rank raised still count."""
+    finding = _finding("R003")
 
-    assert kill.reason(_record(_finding("R092", "training", RAISED), found), _mutant()) == found
+    assert kill.reason(_record(_finding("R092", "training", RAISED), finding), _mutant()) == finding
 
 
 @pytest.mark.slow
@@ -123,9 +123,9 @@ def test_an_exception_beside_a_comparison_does_no_harm() -> None:
 )
 def test_a_case_without_checks_kills_nothing(case: str, mutant: str, verdict: Verdict) -> None:
     """Once its comparisons hold whatever they see, a case kills no more, even if the engine still raises."""
-    known = MUTANTS[mutant]
-    blind = run_case(blind_cases.blinded(case), known.spec)
+    registered = MUTANTS[mutant]
+    blind = run_case(blind_cases.blinded(case), registered.spec)
 
-    assert kill.reason(run_case(bound_case(case), known.spec), known) is not None
+    assert kill.reason(run_case(bound_case(case), registered.spec), registered) is not None
     assert blind.verdict is verdict, blind.reason
-    assert kill.reason(blind, known) is None, kill.survival(blind, known)
+    assert kill.reason(blind, registered) is None, kill.survival(blind, registered)

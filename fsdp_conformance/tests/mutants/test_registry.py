@@ -50,12 +50,12 @@ def test_a_name_can_be_given(tmp_path: Path) -> None:
     """Cases refer to mutants by name, so a class can be renamed without its mutant."""
     source = '@known_wrong("R003", name="from-step-2", engine="mine")\nclass Late:\n    """Wrong."""'
 
-    (found,) = _registered(tmp_path, source)
-    assert (found.name, found.engine, found.requirement) == ("from-step-2", "mine", "R003")
+    (registered,) = _registered(tmp_path, source)
+    assert (registered.name, registered.engine, registered.requirement) == ("from-step-2", "mine", "R003")
 
 
 def test_the_engine_is_the_adapter_that_a_class_derives_from(tmp_path: Path) -> None:
-    """Through other classes of the module, other modules, and adapters without a name of their own."""
+    """Mutants inherit through other classes of the module, other modules, and adapters without their own name."""
     source = '''
 from fsdp_conformance.adapters.vendors.reference_components import EngineMesh as Mesh, ReferenceComponents
 from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1NoShard

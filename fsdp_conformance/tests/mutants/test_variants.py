@@ -51,25 +51,25 @@ def test_the_registry_imports_no_torch() -> None:
 
 
 def traffic(records: list[CollectiveRecord]) -> list[tuple[str, str, int]]:
-    """What was sent in the second step."""
+    """The traffic of the second step."""
     return [(record.op, record.reduce_op, record.nbytes) for record in records if record.step == 1]
 
 
 @pytest.mark.slow
 class Differences(RankTestCase):
-    """What each does otherwise, with the right numbers."""
+    """The differences of each variant, with the right numbers."""
 
     case_timeout_s = 120.0
 
     def test_numbers(self) -> None:
-        """With SGD, Adam, clipping and accumulation."""
+        """Numbers are right with SGD, Adam, clipping and accumulation."""
         regimes = (Regime(), Regime(optimizer="adam", max_norm=0.1), Regime(micro_batches=2, reduced=(False, True)))
         for name in VARIANTS:
             for regime in regimes:
                 self.assert_trains(variant(name), regime=regime)
 
     def test_traffic(self) -> None:
-        """It differs where the variant says so, and nowhere else."""
+        """It differs where the variant declares it, and nowhere else."""
         expected = {name: traffic(self.run_training(name).collectives) for name in ("torch-fsdp2", "reference")}
         for name in SAME_TRAFFIC | {"reduces-on-another-group", "reshards-to-pairs"}:
             self.assertEqual(expected["torch-fsdp2"], traffic(self.run_training(variant(name)).collectives), name)
@@ -104,7 +104,7 @@ class Differences(RankTestCase):
         self.assertEqual(counts[0] + 1, counts[1])
 
     def test_where_gradients_and_parameters_are(self) -> None:
-        """One buffer behind all gradients; two groups in the optimizer."""
+        """There is one buffer behind all gradients, and the optimizer has two groups."""
         storages: list[set[int]] = []
 
         def look(adapter: Any, step: int) -> None:
@@ -121,7 +121,7 @@ class Differences(RankTestCase):
         self.assertEqual(2, len(adapter.optimizer.param_groups))
 
     def test_attention(self) -> None:
-        """Attention reads the parameters of its output projection without calling it, so that is no unit."""
+        """Attention reads the parameters of its output projection without calling it, so this is not a unit."""
         self.run_training(variant("wraps-finer"), transformer.transformer())
 
     def test_validation(self) -> None:
@@ -138,7 +138,7 @@ class Differences(RankTestCase):
 
 @pytest.mark.slow
 class Pairs(RankTestCase):
-    """What needs four ranks."""
+    """Variants that need four ranks."""
 
     case_timeout_s = 120.0
 

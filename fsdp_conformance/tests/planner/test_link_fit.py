@@ -15,14 +15,14 @@ from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 
 def timings_of(link: LinkSpec, *, num_ranks: int = 4, factors: tuple[float, ...] = (1.0,)) -> list[Timing]:
     """The times of all-gathers and all-reduces on a link, each multiplied by the next of `factors`."""
-    found = []
+    timings = []
     for number, nbytes in enumerate(SIZES_BYTES):
         for passes in (1, 2):
             hops = passes * (num_ranks - 1)
             sent = nbytes * hops / num_ranks
             us = link.launch_us + hops * link.latency_us + link.wire_us(sent)
-            found.append(Timing(hops, sent, us * factors[(2 * number + passes) % len(factors)]))
-    return found
+            timings.append(Timing(hops, sent, us * factors[(2 * number + passes) % len(factors)]))
+    return timings
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ class Measurements(RankTestCase):
         self.assertEqual(fit.links.reduce_scatter, fit.reduce_scatter.link)
 
     def test_one_rank_has_no_link(self) -> None:
-        """An axis of one rank is rejected, by name, and so is no axis."""
+        """An axis of one rank is rejected by name, and so is a mesh without axes."""
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         with self.assertRaisesRegex(ConfigError, "axis 'shard' must have at least 2 ranks, got 1"):
             measure((mesh, "replicate"), (mesh, "shard"))

@@ -33,7 +33,7 @@ def test_the_ring_formulas() -> None:
 
 
 def test_each_collective_may_have_a_link_of_its_own() -> None:
-    """Also on a ring that spans hosts, where one of the links has and the other has not."""
+    """This also holds on a ring that spans hosts, where only one of the two links has an override."""
     slow = LinkSpec(launch_us=100.0, latency_us=2.0, bandwidth_gb_per_s=5.0)
     links = CollectiveLinks(all_gather=LINK, reduce_scatter=slow, all_reduce=INNER)
     axis = LinkedAxis(4, links)
@@ -93,7 +93,7 @@ def test_a_group_that_does_not_divide_a_host() -> None:
 
 
 def test_what_is_out_of_range_is_said_at_once() -> None:
-    """One error for all wrong numbers."""
+    """One error lists all wrong numbers."""
     with pytest.raises(ConfigError) as caught:
         LinkSpec(launch_us=-1.0, latency_us=math.nan, bandwidth_gb_per_s=0.0)
 

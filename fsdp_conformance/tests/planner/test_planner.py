@@ -180,11 +180,16 @@ def test_what_the_users_function_returns() -> None:
 
 def test_the_candidates() -> None:
     """Twelve ranks: full shard, shard-grad-op, replicas, both hybrids of 2, 3, 4 and 6; with offload and without."""
-    found = list(candidates(12))
+    all_candidates = list(candidates(12))
 
-    assert len(found) == len(set(found)) == 2 * (3 + 2 * 4)
-    assert {each.num_shards for each in found if each.strategy is ShardingStrategy.HYBRID_SHARD} == {2, 3, 4, 6}
-    assert all(each.num_shards * each.num_replicas == 12 for each in found)
+    assert len(all_candidates) == len(set(all_candidates)) == 2 * (3 + 2 * 4)
+    assert {each.num_shards for each in all_candidates if each.strategy is ShardingStrategy.HYBRID_SHARD} == {
+        2,
+        3,
+        4,
+        6,
+    }
+    assert all(each.num_shards * each.num_replicas == 12 for each in all_candidates)
     assert {each.strategy for each in candidates(1)} == {NO_SHARD}
 
 
@@ -243,10 +248,10 @@ def test_a_step_with_overlap() -> None:
     """
     root = UnitTime(forward=0.0, backward=0.0, gather=2.0, reduce=1.0)
     block = UnitTime(forward=3.0, backward=6.0, gather=2.0, reduce=1.0)
-    found = step_time([root, block, block], Candidate(FULL, 4, 1), 0.0, overlaps=True)
+    times = step_time([root, block, block], Candidate(FULL, 4, 1), 0.0, overlaps=True)
 
-    assert found.step == 26
-    assert found.exposed == 26 - 18
+    assert times.step == 26
+    assert times.exposed == 26 - 18
 
 
 @pytest.mark.parametrize("gather", [0.0, 1.0, 20.0])
@@ -255,20 +260,20 @@ def test_overlap_is_between_the_longer_lane_and_the_sum(gather: float, strategy:
     """A step takes at least as long as its computation and its communication, and at most as long as both."""
     times = [UnitTime(forward=3.0, backward=6.0, gather=gather, reduce=gather / 2)] * 5
     candidate = Candidate(strategy, 4, 1)
-    found = step_time(times, candidate, 0.0, overlaps=True)
+    overlapped = step_time(times, candidate, 0.0, overlaps=True)
     total = step_time(times, candidate, 0.0, overlaps=False)
 
-    assert max(found.compute, found.gather + found.reduce) <= found.step <= total.step
+    assert max(overlapped.compute, overlapped.gather + overlapped.reduce) <= overlapped.step <= total.step
 
 
 def test_more_ranks_send_more_and_hold_less() -> None:
     """Under full shard a doubled world has a longer gather and a smaller shard."""
     sizes = [2, 4, 8, 16]
     gathers = [unit_time(UNITS[1], Candidate(FULL, n, 1), cluster(n), DEVICE, OPTIONS).gather for n in sizes]
-    kept = [plan_memory(UNITS, Candidate(FULL, n, 1), OPTIONS).parameters for n in sizes]
+    stored = [plan_memory(UNITS, Candidate(FULL, n, 1), OPTIONS).parameters for n in sizes]
 
     assert all(less < more for less, more in pairwise(gathers))
-    assert all(less > more for less, more in pairwise(kept))
+    assert all(less > more for less, more in pairwise(stored))
 
 
 # --- what a rank holds -----------------------------------------------------------------------------------------------
@@ -373,7 +378,7 @@ def test_options_out_of_range() -> None:
     assert len(caught.value.problems) == 3
 
 
-# --- beside the engine -----------------------------------------------------------------------------------------------
+# --- against the engine -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -408,9 +413,9 @@ class BesideTheEngine(ShardedTestCase):
                 Op.ALL_REDUCE: sum(unit.numel * 4 for unit in units) * (shards == 1),
             }
             for op, nbytes in planned.items():
-                found = [record.nbytes for record in sent if record.op is op and record.nbytes > 0]
-                self.assertLessEqual(nbytes, sum(found), (strategy, op, found))
-                self.assertLessEqual(sum(found), nbytes + 8 * len(found), (strategy, op, found))
+                sizes = [record.nbytes for record in sent if record.op is op and record.nbytes > 0]
+                self.assertLessEqual(nbytes, sum(sizes), (strategy, op, sizes))
+                self.assertLessEqual(sum(sizes), nbytes + 8 * len(sizes), (strategy, op, sizes))
             held = sum(parameter.nbytes for parameter in model.parameters())
             expected = plan_memory(units, candidate, OPTIONS).parameters
             self.assertLessEqual(abs(held - expected), 8 * len(units), strategy)

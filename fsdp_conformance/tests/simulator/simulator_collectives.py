@@ -48,7 +48,7 @@ class Values:
         self.rank = dist.get_rank()
 
     def given(self, *shape: int, seed: int = 0) -> Tensor:
-        """What a rank contributes; sums of it depend on their order."""
+        """The rank's contribution; sums of it depend on their order."""
         generator = torch.Generator().manual_seed(1000 * seed + self.rank)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -243,9 +243,9 @@ def differences(expected: Outputs, got: Outputs) -> list[str]:
     """Where two runs of a program differ in a bit."""
     if expected.keys() != got.keys():
         return [f"outputs: expected {sorted(expected)}, got {sorted(got)}"]
-    found = []
+    texts = []
     for name, tensors in expected.items():
         for index, (mine, other) in enumerate(zip(got[name], tensors, strict=True)):
             if not torch.equal(mine.cpu(), other.cpu()):
-                found.append(f"{name}[{index}]: expected {other.cpu()}, got {mine.cpu()}")
-    return found
+                texts.append(f"{name}[{index}]: expected {other.cpu()}, got {mine.cpu()}")
+    return texts

@@ -67,10 +67,10 @@ class Machine:
         if lane != HOST:
             self.checker.submit(lane)
         site.setdefault("op", f"op{next(self._numbers)}")
-        found = self.checker.access(
+        reported = self.checker.access(
             block, kind, lane, offset, nbytes, repeats or [], self.extension.Site(**site), finished
         )
-        return None if found is None else str(found["kind"])
+        return None if reported is None else str(reported["kind"])
 
     def write(self, lane: int, block: int, *args: Any, **site: Any) -> str | None:
         return self.run(lane, "write", block, *args, **site)
@@ -80,9 +80,9 @@ class Machine:
 
     def item(self, lane: int, block: int, op: str = "aten::item") -> str | None:
         """The host reads a value from the device, and waits for its stream to do so."""
-        found = self.run(lane, "read", block, op=op, finished=True)
+        kind = self.run(lane, "read", block, op=op, finished=True)
         self.checker.host_wait_lane(lane, self.site(op))
-        return found
+        return kind
 
     def wait_stream(self, waiting: int, waited_for: int) -> bool:
         return bool(self.checker.wait(waiting, self.checker.snapshot(waited_for)))

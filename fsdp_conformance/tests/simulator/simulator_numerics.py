@@ -164,7 +164,7 @@ def losses(device_type: str) -> Results:
     targets = torch.randn(6, 5).to(device_type)
     weights = torch.rand(5).to(device_type)
     signs = torch.ones(6).to(device_type)
-    found = [
+    values = [
         F.cross_entropy(inputs, classes),
         F.cross_entropy(inputs, classes, weight=weights, label_smoothing=0.1, ignore_index=2),
         F.mse_loss(inputs, targets),
@@ -180,7 +180,7 @@ def losses(device_type: str) -> Results:
         F.gaussian_nll_loss(inputs, targets, targets * targets + 1),
         F.poisson_nll_loss(inputs, targets),
     ]
-    return [*found, *(torch.autograd.grad(loss, inputs)[0] for loss in found)]
+    return [*values, *(torch.autograd.grad(loss, inputs)[0] for loss in values)]
 
 
 def ctc_loss(device_type: str) -> Results:
@@ -365,10 +365,10 @@ def results_of(compute: Computation, device_type: str) -> Results:
     return [result.detach().cpu() if isinstance(result, Tensor) else result for result in compute(device_type)]
 
 
-def differences(expected: Results, found: Results) -> list[str]:
+def differences(expected: Results, actual: Results) -> list[str]:
     """The differences, bit for bit; NaN equals NaN."""
-    texts = [] if len(expected) == len(found) else [f"{len(found)} results instead of {len(expected)}"]
-    for i, (left, right) in enumerate(zip(expected, found, strict=False)):
+    texts = [] if len(expected) == len(actual) else [f"{len(actual)} results instead of {len(expected)}"]
+    for i, (left, right) in enumerate(zip(expected, actual, strict=False)):
         if isinstance(left, Tensor):
             same = left.dtype == right.dtype and left.shape == right.shape and bits_of(left) == bits_of(right)
         else:

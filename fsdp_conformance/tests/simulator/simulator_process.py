@@ -1,5 +1,5 @@
 """
-Tests that make the simulated accelerator active, in processes of their own: a process cannot be rid of it again.
+Tests that make the simulated accelerator active, each in its own process: a process cannot deactivate it again.
 
 They are forked from a process that was itself forked when pytest had collected and had run nothing. A child of the
 process that runs the tests would not do: where one of them has run a backward pass, autograd has counted the devices,
@@ -47,7 +47,7 @@ def in_process_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
         del args  # the instance: a test does not get what another left in it
-        build.require()  # not in the child: the deadline is no compilation's
+        build.require()  # not in the child, whose deadline does not allow for compiling
         nodeid, _, _ = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")
         text = _servers[os.getpid()].run(nodeid, kwargs)
         if text:
@@ -83,7 +83,7 @@ _servers: dict[int, Server] = {}
 
 
 def start_server(items: Iterable[pytest.Item]) -> None:
-    """Fork the process that the tests among `items` with processes of their own are forked from, if there are any."""
+    """Fork the server of the tests among `items` that run in their own processes, if there are any."""
     tests = {item.nodeid: item for item in items if isinstance(item, pytest.Function) and _wants_process(item)}
     if not tests or build.unavailable() is not None:
         return
@@ -112,7 +112,7 @@ def _serve(connection: socket.socket, items: Mapping[str, pytest.Function]) -> N
             _send(connection, run_in_child(functools.partial(_run, items[nodeid], fixtures)).encode())
     except ConnectionError:
         pass
-    except BaseException:  # noqa: BLE001 - nobody else tells it
+    except BaseException:  # noqa: BLE001 - it is reported only here
         traceback.print_exc()
         sys.stderr.flush()
     finally:
@@ -180,7 +180,7 @@ def _report(function: Callable[[], Any], writer: int) -> NoReturn:
     text = "the child ended without a word"
     try:
         torch.set_num_threads(1)  # a thread pool of the parent is not there
-        gc.freeze()  # what the parent has imported is nobody's garbage
+        gc.freeze()  # the parent's imports are never garbage
         activate()
         function()
         checker.expect_clean() if checker.num_hazards() else None

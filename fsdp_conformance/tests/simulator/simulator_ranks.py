@@ -27,7 +27,7 @@ class SimulatedRanks(ShardedTrainingTestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        build.require()  # not in the ranks: their deadline is no compiler's
+        build.require()  # not in the ranks, whose deadline does not allow for compiling
         self._spawn_processes()
 
     def init_rank(self) -> None:

@@ -45,14 +45,14 @@ def test_simulated_cases_are_remarked() -> None:
 
 
 def test_only_cases_that_compared_something_are_counted() -> None:
-    """In the plural if there are several."""
+    """The remark is in the plural if there are several."""
     cases = [a_case(requirements=["R035"], environment=("accelerator",), world_size=size) for size in (2, 3, 4)]
     one: dict[str, Any] = {"comparisons": 1, "evidence": [a_report(0, comparisons=1)]}
     records = [a_record(cases[0].id, device="sim"), a_record(cases[1].id, device="sim", **one)]
     skipped = a_record(cases[2].id, Verdict.NOT_RUN_ENV, device="sim")
-    found = certified(*records, skipped, profile=a_profile(*CASES, *cases), flags=FLAGS)
+    certificate = certified(*records, skipped, profile=a_profile(*CASES, *cases), flags=FLAGS)
 
-    assert found.remarks == ("2 cases ran on the simulated accelerator",)
+    assert certificate.remarks == ("2 cases ran on the simulated accelerator",)
 
 
 def test_a_reader_sees_the_device_and_the_whole_argument() -> None:

@@ -1,6 +1,6 @@
 """
-What the simulated accelerator shows of torch's engines: no race where there is none, each race that is put in, and each
-synchronisation that somebody takes out.
+Studies of torch's engines on the simulated accelerator: no false race, each injected race, each removed
+synchronisation.
 """
 
 from __future__ import annotations
@@ -152,10 +152,10 @@ class TestTheList:
         """The tables in the documentation match the list."""
         page = (checkout.ROOT / "docs/simulated-accelerator.md").read_text(encoding="utf-8")
         sync_sites = script("sync-sites")
-        known = list(sync_sites.read()[1].values())
+        sites = list(sync_sites.read()[1].values())
 
-        assert sync_sites.counts_table(known) in page
-        assert sync_sites.others_table(known) in page
+        assert sync_sites.counts_table(sites) in page
+        assert sync_sites.others_table(sites) in page
 
     def test_most_waits_are_guarded(self) -> None:
         """More of the waits are flagged than the 37 of 61 of the first simulator of this kind."""
@@ -170,16 +170,16 @@ class TestTheList:
 
 
 def on_ranks(jobs: list[Job]) -> dict[Job, list[Shown]]:
-    """What each job shows, by rank."""
+    """The observations of each job, by rank."""
     by_size: dict[int, list[Job]] = defaultdict(list)
     for job in jobs:
         by_size[TRAININGS[job.training].world_size].append(job)
-    found: dict[Job, list[Shown]] = {}
+    by_job: dict[Job, list[Shown]] = {}
     for world_size, some in by_size.items():
         answers = run_on_ranks(study, some, world_size=world_size, device_type=SIMULATED, timeout_s=600)
         for job, *of_ranks in zip(some, *answers, strict=True):
-            found[job] = [Shown(**shown) for shown in of_ranks]
-    return found
+            by_job[job] = [Shown(**shown) for shown in of_ranks]
+    return by_job
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_seeded_races_are_found() -> None:
 
 def _misjudged(race: SeededRace, of_ranks: list[tuple[list[str], list[str]]]) -> dict[str, Any]:
     without = [line for clean, _ in of_ranks for line in clean]
-    kinds = {line.partition(":")[0] for _, found in of_ranks for line in found}
+    kinds = {line.partition(":")[0] for _, lines in of_ranks for line in lines}
     return {} if not without and kinds == race.kinds else {race.name: (without, sorted(kinds), sorted(race.kinds))}
 
 
@@ -228,19 +228,19 @@ def test_a_race_that_is_not_found_has_a_reason() -> None:
 @checkout.required
 def test_a_wait_that_is_taken_out_is_missed() -> None:
     """Sites of each kind and engine, dropped one by one, give the findings of the list."""
-    version, known = script("sync-sites").read()
+    version, sites = script("sync-sites").read()
     if version != torch.__version__.partition("+")[0]:
         pytest.skip(f"the list is for torch {version}")
-    chosen = [_guard(known, words) for words in GUARDS]
-    found = on_ranks([Job(entry.training, (entry.site,), "worst_case") for entry in chosen])
+    chosen = [_guard(sites, words) for words in GUARDS]
+    outcomes = on_ranks([Job(entry.training, (entry.site,), "worst_case") for entry in chosen])
 
-    for entry, of_ranks in zip(chosen, found.values(), strict=True):
+    for entry, of_ranks in zip(chosen, outcomes.values(), strict=True):
         assert entry.finding in [line for shown in of_ranks for line in shown.hazards], entry.site
 
 
-def _guard(known: dict[str, Any], words: str) -> Any:
+def _guard(sites: dict[str, Any], words: str) -> Any:
     """The first flagged site with all of these words in its id."""
-    return next(e for e in known.values() if e.verdict == "flagged" and all(word in e.site for word in words.split()))
+    return next(e for e in sites.values() if e.verdict == "flagged" and all(word in e.site for word in words.split()))
 
 
 @pytest.mark.slow
@@ -250,14 +250,14 @@ def _guard(known: dict[str, Any], words: str) -> Any:
 def test_the_list_knows_every_site() -> None:
     """The installed torch has no synchronisation, in a training of each engine, that the list does not have."""
     sync_sites = script("sync-sites")
-    version, known = sync_sites.read()
+    version, sites = sync_sites.read()
     if version != torch.__version__.partition("+")[0]:
         pytest.skip(f"the list is for torch {version}")
     jobs = [Job(name) for name in ("ddp-many-buckets-adamw", "fsdp1-offload-bf16", "fsdp2-hybrid", "fsdp2-clip")]
     whole = {job.training: {"sites": of_ranks[0].sites} for job, of_ranks in on_ranks(jobs).items()}
 
-    assert list(sync_sites.new_sites(whole, known)) == []
-    assert all(found["sites"] for found in whole.values())
+    assert list(sync_sites.new_sites(whole, sites)) == []
+    assert all(shown["sites"] for shown in whole.values())
 
 
 @pytest.mark.slow
@@ -292,7 +292,7 @@ KNOWN_RACES = {
 @pytest.mark.nightly
 @needs_compiler
 def test_races_of_torch_itself_are_found() -> None:
-    """DDP's mixed precision and the scaler of offloaded gradients race in torch 2.13: the checker says so."""
+    """DDP's mixed precision and the scaler of offloaded gradients race in torch 2.13, and the checker reports it."""
     if not torch.__version__.startswith("2.13."):
         pytest.skip("the findings are those of torch 2.13")
     jobs = [Job(name) for name in RACING]

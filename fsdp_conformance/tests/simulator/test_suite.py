@@ -1,4 +1,4 @@
-"""The simulated accelerator in the suite: which cases go there, what is counted, and that nobody waits for a look."""
+"""The simulated accelerator in the suite: which cases run there, what is counted, and that the search never blocks."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ _VALUES: dict[str, tuple[str, ...]] = {
 
 def _pairs(rows: Iterable[tuple[str, ...]]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
     """Every two values of different axes that stand together in a row."""
-    named = (tuple(zip(_AXES, row, strict=True)) for row in rows)
-    return {pair for row in named for pair in itertools.combinations(row, 2)}
+    named_rows = (tuple(zip(_AXES, row, strict=True)) for row in rows)
+    return {pair for row in named_rows for pair in itertools.combinations(row, 2)}
 
 
 def _possible() -> list[tuple[str, ...]]:
@@ -86,20 +86,20 @@ def _declares_all(device: str) -> frozenset[str]:
 
 
 def test_the_device_is_built_once_before_the_cases_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is said; a run without such a case compiles nothing."""
-    said: list[str] = []
+    """The build is announced; a run without such a case compiles nothing."""
+    messages: list[str] = []
     built: list[str] = []
     monkeypatch.setattr(build, "unavailable", lambda: None)
     monkeypatch.setattr(build, "is_built", lambda: bool(built))
     monkeypatch.setattr(places, "build_problem", lambda: built.append("now"))
-    place_problem = partial(places.prepare, declared=_declares_all, say=said.append)
+    place_problem = partial(places.prepare, declared=_declares_all, say=messages.append)
     monkeypatch.setattr(places, "places", lambda settings: _places_without_compiling())
 
     place_problem([a_case()], RunSettings())
     place_problem([a_case(environment=("accelerator",))], RunSettings(simulator=False))
-    assert (said, built) == ([], [])
+    assert (messages, built) == ([], [])
     place_problem([a_case(environment=("accelerator",))], RunSettings())
-    assert said == ["building the simulated accelerator, first use ...", "built"]
+    assert messages == ["building the simulated accelerator, first use ...", "built"]
     place_problem([a_case(environment=("accelerator",))], RunSettings())
     assert built == ["now"]
 
@@ -116,10 +116,10 @@ def test_looking_for_the_device_compiles_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "unavailable", lambda: "no C++ compiler")
     places.build_problem.cache_clear()
 
-    found = places.places(RunSettings())
+    by_device = places.places(RunSettings())
 
-    assert found["cpu"].problem == ""
-    assert (found[SIMULATED].problem, found[SIMULATED].present) == ("no C++ compiler", frozenset())
+    assert by_device["cpu"].problem == ""
+    assert (by_device[SIMULATED].problem, by_device[SIMULATED].present) == ("no C++ compiler", frozenset())
     assert SIMULATED not in places.places(RunSettings(simulator=False))
 
 
@@ -144,7 +144,7 @@ def test_only_its_own_ranks_pay_for_it() -> None:
 
 @needs_compiler
 class OnTheSimulatedAccelerator(RankTestCase):
-    """Two ranks, each with devices of its own."""
+    """Two ranks, each with its own devices."""
 
     device_type = SIMULATED
     case_timeout_s = 120.0
@@ -196,15 +196,15 @@ class OnTheSimulatedAccelerator(RankTestCase):
             self.assertEqual(expected, points)
 
     def test_races_are_found_and_belong_to_their_requirement(self) -> None:
-        """A step that nobody waits for, and memory that is freed in flight: in each run."""
+        """Each run finds a step without a wait, and memory that is freed in flight."""
         for engine, requirement in ((StepsOnASideStream, "R074"), (FreesInFlight, "R075")):
             run = self.run_training(engine, PLAIN, **self.PLAN)
-            found = stream_safety(run).findings
-            self.assertIn(requirement, [finding.requirement for finding in found], engine.__name__)
-            self.assertIn("  first: ", found[0].detail or "")
+            findings = stream_safety(run).findings
+            self.assertIn(requirement, [finding.requirement for finding in findings], engine.__name__)
+            self.assertIn("  first: ", findings[0].detail or "")
 
     def test_a_control_that_sees_nothing_is_our_mistake(self) -> None:
-        """With its waits a right engine has no race, so it is no control; without them it is."""
+        """With its waits a right engine has no race, so it is not a valid control; without them it is."""
         from fsdp_conformance.simulator import checker
 
         run = partial(self.run_training, TorchFSDP2, PLAIN, Regime(steps=1), **self.PLAN)
@@ -221,9 +221,9 @@ class OnTheSimulatedAccelerator(RankTestCase):
         self.assertIsInstance(watch, AcceleratorWatch)
         self.assertTrue(watch.counts_bytes and watch.checks_order)
         before = watch.allocated_bytes()
-        kept = torch.empty(1000, device=self.device)
+        allocated = torch.empty(1000, device=self.device)
         self.assertEqual(before + 4000, watch.allocated_bytes())
-        del kept
+        del allocated
         self.assertEqual(before, watch.allocated_bytes())
         self.assertGreaterEqual(watch.peak_bytes(), before + 4000)
         watch.reset_peak()
@@ -255,7 +255,7 @@ class Cases(unittest.TestCase):
 
     @pytest.mark.slow
     def test_a_case_that_asks_for_an_accelerator(self) -> None:
-        """It runs on the simulated one, and the record says so."""
+        """It runs on the simulated one, and the record states that."""
         record = run_case(bound_case("R012/before-ws2"), "torch-fsdp2")
 
         self.assertEqual((Verdict.PASS, "sim"), (record.verdict, record.device), record.reason)
@@ -264,7 +264,7 @@ class Cases(unittest.TestCase):
 
     @pytest.mark.nightly
     def test_ranks_that_share_the_device(self) -> None:
-        """All of them compute on the one that there is, and the record says so."""
+        """All of them compute on the only device, and the record states that."""
         base = RunSettings(device=SIMULATED, share_devices=True)
         record = run_case(bound_case("R075/stream-safety-plain-ws4"), f"{__name__}:{OneDevice.__name__}", base=base)
 
@@ -283,14 +283,14 @@ class Cases(unittest.TestCase):
 
     @pytest.mark.slow
     def test_a_case_without_wish_stays_on_the_cpu(self) -> None:
-        """Unless the run is on the simulated accelerator."""
+        """It stays there unless the run is on the simulated accelerator."""
         bound = bound_case("R003/every-rank-contributes-once-ws2")
         for device in ("cpu", SIMULATED):
             record = run_case(bound, "reference", base=RunSettings(device=device))
             self.assertEqual((Verdict.PASS, device), (record.verdict, record.device), record.reason)
 
     def test_without_the_simulator_the_case_is_not_run(self) -> None:
-        """As on every machine without an accelerator before there was one."""
+        """The verdict is NOT_RUN_ENV, as on every machine without an accelerator."""
         record = run_case(bound_case("R012/before-ws2"), "torch-fsdp2", base=RunSettings(simulator=False))
 
         self.assertEqual((Verdict.NOT_RUN_ENV, "cpu"), (record.verdict, record.device))

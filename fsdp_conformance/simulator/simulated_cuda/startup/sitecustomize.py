@@ -30,8 +30,8 @@ def _run_own() -> None:
 
 def _prepare() -> None:
     package = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
-    found = importlib.util.find_spec(os.path.basename(package))
-    if found is None or os.path.dirname(found.origin or "") != package:
+    spec = importlib.util.find_spec(os.path.basename(package))
+    if spec is None or os.path.dirname(spec.origin or "") != package:
         # The parent has this package from somewhere else, such as a checkout that is not installed.
         sys.path.insert(0, os.path.dirname(package))
     from fsdp_conformance.simulator.simulated_cuda import child_process as child

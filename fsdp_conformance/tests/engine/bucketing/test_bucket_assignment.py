@@ -27,10 +27,10 @@ def alternating(numels: list[int]) -> list[Tensor]:
 
 def test_a_tensor_that_reaches_the_limit_closes_its_bucket() -> None:
     """400 bytes: 100, 200 and 100 floats each reach the limit at once, 50 are left over."""
-    found = bucket_assignment(sized(100, 200, 100, 50), [400])
+    assignment = bucket_assignment(sized(100, 200, 100, 50), [400])
 
-    assert found.buckets == ((0,), (1,), (2,), (3,))
-    assert found.limits == (400, 400, 400, 400)
+    assert assignment.buckets == ((0,), (1,), (2,), (3,))
+    assert assignment.limits == (400, 400, 400, 400)
 
 
 def test_dtypes_do_not_share_a_bucket() -> None:
@@ -45,19 +45,19 @@ def test_dtypes_do_not_share_a_bucket() -> None:
 
 def test_each_closing_advances_the_limit_and_the_last_repeats() -> None:
     """Limits of 40 and 80 bytes, tensors of 40: one, then two, then a leftover."""
-    found = bucket_assignment(sized(10, 10, 10, 10), [40, 80])
+    assignment = bucket_assignment(sized(10, 10, 10, 10), [40, 80])
 
-    assert found.buckets == ((0,), (1, 2), (3,))
-    assert found.limits == (40, 80, 80)
+    assert assignment.buckets == ((0,), (1, 2), (3,))
+    assert assignment.limits == (40, 80, 80)
 
 
 def test_limits_advance_for_each_dtype_by_itself() -> None:
     """Both dtypes begin with a limit of 200 bytes and continue with 400."""
     tensors = alternating([50, 25, 50, 25, 50, 25])
-    found = bucket_assignment(tensors, [200, 400])
+    assignment = bucket_assignment(tensors, [200, 400])
 
-    assert found.buckets == ((0,), (1,), (2, 4), (3, 5))
-    assert found.limits == (200, 200, 400, 400)
+    assert assignment.buckets == ((0,), (1,), (2, 4), (3, 5))
+    assert assignment.limits == (200, 200, 400, 400)
 
 
 def test_devices_do_not_share_a_bucket() -> None:
@@ -69,9 +69,9 @@ def test_devices_do_not_share_a_bucket() -> None:
 
 def test_a_large_tensor_joins_the_open_bucket() -> None:
     """It is added before the bucket is closed: 40 bytes and 4000 in one bucket of 100."""
-    found = bucket_assignment(sized(10, 1000, 10), [100])
+    assignment = bucket_assignment(sized(10, 1000, 10), [100])
 
-    assert found.buckets == ((0, 1), (2,))
+    assert assignment.buckets == ((0, 1), (2,))
 
 
 def test_the_result_is_sorted_by_lowest_index() -> None:
@@ -83,10 +83,10 @@ def test_the_result_is_sorted_by_lowest_index() -> None:
 
 def test_an_order_is_kept() -> None:
     """Buckets are in the order in which they close, with the indices that the order gives."""
-    found = bucket_assignment(sized(10, 10, 10, 10, 10), [40, 80], order=[4, 2, 0, 3, 1])
+    assignment = bucket_assignment(sized(10, 10, 10, 10, 10), [40, 80], order=[4, 2, 0, 3, 1])
 
-    assert found.buckets == ((4,), (2, 0), (3, 1))
-    assert found.limits == (40, 80, 80)
+    assert assignment.buckets == ((4,), (2, 0), (3, 1))
+    assert assignment.limits == (40, 80, 80)
 
 
 def test_leftovers_of_an_order_stand_as_they_were_opened() -> None:
@@ -97,9 +97,9 @@ def test_leftovers_of_an_order_stand_as_they_were_opened() -> None:
     """
     dtypes = [FLOAT, HALF, DOUBLE, FLOAT, FLOAT]
     tensors = [torch.empty(10, dtype=dtype) for dtype in dtypes]
-    found = bucket_assignment(tensors, [80], order=[0, 1, 2, 3, 4])
+    assignment = bucket_assignment(tensors, [80], order=[0, 1, 2, 3, 4])
 
-    assert found.buckets == ((2,), (0, 3), (1,), (4,))
+    assert assignment.buckets == ((2,), (0, 3), (1,), (4,))
 
 
 def test_a_sparse_flag_makes_a_bucket_of_its_own() -> None:
@@ -114,10 +114,10 @@ def test_a_sparse_flag_makes_a_bucket_of_its_own() -> None:
 def test_the_first_bucket_is_small_by_default() -> None:
     """1 MiB, then 25 MiB, exceeded by at most one tensor."""
     numel = MIB // 4 // 2  # half a MiB
-    found = bucket_assignment(sized(*[numel] * 60))
+    assignment = bucket_assignment(sized(*[numel] * 60))
 
     assert (1 * MIB, 25 * MIB) == DEFAULT_LIMITS
-    assert [len(bucket) for bucket in found.buckets] == [2, 50, 8]
+    assert [len(bucket) for bucket in assignment.buckets] == [2, 50, 8]
 
 
 def test_no_element_at_all() -> None:
@@ -164,7 +164,7 @@ def test_as_the_reference_does(seed: int) -> None:
     mixed = [torch.empty(numel, dtype=draw.choice([FLOAT, DOUBLE, HALF])) for numel in numels]
 
     for tensors, ordering in ((mixed, []), (sized(*numels), order)):
-        found = bucket_assignment(tensors, limits, flags, ordering)
+        assignment = bucket_assignment(tensors, limits, flags, ordering)
         buckets, found_limits = _compute_bucket_assignment_by_size(tensors, limits, flags, ordering)
-        assert [list(bucket) for bucket in found.buckets] == buckets
-        assert list(found.limits) == found_limits
+        assert [list(bucket) for bucket in assignment.buckets] == buckets
+        assert list(assignment.limits) == found_limits

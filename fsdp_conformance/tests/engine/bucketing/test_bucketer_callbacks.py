@@ -94,7 +94,7 @@ class CallbackTest(BucketerTestCase):
         self.check_results({1: (3,), 2: (17,), 3: (3,)})
 
     def test_two_callbacks_that_raise(self) -> None:
-        """Both are raised."""
+        """Both exceptions are raised."""
         bucketer = self.start()
 
         def fail(result: Tensor) -> None:

@@ -53,15 +53,15 @@ class SimulatedBucketerTest(SimulatedRanks):
                     for stream in (*streams, module.current_stream()):
                         with module.stream(stream):
                             torch.empty(2 * numel, device=self.device).fill_(-1)
-        found = checker.hazards()
+        hazards = checker.hazards()
         with checker.suspended():
-            return [result.to("cpu") for result in results], found, sites
+            return [result.to("cpu") for result in results], hazards, sites
 
     @pytest.mark.slow
     def test_clean_and_right(self) -> None:
         """Each result is this rank's sum, nothing races, and something does without waits."""
-        results, found, sites = self.reduce()
-        self.assertEqual(0, len(found), msg="\n".join(hazard.explain() for hazard in found))
+        results, hazards, sites = self.reduce()
+        self.assertEqual(0, len(hazards), msg="\n".join(hazard.explain() for hazard in hazards))
         self.assertTrue(sites)
         expected = [
             torch.full((numel,), 2 * 2 * (10.0 * index + self.rank))

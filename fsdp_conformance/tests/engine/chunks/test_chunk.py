@@ -92,7 +92,7 @@ def test_padded_numel() -> None:
 @pytest.mark.parametrize("before", list(S), ids=lambda state: state.name)
 @pytest.mark.parametrize("after", list(S), ids=lambda state: state.name)
 def test_only_legal_moves(before: TensorState, after: TensorState) -> None:
-    """Nine moves are legal, the same state is no move, and everything else raises and changes nothing."""
+    """Nine moves are legal, staying in a state is not a move, and everything else raises and changes nothing."""
     states = TensorStates()
     states.add()
     states.reset(before)

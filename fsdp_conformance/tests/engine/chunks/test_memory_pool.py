@@ -222,7 +222,7 @@ def test_views_of_a_resized_block_see_the_next_lease() -> None:
 
 
 def test_a_leased_block_is_not_leased_again() -> None:
-    """Nor is a block of another kind."""
+    """A leased block and a block of another kind are not leased."""
     pool = MemoryPool("cpu")
     pool.allocate_public(1, 8, FLOAT)
     block = pool.reserve(8, FLOAT)
@@ -351,7 +351,7 @@ def test_public_blocks_count_against_the_limit() -> None:
 
 
 def test_arguments_out_of_range_are_all_named() -> None:
-    """Both at once, in a typed error."""
+    """One typed error names both."""
     with pytest.raises(PoolError, match=r"limit_bytes must .* got -1.*num_cooling must .* got -2"):
         MemoryPool("cpu", limit_bytes=-1, num_cooling=-2)
     assert issubclass(PoolExhausted, EngineError)
@@ -361,7 +361,7 @@ def test_an_exception_of_the_allocator_changes_no_counter(monkeypatch: pytest.Mo
     """If memory runs out halfway, only existing blocks are counted."""
     pool = MemoryPool("cpu")
     pool.allocate_public(1, 8, FLOAT)
-    kept = pool.lease_cached(4, FLOAT)
+    lease = pool.lease_cached(4, FLOAT)
     before = pool.counters
     calls = iter(range(10))
     real = torch.empty
@@ -377,7 +377,7 @@ def test_an_exception_of_the_allocator_changes_no_counter(monkeypatch: pytest.Mo
             pool.allocate_private([(8, FLOAT), (8, FLOAT)])
 
     assert before == pool.counters
-    pool.release(kept)
+    pool.release(lease)
     check(pool)
 
 

@@ -81,9 +81,9 @@ class SimulatedTest(SimulatedRanks):
         with nullcontext() if on_cpu else watching_engine(sites, dropped):
             for _ in range(NUM_STEPS):
                 trainer.step()
-        found = () if on_cpu else checker.hazards()
+        hazards = () if on_cpu else checker.hazards()
         with nullcontext() if on_cpu else checker.suspended():
-            return [chunk.shard.to("cpu", copy=True) for chunk in trainer.chunks], found, sites
+            return [chunk.shard.to("cpu", copy=True) for chunk in trainer.chunks], hazards, sites
 
     @pytest.mark.slow
     def test_clean_and_equal_to_the_cpu(self) -> None:
@@ -91,14 +91,14 @@ class SimulatedTest(SimulatedRanks):
         for name, schedule in SCHEDULES.items():
             for alone in (False, True):
                 expected, _, _ = self.train(schedule, torch.device("cpu"), alone=alone)
-                got, found, sites = self.train(schedule, self.device, alone=alone)
-                self.assertEqual(0, len(found), msg="\n".join([name, *(hazard.explain() for hazard in found)]))
+                got, hazards, sites = self.train(schedule, self.device, alone=alone)
+                self.assertEqual(0, len(hazards), msg="\n".join([name, *(hazard.explain() for hazard in hazards)]))
                 self.assertTrue(sites, msg=name)
                 for shard, on_cpu in zip(got, expected, strict=True):
                     self.assertTrue(torch.equal(on_cpu, shard), msg=f"{name}: expected {on_cpu}, got {shard}")
             with checker.without_waits():
-                _, found, _ = self.train(schedule, self.device)
-            self.assertNotEqual((), found, msg=name)
+                _, hazards, _ = self.train(schedule, self.device)
+            self.assertNotEqual((), hazards, msg=name)
 
     @pytest.mark.slow
     def test_each_wait_is_needed(self) -> None:
@@ -112,11 +112,11 @@ class SimulatedTest(SimulatedRanks):
                 _, _, sites = self.train(schedule, self.device, alone=alone)
                 executed |= sites
                 # Which waits are tried is the first rank's word: all ranks have to train as often.
-                asked = [sorted(sites - flagged)]
-                dist.broadcast_object_list(asked, device=torch.device("cpu"))
-                for site in asked[0]:
-                    _, found, _ = self.train(schedule, self.device, alone=alone, dropped={site})
-                    is_found = [bool(found)]
+                candidates = [sorted(sites - flagged)]
+                dist.broadcast_object_list(candidates, device=torch.device("cpu"))
+                for site in candidates[0]:
+                    _, hazards, _ = self.train(schedule, self.device, alone=alone, dropped={site})
+                    is_found = [bool(hazards)]
                     dist.broadcast_object_list(is_found, device=torch.device("cpu"))
                     flagged |= {site} if is_found[0] else set()
 

@@ -65,7 +65,7 @@ class Wrapping(ReducerTestCase):
         self.assert_means(model)
 
     def test_a_module_cannot_be_wrapped_twice(self) -> None:
-        """Neither can a module inside another wrapper."""
+        """A wrapped module, and a module inside another wrapper, cannot be wrapped."""
         inner = DataParallel(Coded())
         for module in (inner, nn.Sequential(nn.Linear(2, 2), inner), DistributedDataParallel(Coded())):
             with self.assertRaisesRegex(ConfigError, "must not average gradients already, as"):
@@ -105,11 +105,11 @@ class Wrapping(ReducerTestCase):
             DataParallel(Coded(), device_id=3)
 
     def test_options_out_of_range(self) -> None:
-        """One error for all problems of a kind."""
+        """One error lists all problems of a kind."""
         with self.assertRaisesRegex(ConfigError, "bucket_cap_mb must be .*, got -1"):
             DataParallel(Coded(), bucket_cap_mb=-1)
-        with self.assertRaisesRegex(ConfigError, r"ignored_names must be .*, got \['nobody'\]"):
-            DataParallel(Coded(), ignored_names=["nobody", "p0"])
+        with self.assertRaisesRegex(ConfigError, r"ignored_names must be .*, got \['missing'\]"):
+            DataParallel(Coded(), ignored_names=["missing", "p0"])
 
     def test_bucket_limits_in_mib(self) -> None:
         """One number applies to every bucket including the first; several apply one after the other."""
@@ -208,13 +208,13 @@ class Iterations(ReducerTestCase):
             output = model(self._inputs(step))
             output.logits.sum().backward()
             output.extra["right"][0].square().sum().backward()
-            found = self.on_every_rank([p.grad.tolist() for p in model.parameters() if p.grad is not None])
-            self.assertEqual(4, len(found[0]))
-            self.assertEqual(found[0], found[1])
+            gradients = self.on_every_rank([p.grad.tolist() for p in model.parameters() if p.grad is not None])
+            self.assertEqual(4, len(gradients[0]))
+            self.assertEqual(gradients[0], gradients[1])
             model.zero_grad()
 
     def test_forwards_without_a_graph(self) -> None:
-        """Under no_grad and in inference mode, before and between iterations, and after one that raised."""
+        """They may run under no_grad and in inference mode, before and between iterations, and after an exception."""
         model = DataParallel(Coded(), broadcast_buffers=False)
         begin = self.mark()
         for step in range(3):

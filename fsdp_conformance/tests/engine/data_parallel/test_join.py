@@ -150,7 +150,7 @@ class Joining(ReducerTestCase):
                 self.train(model, step)
 
     def test_beside_other_joinables(self) -> None:
-        """After a joinable that receives the context's notification instead, and before a sharded optimizer."""
+        """It works after a joinable that gets the context's notification instead, and before a sharded optimizer."""
         model = DataParallel(Coded())
         first = _Silent()
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=1.0)

@@ -64,19 +64,19 @@ class ParityTestCase(ReducerTestCase):
         regime = regime or Regime()
         expected = self.reference_run(workload, regime)
         for option in options:
-            found = self.engine_run(workload, regime, option)
-            self.assertEqual(expected.requires_grad, found.requires_grad)
+            actual = self.engine_run(workload, regime, option)
+            self.assertEqual(expected.requires_grad, actual.requires_grad)
             compared = 0
-            for mine, theirs in zip(found.steps, expected.steps, strict=True):
+            for mine, theirs in zip(actual.steps, expected.steps, strict=True):
                 place = f"{workload.name} {option} {regime} step {mine.step}"
-                for what, got, wanted in (
+                for what, got, tensors in (
                     ("loss", dict(enumerate(mine.losses)), dict(enumerate(theirs.losses))),
                     ("gradient", mine.grads or {}, theirs.grads or {}),
                     ("parameter", mine.params, theirs.params),
                     ("buffer", mine.buffers, theirs.buffers),
                 ):
-                    self.assertEqual(wanted.keys(), got.keys(), f"{place} {what}")
-                    for name, tensor in wanted.items():
+                    self.assertEqual(tensors.keys(), got.keys(), f"{place} {what}")
+                    for name, tensor in tensors.items():
                         other = got[name]  # type: ignore[index]
                         compared += 1
                         if tensor is None or other is None:
@@ -133,8 +133,8 @@ class TwoRanks(ParityTestCase):
             workload = workload_by_name(name)
             expected = self.reference_run(workload, Regime())
             for option in ({"bucket_cap_mb": 0.0001}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
-                found = self.engine_run(workload, Regime(), option, search=False)
-                for mine, theirs in zip(found.steps, expected.steps, strict=True):
+                actual = self.engine_run(workload, Regime(), option, search=False)
+                for mine, theirs in zip(actual.steps, expected.steps, strict=True):
                     for parameter, value in theirs.params.items():
                         self.assertTrue(torch.equal(value, mine.params[parameter]), msg=f"{name} {option} {parameter}")
 

@@ -255,7 +255,7 @@ class Accumulation(ReducerTestCase):
             self.assertIsNone(module.p3.grad)
 
     def test_two_forwards_in_one_backward(self) -> None:
-        """One reduction of the sum, including parameters that only one of them uses."""
+        """The sum is reduced once, including parameters that only one of the forwards uses."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         first, second = self.forward(reducer, module, 0, (0, 1)), self.forward(reducer, module, 1, (1, 2))

@@ -83,13 +83,13 @@ class Memory(ReducerTestCase):
         """It is not written again once it is dropped from the parameter."""
         module = Coded()
         reducer = self.reducer_of(module, bucket_limits=(10_000,))
-        kept = []
+        gradients = []
         for step in range(3):
             self.forward(reducer, module, step).backward()
-            kept.append(module.p1.grad)
+            gradients.append(module.p1.grad)
             module.zero_grad(set_to_none=True)
 
-        for step, grad in enumerate(kept):
+        for step, grad in enumerate(gradients):
             assert grad is not None
             self.assertTrue(torch.equal(pattern((5,)) * mean_code(2, step), grad))
 
@@ -101,10 +101,10 @@ class Memory(ReducerTestCase):
             for step in range(2):
                 self.forward(reducer, module, step).backward()
                 module.zero_grad(set_to_none=False)
-            kept = module.p1.grad
+            gradient = module.p1.grad
             self.forward(reducer, module, 3).backward()
 
-            self.assertIs(kept, module.p1.grad)
+            self.assertIs(gradient, module.p1.grad)
             self.assert_means(module, step=3)
 
     def test_a_reducer_that_is_dropped_leaves_nothing_behind(self) -> None:

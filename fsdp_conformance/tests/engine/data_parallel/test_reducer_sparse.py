@@ -30,7 +30,7 @@ class Sparse(ReducerTestCase):
         reducer = self.reducer_of(
             module, sparse=["embedding.weight"] if sparse else [], find_unused_parameters=find_unused
         )
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for step in range(steps):
             module.zero_grad()
             reducer.prepare_for_forward()
@@ -46,8 +46,8 @@ class Sparse(ReducerTestCase):
             if grad is not None:
                 self.assertEqual(torch.sparse_coo if sparse else torch.strided, grad.layout)
                 grad = grad.to_dense().clone()
-            found.append(grad)
-        return found
+            gradients.append(grad)
+        return gradients
 
     def _assert_equal(self, mine: list[Tensor | None], twins: list[Tensor | None]) -> None:
         for one, other in zip(mine, twins, strict=True):

@@ -159,9 +159,9 @@ class Simulated(SimulatedRanks):
                 for stream in net.streams:
                     with _module().stream(stream):
                         _use_freed_memory(device)
-        found = [hazard.explain() for hazard in checker.hazards()] if on_device else []
+        hazards = [hazard.explain() for hazard in checker.hazards()] if on_device else []
         with checker.suspended() if on_device else nullcontext():
-            return [parameter.detach().to("cpu", copy=True) for parameter in net.parameters()], found, sites
+            return [parameter.detach().to("cpu", copy=True) for parameter in net.parameters()], hazards, sites
 
     def _step(
         self,
@@ -186,15 +186,15 @@ class Simulated(SimulatedRanks):
             checker.set_reuse(reuse)
             for name, schedule in SCHEDULES.items():
                 expected, _, _ = self.train(schedule, torch.device("cpu"))
-                got, found, sites = self.train(schedule, self.device)
-                self.assertEqual("", "\n".join(found), name)
+                got, hazards, sites = self.train(schedule, self.device)
+                self.assertEqual("", "\n".join(hazards), name)
                 self.assertTrue(sites, msg=name)
                 for parameter, on_cpu in zip(got, expected, strict=True):
                     self.assertTrue(torch.equal(on_cpu, parameter), msg=f"{name}: expected {on_cpu}, got {parameter}")
                 if not schedule.joined:
                     with checker.without_waits():
-                        _, found, _ = self.train(schedule, self.device)
-                    self.assertNotEqual([], found, msg=name)
+                        _, hazards, _ = self.train(schedule, self.device)
+                    self.assertNotEqual([], hazards, msg=name)
 
     def test_inputs_to_the_cpu(self) -> None:
         """Inputs from the device have arrived when a module on the CPU reads them."""
@@ -236,12 +236,12 @@ class Simulated(SimulatedRanks):
             _, _, sites = self.train(schedule, self.device)
             executed |= sites
             # The first rank decides which waits are tried, because all ranks must train equally often.
-            asked = [sorted(sites - flagged)]
-            dist.broadcast_object_list(asked, device=torch.device("cpu"))
-            for site in asked[0]:
-                _, found, _ = self.train(schedule, self.device, dropped={site})
+            candidates = [sorted(sites - flagged)]
+            dist.broadcast_object_list(candidates, device=torch.device("cpu"))
+            for site in candidates[0]:
+                _, hazards, _ = self.train(schedule, self.device, dropped={site})
                 is_found: list[Any] = [None, None]
-                dist.all_gather_object(is_found, bool(found))
+                dist.all_gather_object(is_found, bool(hazards))
                 flagged |= {site} if any(is_found) else set()
 
         self.assertGreater(len(executed), 4)
@@ -255,8 +255,10 @@ def _raise(grad: Tensor) -> Tensor:
 def _use_freed_memory(device: torch.device) -> None:
     """Write into memory of the sizes of one, some and all parameters that was freed on the current stream."""
     layer = WIDTH * (WIDTH + 1)
-    kept = [torch.zeros(numel, device=device) for numel in (WIDTH, WIDTH**2, layer, LAYERS * layer) for _ in range(3)]
-    for tensor in kept:
+    tensors = [
+        torch.zeros(numel, device=device) for numel in (WIDTH, WIDTH**2, layer, LAYERS * layer) for _ in range(3)
+    ]
+    for tensor in tensors:
         tensor.add_(1)
 
 

@@ -107,11 +107,13 @@ class ShardedTestCase(RecordedRanks):
         return subject
 
     def assert_same_params(self, expected: nn.Module, subject: nn.Module) -> None:
-        wanted = {name: parameter.detach() for name, parameter in expected.named_parameters()}
-        found = full_params(subject)
-        self.assertEqual(list(wanted), list(found))
-        for name, value in wanted.items():
-            self.assertTrue(torch.equal(value, found[name]), msg=f"{name}: expected {value}, got {found[name]}")
+        expected_values = {name: parameter.detach() for name, parameter in expected.named_parameters()}
+        actual_values = full_params(subject)
+        self.assertEqual(list(expected_values), list(actual_values))
+        for name, value in expected_values.items():
+            self.assertTrue(
+                torch.equal(value, actual_values[name]), msg=f"{name}: expected {value}, got {actual_values[name]}"
+            )
 
     def schedule(self) -> list[str]:
         """The collectives since the last call."""

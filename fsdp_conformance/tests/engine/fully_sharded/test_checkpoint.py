@@ -39,7 +39,7 @@ class TestCheckpoint(CheckpointTestCase):
             {"model": sharded_state_dict(subject), "optimizer": sharded_optimizer_state(subject, optimizer)},
             storage_writer=FileSystemWriter(directory),
         )
-        wanted, state = full_params(subject), full_optimizer_state(subject, optimizer)
+        params, state = full_params(subject), full_optimizer_state(subject, optimizer)
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         other = FullyShardedDataParallel(chain(), groups[self.rank // 2])
         restored = self.adam(other)
@@ -52,11 +52,11 @@ class TestCheckpoint(CheckpointTestCase):
         load_sharded_state_dict(other, loaded["model"])
         load_optimizer_state(other, restored, loaded["optimizer"])
         for name, value in full_params(other).items():
-            self.assertTrue(torch.equal(wanted[name], value), msg=name)
-        found = full_optimizer_state(other, restored)
+            self.assertTrue(torch.equal(params[name], value), msg=name)
+        loaded_state = full_optimizer_state(other, restored)
         for name, entries in state["state"].items():
             for key, value in entries.items():
-                self.assertTrue(torch.equal(value, found["state"][name][key]), msg=f"{name} {key}")
+                self.assertTrue(torch.equal(value, loaded_state["state"][name][key]), msg=f"{name} {key}")
 
     def adam(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)

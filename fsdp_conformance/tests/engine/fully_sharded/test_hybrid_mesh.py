@@ -1,8 +1,8 @@
 """
 Hybrid sharding on 2 x 2 x 2: two axes are the engine's, and the third keeps two trainings side by side.
 
-Eight simulated ranks. The trainings have data of their own, so that whatever reached over the third axis would show in
-the numbers.
+Eight simulated ranks. The trainings have different data, so that any traffic over the third axis would show in the
+numbers.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class SideBySide(CubeTestCase):
     def assert_parity(self, got: TrainingHistory, expected: TrainingHistory) -> None:
         """Losses, gradients and parameters of every step, bit for bit."""
         self.assertEqual(len(expected.steps), len(got.steps))
-        for mine, wanted in zip(got.steps, expected.steps, strict=True):
-            self.assertEqual(wanted.losses, mine.losses)
-            self.assert_same(wanted.grads or {}, mine.grads or {}, f"gradient {wanted.step}")
-            self.assert_same(wanted.params, mine.params, f"parameter {wanted.step}")
+        for mine, theirs in zip(got.steps, expected.steps, strict=True):
+            self.assertEqual(theirs.losses, mine.losses)
+            self.assert_same(theirs.grads or {}, mine.grads or {}, f"gradient {theirs.step}")
+            self.assert_same(theirs.params, mine.params, f"parameter {theirs.step}")
 
     def assert_same(self, expected: Mapping[str, Tensor | None], got: Mapping[str, Tensor | None], what: str) -> None:
         """The same names, at least one, and the same bits."""
@@ -142,7 +142,7 @@ class SideBySide(CubeTestCase):
             self.assert_collectives(got, cube)
 
     def test_fsdp2(self) -> None:
-        """So does torch's `fully_shard`."""
+        """torch's `fully_shard` behaves in the same way."""
         for layout in LAYOUTS:
             cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=layout)
             got, expected = self.train_side_by_side(FSDP2OnMesh(), cube)

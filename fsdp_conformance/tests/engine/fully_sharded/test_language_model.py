@@ -77,7 +77,7 @@ class TestLanguageModel(CheckpointTestCase):
         group: ProcessGroup | None,
     ) -> list[float]:
         """Train, and say the mean losses over the ranks of a group."""
-        found = []
+        means = []
         for step in steps:
             loss = step_loss(model, step, dist.get_rank(group), dist.get_world_size(group))
             loss.backward()
@@ -85,5 +85,5 @@ class TestLanguageModel(CheckpointTestCase):
             optimizer.zero_grad()
             mean = loss.detach().clone()
             dist.all_reduce(mean, group=group)
-            found.append(mean.item() / dist.get_world_size(group))
-        return found
+            means.append(mean.item() / dist.get_world_size(group))
+        return means

@@ -29,13 +29,13 @@ def test_boxes_have_every_element_of_a_range_once_and_in_order(shape: tuple[int,
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for begin in range(whole.numel() + 1):
         for end in range(begin, whole.numel() + 1):
-            found = list(boxes(shape, begin, end))
+            pieces = list(boxes(shape, begin, end))
 
-            assert [number for box in found for number in _cut(whole, box).flatten().tolist()] == list(
+            assert [number for box in pieces for number in _cut(whole, box).flatten().tolist()] == list(
                 range(begin, end)
             )
-            assert len(found) <= max(1, 2 * len(shape) - 1)
-            assert sum(box.numel for box in found) == end - begin
+            assert len(pieces) <= max(1, 2 * len(shape) - 1)
+            assert sum(box.numel for box in pieces) == end - begin
 
 
 def test_a_scalar_is_one_box() -> None:

@@ -143,9 +143,9 @@ class TestOnFourRanks(Matrix):
 def test_every_legal_pair_is_there() -> None:
     """Every legal pair of values is in a combination that is run, and few combinations are run."""
     legal = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
-    wanted = {pair for row in legal if is_legal(row) for pair in pairs(row)}
+    legal_pairs = {pair for row in legal if is_legal(row) for pair in pairs(row)}
 
-    assert wanted == {pair for row in ROWS for pair in pairs(row)}
+    assert legal_pairs == {pair for row in ROWS for pair in pairs(row)}
     assert len(ROWS) < 30
 
 

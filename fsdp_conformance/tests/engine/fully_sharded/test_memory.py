@@ -91,10 +91,10 @@ class TestOnTheCPU(ShardedTestCase):
 
     def test_a_leak_is_seen(self) -> None:
         """One small tensor that is kept in each step shows in both figures."""
-        kept = []
+        leaked = []
 
         def count() -> int:
-            kept.append(torch.zeros(3))
+            leaked.append(torch.zeros(3))
             return live_bytes()
 
         counts = train(sharded(chain(1)), _inputs(self.rank, "cpu"), steps=WARM_UP + 4, count=count)

@@ -175,10 +175,10 @@ class TestFullPrecisionInEval(ShardedTestCase):
         self.assertEqual(torch.bfloat16, subject.train()(batch(self.rank)).dtype)
 
     def _assert_same_gradients(self, expected: nn.Module, subject: nn.Module) -> None:
-        for (name, wanted), got in zip(expected.named_parameters(), subject.parameters(), strict=True):
-            self.assertEqual(wanted.grad is None, got.grad is None, msg=name)
-            if wanted.grad is not None and got.grad is not None:
-                self.assertTrue(torch.equal(wanted.grad, got.grad), msg=f"{name}: {got.grad}, not {wanted.grad}")
+        for (name, theirs), got in zip(expected.named_parameters(), subject.parameters(), strict=True):
+            self.assertEqual(theirs.grad is None, got.grad is None, msg=name)
+            if theirs.grad is not None and got.grad is not None:
+                self.assertTrue(torch.equal(theirs.grad, got.grad), msg=f"{name}: {got.grad}, not {theirs.grad}")
 
 
 class TestBuffers(ShardedTestCase):

@@ -147,11 +147,15 @@ class TestOnSim(OnSim):
                 message = str(error)
                 # The peer waits for this one to gather the same.
                 subject(x, 2 - self.rank).sum().backward()
-            told: list[Any] = [None] * self.world_size
-            dist.all_gather_object(told, message)
-            (said,) = filter(None, told)
-            self.assertRegex(said, r"about to issue the gather \(\d+ elements a rank\) of unit \d+ \(branches\.[12]")
-            self.assertRegex(said, r"another rank has issued the gather \(\d+ elements a rank\) of unit \d+ \(branches")
+            messages: list[Any] = [None] * self.world_size
+            dist.all_gather_object(messages, message)
+            (error_text,) = filter(None, messages)
+            self.assertRegex(
+                error_text, r"about to issue the gather \(\d+ elements a rank\) of unit \d+ \(branches\.[12]"
+            )
+            self.assertRegex(
+                error_text, r"another rank has issued the gather \(\d+ elements a rank\) of unit \d+ \(branches"
+            )
         self.found()
 
     def test_on_the_cpu_in_a_group_of_the_device(self) -> None:
@@ -185,16 +189,16 @@ class TestOnSim(OnSim):
     def assert_same(self, program: Program, *, build: Callable[[], nn.Module] = chain, **options: Any) -> None:
         """The parameters after `program` are those that it leaves on the CPU, and no access was unordered."""
         checker.set_reuse(checker.Reuse.WORST_CASE)
-        found = []
+        params = []
         for device in ("cpu", self.device):
             subject = sharded(build(), device_id=torch.device(device), **options)
             inputs = [batch(self.rank, number).to(device) for number in range(4)]
             program(subject, inputs)
             with checker.suspended():
-                found.append({name: value.cpu() for name, value in full_params(subject).items()})
+                params.append({name: value.cpu() for name, value in full_params(subject).items()})
         self.assertEqual([], self.found())
-        for name, value in found[0].items():
-            self.assertTrue(torch.equal(value, found[1][name]), msg=f"{name}: expected {value}, got {found[1][name]}")
+        for name, value in params[0].items():
+            self.assertTrue(torch.equal(value, params[1][name]), msg=f"{name}: expected {value}, got {params[1][name]}")
 
 
 class _Branched(nn.Module):

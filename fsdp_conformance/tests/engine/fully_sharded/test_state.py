@@ -305,9 +305,9 @@ class TestAround(ShardedTestCase):
         state = outer.state_dict()
         moved = {("second.9.bias" if name == "second.3.bias" else name): value for name, value in state.items()}
         del moved["first.0.linear.bias"]
-        found = outer.load_state_dict(moved, strict=False)
-        self.assertEqual(["first.0.linear.bias", "second.3.bias"], found.missing_keys)
-        self.assertEqual(["second.9.bias"], found.unexpected_keys)
+        result = outer.load_state_dict(moved, strict=False)
+        self.assertEqual(["first.0.linear.bias", "second.3.bias"], result.missing_keys)
+        self.assertEqual(["second.9.bias"], result.unexpected_keys)
         with self.assertRaisesRegex(RuntimeError, r'Missing.*"second\.3\.bias"[^_]*Unexpected.*"second\.9\.bias"'):
             outer.load_state_dict(moved)
         # torch itself does not miss the counters of normalisations in old state dicts, which have no versions.

@@ -91,12 +91,12 @@ class TestOptions(ShardedTestCase):
             self.assertEqual(expected, model.eval()(batch(self.rank)).dtype)
 
     def _assert_same(self, torchs: dict[str, Any], ours: dict[str, Any]) -> None:
-        found, expected = (FullyShardedDataParallel(chain(), **options) for options in (torchs, ours))
-        self.assertEqual(expected.unit.mixed_precision, found.unit.mixed_precision)
-        self.assertEqual(expected.unit.spec.offload, found.unit.spec.offload)
-        self.assertEqual(expected.unit.reshard_after_forward, found.unit.reshard_after_forward)
-        self.assertEqual(expected.plan(), found.plan())
-        losses = [self.train(model, step=lambda m, x: forward_sum(m, x).float()) for model in (expected, found)]
+        actual, expected = (FullyShardedDataParallel(chain(), **options) for options in (torchs, ours))
+        self.assertEqual(expected.unit.mixed_precision, actual.unit.mixed_precision)
+        self.assertEqual(expected.unit.spec.offload, actual.unit.spec.offload)
+        self.assertEqual(expected.unit.reshard_after_forward, actual.unit.reshard_after_forward)
+        self.assertEqual(expected.plan(), actual.plan())
+        losses = [self.train(model, step=lambda m, x: forward_sum(m, x).float()) for model in (expected, actual)]
         self.assertEqual(losses[0], losses[1])
 
     def test_order_of_arguments(self) -> None:
@@ -221,8 +221,8 @@ class TestPolicies(ShardedTestCase):
         """A custom policy may return options, in torch's spelling."""
 
         def choose(module: nn.Module) -> Any:
-            kept = {"sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP}
-            return kept if isinstance(module, Stage) and module.linear.out_features == WIDTH else False
+            unit_options = {"sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP}
+            return unit_options if isinstance(module, Stage) and module.linear.out_features == WIDTH else False
 
         model = FullyShardedDataParallel(chain(), auto_wrap_policy=wrap.CustomPolicy(choose))
         self.assertEqual(["0", "1", "2"], units(model))

@@ -59,16 +59,16 @@ class TestWaits(OnSim):
         executed: set[str] = set()
         flagged: set[str] = set()
         for number, _ in enumerate(PROGRAMS):
-            found, sites = self.run_program(number)
-            self.assertEqual([], found)
+            hazards, sites = self.run_program(number)
+            self.assertEqual([], hazards)
             executed |= sites
             # Which waits are tried is the first rank's word: all ranks have to train as often.
-            asked = [sorted(sites - flagged)]
-            dist.broadcast_object_list(asked, device=torch.device("cpu"))
-            for site in asked[0]:
-                found, _ = self.run_program(number, dropped={site})
+            candidates = [sorted(sites - flagged)]
+            dist.broadcast_object_list(candidates, device=torch.device("cpu"))
+            for site in candidates[0]:
+                hazards, _ = self.run_program(number, dropped={site})
                 seen: list[Any] = [None, None]
-                dist.all_gather_object(seen, bool(found))
+                dist.all_gather_object(seen, bool(hazards))
                 flagged |= {site} if any(seen) else set()
         self.assertGreater(len(executed), 15)
         unseen = {site for site in executed - flagged if not any(part in site for part in NOT_ASKED)}

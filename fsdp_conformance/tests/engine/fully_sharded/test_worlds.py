@@ -44,22 +44,22 @@ def shardings(world_size: int) -> Iterator[dict[str, Any]]:
 
 def differences(got: TrainingHistory, expected: TrainingHistory) -> list[str]:
     """Where losses, gradients or parameters of a step are not the same bits."""
-    found = []
+    texts = []
     for mine, want in zip(got.steps, expected.steps, strict=True):
         values = {"loss": (mine.losses, want.losses)}
         values |= {f"parameter {name}": ([mine.params[name]], [value]) for name, value in want.params.items()}
-        grads, wanted = mine.grads or {}, want.grads or {}
-        pairs = {name: (grads.get(name), value) for name, value in wanted.items()}
+        grads, expected_grads = mine.grads or {}, want.grads or {}
+        pairs = {name: (grads.get(name), value) for name, value in expected_grads.items()}
         values |= {f"gradient {name}": ([a], [b]) for name, (a, b) in pairs.items() if a is not None and b is not None}
-        found += [
+        texts += [
             f"gradient {name} of step {want.step}" for name, (a, b) in pairs.items() if (a is None) != (b is None)
         ]
-        found += [
+        texts += [
             f"{name} of step {want.step}"
             for name, (some, others) in values.items()
             if not all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
         ]
-    return found
+    return texts
 
 
 def trained_beside_ddp(rank: int, world_size: int, plans: list[Plan]) -> dict[str, list[str]]:
@@ -67,14 +67,14 @@ def trained_beside_ddp(rank: int, world_size: int, plans: list[Plan]) -> dict[st
     workload, regime = probes.exact_mlp(), Regime()
     expected = ddp_reference(workload, regime, rank=rank, world_size=world_size)
     assert expected.steps, "DDP has trained"
-    found = {}
+    by_plan = {}
     for plan in plans:
         adapter = Reference()
         run = train(adapter, workload, plan, regime, World(rank=rank, size=world_size))
         assert len(run.steps) == len(expected.steps), "as many steps as DDP"
-        found[repr(plan)] = differences(run, expected)
+        by_plan[repr(plan)] = differences(run, expected)
         adapter.close()
-    return {plan: lines for plan, lines in found.items() if lines}
+    return {plan: lines for plan, lines in by_plan.items() if lines}
 
 
 def thirds() -> Iterator[Any]:
@@ -100,11 +100,11 @@ def test_every_strategy_and_prefetch(world_size: int, third: int) -> None:
 
     chosen = plans[third::3]
 
-    found = simulated_ranks.run_ranks(
+    by_rank = simulated_ranks.run_ranks(
         world_size, lambda rank: trained_beside_ddp(rank, world_size, chosen), timeout_s=TIMEOUT_S
     )
 
-    assert [{}] * world_size == found
+    assert [{}] * world_size == by_rank
 
 
 @compiled
@@ -126,10 +126,10 @@ def test_every_strategy_init_mode_and_offload(world_size: int) -> None:
     ]
     chosen = plans[WORLD_SIZES.index(world_size) % 3 :: 3]
 
-    found = simulated_ranks.run_ranks(
+    by_rank = simulated_ranks.run_ranks(
         world_size, lambda rank: trained_beside_ddp(rank, world_size, chosen), timeout_s=TIMEOUT_S
     )
 
-    assert [{}] * world_size == found
+    assert [{}] * world_size == by_rank
     assert checker.accesses()
     assert not checker.num_hazards()

@@ -253,8 +253,8 @@ class TestSteps(ShardedTestCase):
     def gradients(self, model: nn.Module, prefix: str) -> Tensor:
         """The full gradients of some parameters, flat."""
         with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
-            found = [p.grad for name, p in model.named_parameters() if name.startswith(prefix)]
-            return torch.cat([grad.flatten().clone() for grad in found if grad is not None])
+            grads = [p.grad for name, p in model.named_parameters() if name.startswith(prefix)]
+            return torch.cat([grad.flatten().clone() for grad in grads if grad is not None])
 
     def test_replicas_that_wait(self) -> None:
         """
@@ -277,8 +277,8 @@ class TestSteps(ShardedTestCase):
                     model(batch(self.rank, 1)).float().sum().backward()
                 # The last backward runs one unit alone.
                 model.module.get_submodule("0")(batch(self.rank, 2)).float().sum().backward()
-            for (name, wanted), got in zip(expected.named_parameters(), subject.parameters(), strict=True):
-                self.assertEqual(wanted.grad, got.grad, rtol=0, atol=0, msg=name)
+            for (name, theirs), got in zip(expected.named_parameters(), subject.parameters(), strict=True):
+                self.assertEqual(theirs.grad, got.grad, rtol=0, atol=0, msg=name)
 
     def test_gathered_by_hand(self) -> None:
         """A handle gives whole parameters once, before the first forward, too; a unit that does not run is freed."""
@@ -420,9 +420,9 @@ class TestSignsOfZero(ShardedTestCase):
             with patch.object(chunk_gradients, "reduce_scatter", losing) if lost else nullcontext():
                 forward_sum(subject, batch(self.rank)).backward()
             gradients.append({name: parameter.grad for name, parameter in subject.named_parameters()})
-        kept, lost_sign = gradients
+        with_sign, lost_sign = gradients
         for name, parameter in subject.named_parameters():
-            expected, got = kept[name], cast(Tensor, lost_sign[name])
+            expected, got = with_sign[name], cast(Tensor, lost_sign[name])
             if name.endswith("spare") and parameter.numel():
                 self.assertIsNone(expected)
                 expected = torch.zeros_like(parameter)
@@ -477,18 +477,18 @@ def test_what_cannot_be_broadcast_is_said_before() -> None:
 
 
 @spawn_threads_and_init_comms(world_size=2)
-def _synchronised_in_threads(found: dict[int, float]) -> None:
+def _synchronised_in_threads(means: dict[int, float]) -> None:
     rank = dist.get_rank()
     module = nn.Linear(2, 2)
     nn.init.constant_(module.weight, rank + 1.0)
     model = FullyShardedDataParallel(module, sync_module_states=True)
-    found[rank] = full_params(model)["weight"].mean().item()
+    means[rank] = full_params(model)["weight"].mean().item()
 
 
 def test_group_that_names_no_devices() -> None:
     """A process group written in Python is its own backend, and is asked: here torch's for threads."""
-    found: dict[int, float] = {}
+    means: dict[int, float] = {}
 
-    _synchronised_in_threads(found)
+    _synchronised_in_threads(means)
 
-    assert found == {0: 1.0, 1: 1.0}
+    assert means == {0: 1.0, 1: 1.0}

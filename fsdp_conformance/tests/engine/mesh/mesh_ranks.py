@@ -40,9 +40,9 @@ class MeshTestCase(ChunkTestCase):
 
     def sent(self) -> list[tuple[Op, int, tuple[int, ...]]]:
         """The collectives since the last call: operation, bytes, ranks."""
-        found = [(record.op, record.nbytes, record.group) for record in process_group.log().records]
+        traffic = [(record.op, record.nbytes, record.group) for record in process_group.log().records]
         process_group.log().clear()
-        return found
+        return traffic
 
     @contextmanager
     def refused(self, *problems: str) -> Iterator[None]:

@@ -69,7 +69,7 @@ class Broadcast(MeshTestCase):
         self.assertTrue(parameter.is_leaf and parameter.requires_grad)
 
     def test_one_collective_of_its_bytes(self) -> None:
-        """One broadcast over the row only; nothing is sent for meta, without elements, and in a group of one."""
+        """It broadcasts once, over the row only; it sends nothing for meta, without elements, and in a group of one."""
         mesh_broadcast(coded(self.rank, 3), (self.square, 1)).wait()
         self.assertEqual([(Op.BROADCAST, 12, tuple(self.row(1)))], self.sent())
         alone = init_device_mesh(self.device_type, (4, 1))
@@ -159,9 +159,9 @@ class HybridSharding(MeshTestCase):
         )
         broadcasts = [each for each in self.sent() if each[0] is Op.BROADCAST]
         self.assertEqual([(Op.BROADCAST, 80, tuple(self.row(axis))) for axis in (0, 1)], broadcasts)
-        found = full_params(model)
-        self.assert_equal(coded(0, 5, 3), found["weight"])
-        self.assert_equal(torch.full((5,), 0.5), found["bias"])
+        params = full_params(model)
+        self.assert_equal(coded(0, 5, 3), params["weight"])
+        self.assert_equal(torch.full((5,), 0.5), params["bias"])
 
 
 class Refused(MeshTestCase):
@@ -204,8 +204,8 @@ class Refused(MeshTestCase):
         """No list, a list of the wrong length, and entries whose shape, dtype or device differ from the output's."""
         axis: Axis = (self.square, 1)
         source = self.rank % 2  # every rank is the source of a call that is never sent
-        for shards, found in ((None, "None"), ([torch.zeros(2)] * 3, "3")):
-            with self.refused(f"shards must be 2 tensors, one for each rank of the group, got {found}"):
+        for shards, value in ((None, "None"), ([torch.zeros(2)] * 3, "3")):
+            with self.refused(f"shards must be 2 tensors, one for each rank of the group, got {value}"):
                 mesh_scatter(torch.zeros(2), shards, axis, source=source)
         wrong = [torch.zeros(3), torch.zeros(2, dtype=torch.int64, device="meta")]
         with self.refused(

@@ -100,17 +100,17 @@ class SimulatedMeshTest(SimulatedRanks):
                     for stream in streams:
                         with module.stream(stream):
                             torch.empty(numel, device=self.device).fill_(-1)
-        found = checker.hazards()
+        hazards = checker.hazards()
         with checker.suspended():
-            return result.to("cpu") / 2, found, sites
+            return result.to("cpu") / 2, hazards, sites
 
     @pytest.mark.slow
     def test_clean_and_equal_to_the_cpu(self) -> None:
         """Every collective: the CPU's result, no hazard, and hazards without any waits."""
         for name in PROGRAMS:
             expected = self.on_cpu(name)
-            got, found, sites = self.on_device(name)
-            self.assertEqual(0, len(found), msg="\n".join([name, *(hazard.explain() for hazard in found)]))
+            got, hazards, sites = self.on_device(name)
+            self.assertEqual(0, len(hazards), msg="\n".join([name, *(hazard.explain() for hazard in hazards)]))
             self.assertTrue(sites, msg=name)
             self.assertTrue(torch.equal(expected, got), msg=f"{name}: expected {expected}, got {got}")
             with checker.without_waits():

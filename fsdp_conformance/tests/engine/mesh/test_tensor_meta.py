@@ -17,21 +17,21 @@ from fsdp_conformance.tests.engine.mesh.mesh_ranks import MeshTestCase, coded
 class TensorMeta(MeshTestCase):
     """Rank 3 differs; it is the second of its row on both axes."""
 
-    def problems(self, tensor: Tensor, axis: int, **asked: bool) -> list[str]:
+    def problems(self, tensor: Tensor, axis: int, **options: bool) -> list[str]:
         """The problems that this rank reports."""
         try:
-            check_tensor_meta(tensor, (self.square, axis), **asked)
+            check_tensor_meta(tensor, (self.square, axis), **options)
         except TensorMetaMismatch as error:
             self.assertIn(f"[check_tensor_meta, rank {self.rank}]", str(error))
             return list(error.problems)
         return []
 
-    def assert_told(self, mine: Tensor, *expected: str, **asked: bool) -> None:
+    def assert_told(self, mine: Tensor, *expected: str, **options: bool) -> None:
         """Every rank in a row with rank 3 reports these problems, and the other row none."""
         for axis in (0, 1):
             row = self.row(axis)
-            told = [f"rank 3: {each.format(first=row[0])}" for each in expected] if 3 in row else []
-            self.assertEqual(told, self.problems(mine, axis, **asked))
+            expected_problems = [f"rank 3: {each.format(first=row[0])}" for each in expected] if 3 in row else []
+            self.assertEqual(expected_problems, self.problems(mine, axis, **options))
 
     def different(self, different: Tensor, usual: Tensor) -> Tensor:
         return different if self.rank == 3 else usual
@@ -39,7 +39,7 @@ class TensorMeta(MeshTestCase):
     def test_each_difference(self) -> None:
         """Each requested property, and no other, is mentioned."""
         usual = coded(self.rank, 2, 3)
-        for other, always, asked in (
+        for other, always, optional in (
             (usual.double(), ["dtype: expected float32, as on rank {first}, got float64"], []),
             (usual.clone().requires_grad_(), ["requires_grad: expected False, as on rank {first}, got True"], []),
             (usual[:1], [], [("shape", "shape: expected (2, 3), as on rank {first}, got (1, 3)")]),
@@ -56,8 +56,8 @@ class TensorMeta(MeshTestCase):
             mine = self.different(other, usual)
             self.assert_told(mine, *always)
             for choice in ({"shape"}, {"stride"}, {"shape", "stride"}):
-                wanted: dict[str, Any] = dict.fromkeys(choice, True)
-                self.assert_told(mine, *always, *[text for name, text in asked if name in choice], **wanted)
+                options: dict[str, Any] = dict.fromkeys(choice, True)
+                self.assert_told(mine, *always, *[text for name, text in optional if name in choice], **options)
 
     def test_values_and_devices_do_not_count(self) -> None:
         """Values differ on every rank, and one tensor may be on meta."""
@@ -73,8 +73,8 @@ class TensorMeta(MeshTestCase):
         """One row checks, and differs, while the other does nothing; only the row communicates."""
         self.sent()
         if self.rank >= 2:
-            found = self.problems(torch.zeros(self.rank, dtype=torch.float16), 1, shape=True)
-            self.assertEqual(["rank 3: shape: expected (2,), as on rank 2, got (3,)"], found)
+            problems = self.problems(torch.zeros(self.rank, dtype=torch.float16), 1, shape=True)
+            self.assertEqual(["rank 3: shape: expected (2,), as on rank 2, got (3,)"], problems)
             self.assertEqual({(2, 3)}, {group for _, _, group in self.sent()})
         self.assertEqual([], self.sent())
 

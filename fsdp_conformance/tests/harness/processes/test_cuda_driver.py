@@ -38,7 +38,7 @@ torch.cuda._device_count_nvml = lambda: -1
 
 
 def program(*lines: str, arguments: tuple[str, ...] = ()) -> list[str]:
-    """What a new process prints."""
+    """The command line of a new process that prints the state of the driver."""
     answer = subprocess.run(
         [sys.executable, "-c", "\n".join(lines), *arguments],
         capture_output=True,
@@ -52,11 +52,11 @@ def program(*lines: str, arguments: tuple[str, ...] = ()) -> list[str]:
 
 
 def test_the_driver_itself_is_asked(tmp_path: Path) -> None:
-    """Also one that a library has started behind torch's back, and not one that is merely loaded."""
+    """A driver that a library started without torch counts, and one that is merely loaded does not."""
     source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
     source.write_text(DRIVER)
     subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True)
-    found = program(
+    lines = program(
         "import ctypes, sys",
         "from fsdp_conformance.harness.processes.cuda_driver import cuda_is_initialised",
         "print(cuda_is_initialised())",
@@ -67,14 +67,14 @@ def test_the_driver_itself_is_asked(tmp_path: Path) -> None:
         arguments=(str(library),),
     )
 
-    assert found == ["False", "False", "True"]
+    assert lines == ["False", "False", "True"]
 
 
 def test_imports_of_the_warm_process_count_in_a_child(tmp_path: Path) -> None:
     """A module that counts GPUs when it is imported gets the number; afterwards torch counts as ever."""
     counts, counter = tmp_path / "counts.py", tmp_path / "who"
     counts.write_text("import torch\nFOUND = torch.cuda.is_available(), torch.cuda.device_count()\n")
-    found = program(
+    lines = program(
         COUNTED,
         "from fsdp_conformance.harness.processes import preload",
         "preload.load([sys.argv[2]])",
@@ -84,12 +84,12 @@ def test_imports_of_the_warm_process_count_in_a_child(tmp_path: Path) -> None:
         arguments=(str(counter), str(counts)),
     )
 
-    assert found == ["(True, 3) {} None", "False", "3 True"]
+    assert lines == ["(True, 3) {} None", "False", "3 True"]
 
 
 def test_the_controller_counts_in_a_child(tmp_path: Path) -> None:
     """Whatever it asks about devices."""
-    found = program(
+    lines = program(
         COUNTED,
         "from fsdp_conformance.harness import devices",
         "print(devices.device_count('cuda'), devices.present_accelerator())",
@@ -97,13 +97,13 @@ def test_the_controller_counts_in_a_child(tmp_path: Path) -> None:
         arguments=(str(tmp_path / "who"),),
     )
 
-    assert found == ["3 cuda", "False"]
+    assert lines == ["3 cuda", "False"]
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this build of torch has no CUDA to count for")
 def test_a_build_for_gpus_is_not_marked() -> None:
     """Torch marks a process that has asked the driver: a child forked from it may not use a GPU."""
-    found = program(
+    lines = program(
         "import os, torch",
         "from fsdp_conformance.harness import devices",
         "devices.device_count('cuda')",
@@ -114,7 +114,7 @@ def test_a_build_for_gpus_is_not_marked() -> None:
         "os.waitpid(pid, 0)",
     )
 
-    assert found == ["False"]
+    assert lines == ["False"]
 
 
 def test_a_driver_that_fails_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +127,10 @@ def test_a_driver_that_fails_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_driver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The child is ended, and the error says what to look at."""
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
 
     def hang() -> int:
-        told.write_text(str(os.getpid()))
+        pid_file.write_text(str(os.getpid()))
         signal.pause()
         return 1
 
@@ -140,4 +140,4 @@ def test_a_driver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, 
 
     with pytest.raises(EnvironmentUnavailable, match="did not say within 3 s how many GPUs there are"):
         devices.device_count("cuda")
-    assert not Path(f"/proc/{told.read_text()}").exists()
+    assert not Path(f"/proc/{pid_file.read_text()}").exists()

@@ -46,7 +46,7 @@ def found(monkeypatch: pytest.MonkeyPatch, servers: Servers, *modules: str) -> A
 
 
 def test_every_module_that_starts_cuda_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after another, and each server is asked once."""
+    """They are left out one after another, and each server is asked once."""
     servers = Servers("engine", "kernels", "torch")
 
     assert found(monkeypatch, servers, "suite", "engine", "kernels") == ("suite",)
@@ -56,7 +56,7 @@ def test_every_module_that_starts_cuda_is_left_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_every_rank_needs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If torch itself starts the driver, there is no server without: the ranks say so."""
+    """If torch itself starts the driver, every server has it, and the ranks report it."""
     servers = Servers()
     servers.ask = lambda server: "torch.testing"  # type: ignore[method-assign]
 

@@ -31,7 +31,7 @@ FOREVER_S = 600.0
 
 
 class Seen(NamedTuple):
-    """What the controller had in hand when it concluded."""
+    """The state that the controller had when it concluded."""
 
     reports: list[RankReport | None]
     exits: list[RankExit]
@@ -267,7 +267,7 @@ def test_killed_rank_is_named_by_its_signal() -> None:
 
 
 def test_segfault_leaves_its_python_stack() -> None:
-    """A rank that dies of a fault of its own says where in Python it was."""
+    """A rank that dies of a segmentation fault or the like reports where in Python it was."""
     seen = run(Faulty, "test_segfault")
 
     assert seen.found.headline == "rank 1 was killed by SIGSEGV before it reported"
@@ -297,7 +297,7 @@ def test_exit_of_the_last_rank_counts() -> None:
 
 
 def test_rank_that_leaves_a_collective_out_is_a_hang() -> None:
-    """Its peers time out in the collective; nobody is stuck, and nobody has a failure of his own."""
+    """Its peers time out in the collective; no rank is stuck, and no rank has another failure."""
     seen = run(Hanging, "test_leaves_a_collective_out")
 
     assert seen.endings[1] == Ending.FINISHED
@@ -322,7 +322,7 @@ def test_sleeping_rank_is_found_with_its_stack() -> None:
 
 
 def test_ranks_that_are_slow_are_not_stuck() -> None:
-    """On a machine that is busy with something else a case takes longer, and nothing is wrong with it."""
+    """A case may take longer on a busy machine without being reported as stuck."""
     seen = run(Hanging, "test_is_slow")
 
     assert seen.endings == [Ending.FINISHED] * 3
@@ -421,7 +421,7 @@ def test_skip_in_the_ranks_keeps_its_reason() -> None:
 
 
 def test_output_of_the_ranks_is_in_the_failure() -> None:
-    """What a rank wrote is kept, and shown where the case failed."""
+    """The output of a rank is stored and shown with the failure of its case."""
     seen = run(Faulty, "test_speaks")
 
     assert all("to stdout\nto stderr\n" in end.output for end in seen.exits)
@@ -429,7 +429,7 @@ def test_output_of_the_ranks_is_in_the_failure() -> None:
 
 
 def test_deadline_of_the_controller_is_the_groups() -> None:
-    """It reaches the ranks' groups, those without a timeout of their own too, though only one instance knows it."""
+    """It reaches the ranks' groups, including those without their own timeout, though only one instance knows it."""
     case = Faulty("test_what_set_up_says_counts")
     case.collective_timeout_s = 17.0
     case.run(unittest.TestResult())

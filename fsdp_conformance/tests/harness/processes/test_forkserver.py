@@ -24,7 +24,7 @@ POLL_S = 0.01
 
 
 def facts() -> dict[str, object]:
-    """What a forked process finds: runs in the child."""
+    """State of a forked process; runs in the child."""
     import torch
 
     return {
@@ -54,19 +54,19 @@ def wait_for_end(pid: int) -> None:
 
 
 def test_child_has_everything_imported() -> None:
-    """What a case needs is there without an import, and the controller's own __main__ was not run again."""
-    found = run_in_child(facts)
+    """A case finds its imports loaded, and the controller's own __main__ was not run again."""
+    child_facts = run_in_child(facts)
 
-    assert (found["missing"], found["failures"]) == ([], {})
-    assert found["main"] is None
+    assert (child_facts["missing"], child_facts["failures"]) == ([], {})
+    assert child_facts["main"] is None
 
 
 def test_server_has_one_thread_and_no_cuda() -> None:
     """A fork copies one thread alone, and a driver that was started cannot be used in the copy."""
-    found = run_in_child(facts)
+    child_facts = run_in_child(facts)
 
     # the second thread is the rank's own: it watches the controller
-    assert (found["threads"], found["cuda"]) == (2, [False, False, None])
+    assert (child_facts["threads"], child_facts["cuda"]) == (2, [False, False, None])
 
 
 def test_child_gets_the_environment_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +128,10 @@ def test_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
     grown = run_in_child(value_of, path, preload=(path,))["parent"]
     os.kill(grown, 9)
     wait_for_end(grown)
-    found = run_in_child(value_of, path, preload=(path,))
+    child_facts = run_in_child(value_of, path, preload=(path,))
 
-    assert (found["loaded"], found["value"]) == (True, 3)
-    assert grown != found["parent"]
+    assert (child_facts["loaded"], child_facts["value"]) == (True, 3)
+    assert grown != child_facts["parent"]
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_environment_of_the_imports_has_a_server_of_its_own(tmp_path: Path) -> N
 
 
 def answer_from(server: forkserver.WarmServer, path: str) -> dict[str, object]:
-    """What `value_of` returns in a process of that server."""
+    """The result of `value_of` in a process of that server."""
     import multiprocessing
 
     ours, theirs = multiprocessing.Pipe()
@@ -225,16 +225,16 @@ def test_server_that_was_forked_from_this_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _IN_ITS_OWN_FORK], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
-    found = json.loads(done.stdout)
+    child_facts = json.loads(done.stdout)
 
-    assert found["here"]
-    assert found["same"], "what only the imports needed is still set"
-    assert found["first"]["parent"] == found["server"]
-    assert found["second"]["parent"] not in (found["server"], found["pid"])
-    for told in (found["first"], found["second"]):
-        assert (told["missing"], told["failures"], told["threads"]) == ([], {}, 2)
-        assert told["cuda"] == [False, False, None]
-    for pid in (found["server"], found["second"]["parent"]):
+    assert child_facts["here"]
+    assert child_facts["same"], "what only the imports needed is still set"
+    assert child_facts["first"]["parent"] == child_facts["server"]
+    assert child_facts["second"]["parent"] not in (child_facts["server"], child_facts["pid"])
+    for child in (child_facts["first"], child_facts["second"]):
+        assert (child["missing"], child["failures"], child["threads"]) == ([], {}, 2)
+        assert child["cuda"] == [False, False, None]
+    for pid in (child_facts["server"], child_facts["second"]["parent"]):
         wait_for_end(pid)
 
 

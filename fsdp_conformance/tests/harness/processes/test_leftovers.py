@@ -75,14 +75,14 @@ class Messy(ShardedTrainingTestCase):
 
 def processes_marked(marker: str) -> list[int]:
     """The processes that run with this marker in their environment."""
-    found = []
+    pids = []
     for process in Path("/proc").iterdir():
         try:
             if process.name.isdigit() and f"{MARKER}={marker}".encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
+                pids.append(int(process.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def wait_for(condition: object, what: str) -> None:
@@ -107,7 +107,7 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def controller(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """A marker and an environment for a controller of its own; nothing with the marker may outlive the test."""
+    """A marker and an environment for a separate controller; nothing with the marker may outlive the test."""
     marker = uuid.uuid4().hex
     yield marker, {**os.environ, MARKER: marker, "TMPDIR": str(tmp_path)}
     for pid in processes_marked(marker):
@@ -259,7 +259,7 @@ def test_what_a_rank_has_started_ends_with_it() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and is no zombie: init may take its time to reap one."""
+    """True if a process exists and is not a zombie: init may take a while to reap one."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -288,18 +288,18 @@ def test_shared_memory_of_a_killed_rank_is_removed() -> None:
 
 
 def test_shared_memory_in_use_is_kept() -> None:
-    """A block that some process maps is somebody's, whoever made it."""
+    """A block that any process maps is in use, regardless of its creator."""
     before = shared_memory()
     path = Path("/dev/shm", f"nccl-{uuid.uuid4().hex}")
     with path.open("wb+") as file:
         file.truncate(4096)
         block = mmap.mmap(file.fileno(), 4096)
     try:
-        kept = path.name not in remove_orphans(before)
+        survived = path.name not in remove_orphans(before)
         block.close()
         remove_orphans(before)
         removed = not path.exists()  # perhaps by the end of another test's case, which looks for orphans too
     finally:
         path.unlink(missing_ok=True)
 
-    assert (kept, removed) == (True, True)
+    assert (survived, removed) == (True, True)

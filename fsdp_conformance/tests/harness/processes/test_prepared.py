@@ -117,12 +117,12 @@ def starts(reports: Any) -> list[str]:
 
 def waiting() -> list[int]:
     """The pids of the set that waits."""
-    found = prepared._waiting
-    return [int(process.pid or 0) for process, _ in found.ranks.members] if found is not None else []
+    session = prepared._waiting
+    return [int(process.pid or 0) for process, _ in session.ranks.members] if session is not None else []
 
 
 def gone(pids: list[int]) -> bool:
-    """Whether the processes end within the deadline."""
+    """True if the processes end within the deadline."""
     deadline = time.monotonic() + PATIENCE_S
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
         if time.monotonic() > deadline:
@@ -132,7 +132,7 @@ def gone(pids: list[int]) -> bool:
 
 
 def test_the_next_case_finds_fresh_ranks_ready() -> None:
-    """With their group, a clean log, the same seed, and its own environment; each set is used once."""
+    """They have their group, a clean log, the same seed, and their own environment; each set is used once."""
     first, first_pids, first_errors = run(Cases, following=2)
     ready = waiting()
     second, second_pids, second_errors = run(Cases, following=2)
@@ -149,7 +149,7 @@ def test_the_next_case_finds_fresh_ranks_ready() -> None:
 
 
 def test_what_does_not_fit_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another world size, or another environment: the case starts ranks of its own."""
+    """Another world size, or another environment: the case starts its own ranks."""
     run(Cases, following=2)
     ready = waiting()
     reports, _, errors = run(Three)
@@ -175,7 +175,7 @@ def test_pytests_own_variable_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_rank_that_died_while_it_waited_costs_only_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case starts fresh ranks at once and blames nobody, even if the surviving rank is still waiting for it."""
+    """The case starts fresh ranks at once and blames no rank, even if the surviving rank is still waiting for it."""
     monkeypatch.setattr(preparation, "READY_S", 86400.0)
     run(Cases, following=2)
     ready = waiting()
@@ -196,7 +196,7 @@ def test_a_failure_does_not_reach_the_set_that_waits() -> None:
 
 
 def test_nothing_is_prepared_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for a test that makes its own group, not if no case follows, not on devices that begin quickly."""
+    """No ranks are prepared for a test that makes its own group, for no next case, or on devices that begin quickly."""
     run(WithoutGroup, following=2)
     assert waiting() == []
     run(Cases)
@@ -217,7 +217,7 @@ def test_other_launches_leave_the_set_alone() -> None:
 
 
 def test_which_cases_can_be_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that own a GPU each, in processes of this host, which nobody debugs."""
+    """Ranks that own a GPU each, in processes of this host without a debugger."""
     monkeypatch.setattr(devices, "begins_slowly", devices.is_scarce)
     group = FirstGroup()
 
@@ -230,7 +230,7 @@ def test_which_cases_can_be_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_devices_without_room_prepare_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There must be memory for the rank that waits, and for one that runs beside it."""
+    """There must be memory for the rank that waits, and for one that runs at the same time."""
     case, lease = orders(tmp_path, "cuda"), leases.Lease(devices=("0", "1"))
     memory = {"0": DeviceMemory(total_mib=80_000, free_mib=2 * RANK_MIB)}
     monkeypatch.setattr(leases, "memory_of", lambda device_type, name: memory.get(name))
@@ -245,10 +245,10 @@ def test_devices_that_others_took_meanwhile(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(devices, "device_count", lambda device_type: 4)
     monkeypatch.setattr(leases, "_uuids", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    wanted = leases.Lease(devices=("1", "2"))
+    lease = leases.Lease(devices=("1", "2"))
     with leases.lease("cuda", 3):
-        assert leases.again("cuda", wanted) is None
-    held = leases.again("cuda", wanted)
+        assert leases.again("cuda", lease) is None
+    held = leases.again("cuda", lease)
     assert held is not None
     with held, leases.lease("cuda", 2, timeout_s=0.0) as others:
         assert others.devices == ("0", "3")

@@ -45,7 +45,7 @@ def test_where_it_cannot_be_set(obstacle: str, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="the kernel does not group processes by session")
 def test_a_rank_keeps_the_nice_value(tmp_path: Path) -> None:
-    """As soon as it has a session of its own. Its threads do not preempt each other."""
+    """The priority is set as soon as the rank has its own session. Its threads do not preempt each other."""
     code = f"""
 import os
 from pathlib import Path
@@ -72,7 +72,7 @@ print(os.sched_getscheduler(0))
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the policy is Linux's")
 @pytest.mark.parametrize(("chosen", "policy"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
 def test_policy(chosen: str, policy: str) -> None:
-    """Woken threads wait for a core, unless somebody chose another policy."""
+    """Woken threads wait for a core, unless the user chose another policy."""
     command = [sys.executable, "-c", _CHOOSES_A_POLICY, chosen]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
 
@@ -80,7 +80,7 @@ def test_policy(chosen: str, policy: str) -> None:
 
 
 def test_where_no_policy_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing happens, whether the system has none or forbids it."""
+    """The call has no effect if the system has no policies or forbids them."""
 
     def forbid(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")

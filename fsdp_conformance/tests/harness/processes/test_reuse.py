@@ -80,7 +80,7 @@ def pids(exits: Any) -> list[int]:
 
 
 def test_same_ranks_run_the_next_case() -> None:
-    """The processes stay, the report says so, and each case begins from the same seed."""
+    """The processes stay, the report mentions it, and each case begins from the same seed."""
     pool.close()
     first, first_exits, first_errors = run(Reused, "test_sums")
     second, second_exits, second_errors = run(Reused, "test_sums")
@@ -90,7 +90,7 @@ def test_same_ranks_run_the_next_case() -> None:
     assert [end.exitcode for end in second_exits] == [None, None]
     assert (first[0].environment["start"], second[0].environment["start"]) == ("forkserver", "reused")
     assert first[1].measurements["random"] == second[1].measurements["random"]
-    # each case has files of its own
+    # each case has its own files
     assert first[0].measurements["trace"] != second[0].measurements["trace"]
 
 
@@ -144,7 +144,7 @@ def test_idle_ranks_hold_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devices, "device_count", lambda device_type: 2)
     monkeypatch.setattr(leases, "_uuids", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    kept = RankPool()
+    pool = RankPool()
 
     def used() -> RankSet:
         lease = leases.Lease(devices=("0", "1"))
@@ -152,18 +152,18 @@ def test_idle_ranks_hold_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert held is not None
         return RankSet(key=("a",), members=(), lease=lease, shared_before=frozenset(), resources=held)
 
-    kept.put(used())
+    pool.put(used())
     with leases.lease("cuda", 2, timeout_s=0.0):
         pass
-    again = kept.take(("a",), "cuda")
+    again = pool.take(("a",), "cuda")
     assert again is not None
     with pytest.raises(EnvironmentUnavailable, match="only 0 of 1 devices"), leases.lease("cuda", 1, timeout_s=0.0):
         pass
-    kept.put(again)
+    pool.put(again)
     with leases.lease("cuda", 1, timeout_s=0.0):
-        assert kept.take(("a",), "cuda") is None
+        assert pool.take(("a",), "cuda") is None
     with leases.lease("cuda", 2, timeout_s=0.0):
-        assert kept.take(("a",), "cuda") is None
+        assert pool.take(("a",), "cuda") is None
 
 
 def test_closed_pool_has_no_ranks() -> None:

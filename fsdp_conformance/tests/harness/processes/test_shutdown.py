@@ -97,7 +97,7 @@ def test_no_rank_shuts_down_before_the_last_is_done() -> None:
 
 
 def test_rank_ends_without_finalizing_python() -> None:
-    """What is registered at exit does not run: the process is over."""
+    """Exit handlers do not run: the process ends at once."""
     _, exits, _ = run("test_registers_at_exit")
 
     assert [(end.exitcode, "finalized" in end.output) for end in exits] == [(0, False)] * 3

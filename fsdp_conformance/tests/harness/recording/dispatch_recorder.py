@@ -112,7 +112,7 @@ class DispatchRecorder(TorchDispatchMode):
 
     @property
     def records(self) -> list[CollectiveRecord]:
-        """What was recorded, in order, labelled with the phases of the rank's log."""
+        """The recorded collectives in order, labelled with the phases of the rank's log."""
         return self.log.records
 
     def schedule(self) -> list[str]:
@@ -132,16 +132,16 @@ class DispatchRecorder(TorchDispatchMode):
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = func._schema.name.split("::")[1]
-        named = zip((argument.name for argument in func._schema.arguments), args, strict=False)
-        arguments: Arguments = {**dict(named), **kwargs}
+        by_name = zip((argument.name for argument in func._schema.arguments), args, strict=False)
+        arguments: Arguments = {**dict(by_name), **kwargs}
         if name == "batch_p2p_ops":
             for direction, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
                 operator = _FUNCTIONAL["isend" if "send" in direction else "irecv"]
                 self._add(func, operator, arguments | {"tensor": tensor})
             return
-        known = (_C10D if func.namespace == "c10d" else _FUNCTIONAL).get(name)
-        if known is not None:
-            self._add(func, known, arguments)
+        collective = (_C10D if func.namespace == "c10d" else _FUNCTIONAL).get(name)
+        if collective is not None:
+            self._add(func, collective, arguments)
         elif name not in _SILENT:
             self.unknown.append(func._schema.name)
 

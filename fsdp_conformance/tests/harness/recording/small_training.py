@@ -57,7 +57,7 @@ class Engine(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a run left behind on this rank."""
+    """The result of a run on this rank."""
 
     losses: list[Tensor]
     params: dict[str, Tensor]

@@ -24,7 +24,7 @@ QUIET = {
 
 
 def test_no_collective_of_this_torch_is_overlooked() -> None:
-    """Of every method that a new version of torch adds, somebody has to say whether it communicates."""
+    """Every method that a new version of torch adds must be classified as communicating or not."""
     names = {name for name in dir(ProcessGroup) if not name.startswith("__") and not name.isupper()}
 
     assert set() == names - QUIET - set(METHODS), "add each to METHODS of collective_calls, or to QUIET here"
@@ -32,7 +32,7 @@ def test_no_collective_of_this_torch_is_overlooked() -> None:
 
 @pytest.mark.parametrize("name", ["gather_single", "gather_into_tensor"])
 def test_every_rank_counts_a_gather_into_one_tensor_alike(name: str) -> None:
-    """Only the root has a place for all; the others pass an empty tensor."""
+    """Only the root has room for all parts; the others pass an empty tensor."""
     mine = torch.ones(3)
     at_root, elsewhere = (traffic_of(name, (torch.empty(numel), mine, object()), {}, 4) for numel in (12, 0))
 

@@ -168,7 +168,7 @@ def dtensor_redistributions() -> Outputs:
 
 
 def subgroup_collectives() -> Outputs:
-    """A group of ranks 0 and 2, made by new_group, once with a backend of its own choice."""
+    """A group of ranks 0 and 2, made by new_group, once with an explicit backend."""
     results: Outputs = {}
     for name, backend in (("inherited", None), ("named", "gloo")):
         group = dist.new_group([0, 2], backend=backend)

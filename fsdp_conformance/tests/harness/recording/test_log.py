@@ -91,7 +91,7 @@ def test_call_site_is_the_callers_line() -> None:
 
 
 def test_call_site_behind_a_deprecation() -> None:
-    """The wrapper of a deprecated function is nobody's line."""
+    """A line in the wrapper of a deprecated function is never reported."""
     namespace = {"call_site": call_site}
     code = compile(  # as if it were a line of that file
         "found = call_site()", typing_extensions.__file__, "exec"
@@ -128,7 +128,7 @@ def test_trace_tells_issued_from_closed(tmp_path: Path) -> None:
 
 
 class _Mark:
-    """An event that the device passes when the test says so."""
+    """An event that the device passes when the test tells it to."""
 
     def __init__(self) -> None:
         self.passed = False
@@ -164,7 +164,7 @@ def test_trace_is_closed_by_the_device(tmp_path: Path) -> None:
 
 
 def test_trace_of_a_device_that_failed(tmp_path: Path) -> None:
-    """What cannot be marked stays issued: the caller hears of the failure."""
+    """A collective that cannot be marked remains issued, and the caller gets the error."""
 
     def fail() -> _Mark:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

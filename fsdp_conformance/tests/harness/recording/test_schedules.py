@@ -19,7 +19,7 @@ from fsdp_conformance.tests.harness.recording import small_training
 
 
 class Schedules(ShardedTrainingTestCase):
-    """What each engine issues in its set-up and in two steps, equal on both ranks."""
+    """The collectives that each engine issues in its set-up and in two steps, equal on both ranks."""
 
     world_size = 2
     preload = ("fsdp_conformance.tests.harness.recording.small_training",)

@@ -129,7 +129,7 @@ class Seam(ShardedTrainingTestCase):
         self.assertIs(work, observer.works[0])
 
     def test_wrapped_work_in_python(self) -> None:
-        """What wrap_work returns is what the caller gets: here the output is not there before the wait."""
+        """The caller gets what wrap_work returns: here the output is not there before the wait."""
         self._start(Recorder(held=Op.ALL_GATHER))
         output = torch.zeros(4)
         work = dist.all_gather_into_tensor(output, torch.full((2,), float(self.rank)), async_op=True)
@@ -169,7 +169,7 @@ class Seam(ShardedTrainingTestCase):
         self.assertEqual(torch.full((3,), 4.0), result)
 
     def test_observer_that_raises(self) -> None:
-        """What an observer raises reaches the caller; the collective was not issued, and stands in the log."""
+        """An observer's exception reaches the caller; the collective was not issued, but is in the log."""
         refusing = Refusing()
         self._start(refusing)
         with self.assertRaisesRegex(ConnectionError, "all_reduce refused"):
@@ -310,7 +310,7 @@ reduce_scatter 8B float32 SUM [0,1]""",
 
 
 class Registration(ShardedTrainingTestCase):
-    """Putting the seam in and taking it out, in a rank of its own."""
+    """Tests that put the seam in and take it out, in a separate rank."""
 
     world_size = 1
 
@@ -347,7 +347,7 @@ class Registration(ShardedTrainingTestCase):
         self.assertEqual([device, device], [group.bound_device_id, group._twin.bound_device_id])
 
     def test_one_backend_alone(self) -> None:
-        """As `init_process_group("nccl")`: no group for tensors on the CPU."""
+        """There is no group for tensors on the CPU, as with `init_process_group("nccl")`."""
         register_recording_backend("cuda", only="nccl")
 
         self.assertEqual("nccl", distributed_c10d.Backend(BACKEND))
@@ -367,7 +367,7 @@ class Registration(ShardedTrainingTestCase):
 
     def test_twice_and_out(self) -> None:
         """Registering twice is registering once; after unregistering, torch is as it was."""
-        known = list(distributed_c10d.Backend.backend_list)
+        backends = list(distributed_c10d.Backend.backend_list)
         register_recording_backend()
         register_recording_backend()
         unregister_recording_backend()
@@ -375,5 +375,5 @@ class Registration(ShardedTrainingTestCase):
         self.start_process_group()
 
         self.assertTrue(type(world()) is ProcessGroup)
-        self.assertEqual(known, distributed_c10d.Backend.backend_list)
+        self.assertEqual(backends, distributed_c10d.Backend.backend_list)
         self.assertFalse(hasattr(distributed_c10d.Backend, BACKEND.upper()))

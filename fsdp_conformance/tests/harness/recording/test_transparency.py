@@ -39,7 +39,9 @@ class _Transparency(ShardedTrainingTestCase):
         self._spawn_processes()
 
     def _both(self, work: Callable[[], Result]) -> tuple[Result, Result]:
-        """What `work` returns on stock groups and on recording ones, after all three schedules were found equal."""
+        """
+        The results of `work` on stock groups and on recording ones, after checking that all three schedules are equal.
+        """
         self.start_process_group()
         self.assertFalse(is_recording())
         with DispatchRecorder() as stock:
@@ -76,7 +78,7 @@ class Transparency(_Transparency):
         got.assert_bitwise_equal(expected)
 
     def test_checkpoint_and_clipping(self) -> None:
-        """So are the norms of sharded gradients, and a distributed checkpoint written, overwritten and read back."""
+        """Norms of sharded gradients and a rewritten distributed checkpoint are bitwise equal, too."""
         # The path is sent between ranks, so both are of one length.
         paths = iter([Path(self.file_name).with_name(name) for name in ("first-one", "other-one")])
 

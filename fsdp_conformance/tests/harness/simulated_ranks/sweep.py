@@ -139,7 +139,7 @@ class Tensors:
     layout: str = "five"
 
     def given(self, times: int = 1, seed: int = 0) -> Tensor:
-        """What the rank contributes, `times` as long."""
+        """The rank's contribution, `times` as long."""
         shape, lay_out = LAYOUTS[self.layout]
         generator = torch.Generator().manual_seed(1000 * seed + self.rank)
         values = torch.randint(1, 4, _times(shape, times), generator=generator)
@@ -345,23 +345,23 @@ Call = Callable[[Member], list[Tensor]]
 def calls() -> dict[str, Call]:
     """By name."""
     everywhere = {**REDUCING, **MOVING, **OTHERS}
-    found: dict[str, Call] = {}
+    by_name: dict[str, Call] = {}
     for (name, collective), dtype, op in itertools.product(REDUCING.items(), DTYPES, REDUCTIONS):
-        found[f"{name} {_short(dtype)} {op}"] = _call(collective, dtype=dtype, op=op)
+        by_name[f"{name} {_short(dtype)} {op}"] = _call(collective, dtype=dtype, op=op)
     for (name, collective), dtype in itertools.product({**MOVING, **UNEVEN, **OTHERS}.items(), DTYPES):
-        found[f"{name} {_short(dtype)}"] = _call(collective, dtype=dtype)
+        by_name[f"{name} {_short(dtype)}"] = _call(collective, dtype=dtype)
     for (name, collective), layout in itertools.product(everywhere.items(), LAYOUTS):
         if (name, layout) in UNDEFINED:
             continue
-        found[f"{name}, {layout}"] = _call(collective, layout=layout)
+        by_name[f"{name}, {layout}"] = _call(collective, layout=layout)
     for name, collective in everywhere.items():
-        found[f"{name}, a leaf, without gradients"] = _call(collective, layout="a leaf with a gradient", off=True)
+        by_name[f"{name}, a leaf, without gradients"] = _call(collective, layout="a leaf with a gradient", off=True)
     for (name, collective), group in itertools.product({**everywhere, **UNEVEN}.items(), GROUPS):
-        found[f"{name} in {group}"] = _call(collective, group=group)
+        by_name[f"{name} in {group}"] = _call(collective, group=group)
     for name, collective in {**REDUCING, **MOVING}.items():
         if collective is not _around:
-            found[f"{name}, its Work"] = functools.partial(_work, collective)
-    return found
+            by_name[f"{name}, its Work"] = functools.partial(_work, collective)
+    return by_name
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -389,17 +389,17 @@ def _call(
 
 
 def _work(collective: Collective, me: Member) -> list[Tensor]:
-    """What is left after an asynchronous call, and what its Work says."""
-    kept, work = collective(me, Tensors(me.rank), async_op=True)
+    """The state after an asynchronous call, and the answers of its Work."""
+    outputs, work = collective(me, Tensors(me.rank), async_op=True)
     work.wait()
     if collective in (_reduce_scatter, _reduce_scatter_tensor):
-        return kept  # gloo's has neither results nor a future
+        return outputs  # gloo's has neither results nor a future
     assert work.is_completed()
     assert work.is_success()
     future = work.get_future()
     future.wait()
     defined = collective is not _reduce or me.rank == me.root
-    return [*kept, *(_flat(work.result()) if defined else []), torch.tensor(_nesting(future.value()))]
+    return [*outputs, *(_flat(work.result()) if defined else []), torch.tensor(_nesting(future.value()))]
 
 
 def _flat(value: Any) -> list[Tensor]:
@@ -420,7 +420,7 @@ Outcome = dict[str, Any]
 
 
 def outcome(call: Call, me: Member) -> Outcome:
-    """What a call leaves on this rank."""
+    """The result of a call on this rank."""
     try:
         return {"tensors": [_plain(tensor) for tensor in call(me)]}
     except Exception as error:  # noqa: BLE001 - whether it raises, and what, is compared

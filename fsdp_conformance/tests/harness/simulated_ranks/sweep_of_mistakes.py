@@ -48,7 +48,7 @@ def _world() -> Any:
 
 
 def _of(call: Callable[..., object], *arguments: Any, **options: Any) -> Call:
-    """A call whose arguments are equal on every rank, and made anew for each by those that are functions."""
+    """A call whose arguments are equal on every rank, and created separately for each where they are functions."""
 
     def made(me: Member) -> list[Tensor]:
         values = [argument() if callable(argument) else argument for argument in arguments]
@@ -208,7 +208,7 @@ WRONG: Final[dict[str, Call]] = {
     "new_group with a rank twice": _of(lambda: dist.new_group([0, 0])),
     "new_group with a rank beyond": _of(lambda: dist.new_group([0, SIZE])),
     "a second init_process_group": _of(lambda: dist.init_process_group("gloo", rank=0, world_size=1)),
-    "barrier with device_ids that are no list": _of(lambda: dist.barrier(device_ids=0)),
+    "barrier with device_ids that are not a list": _of(lambda: dist.barrier(device_ids=0)),
 }
 
 
@@ -232,17 +232,19 @@ def _sparse_sum_of_a_gradient(me: Member) -> list[Tensor]:
 
 
 def _from_anybody(me: Member) -> list[Tensor]:
-    """What the first member gets from the others, in the order of their ranks, and who says to have sent it."""
+    """
+    The tensors that the first member receives from the others, in rank order, and the sender that each receive reports.
+    """
     receiver, *others = me.ranks
     if me.rank in others:
         dist.send(torch.full((2,), 10.0 + me.rank), receiver, group=me.group)
     if me.rank != receiver:
         return []
-    found = {}
+    by_source = {}
     for _ in others:
         mine = torch.zeros(2)
-        found[dist.recv(mine, group=me.group)] = mine
-    return [torch.tensor(sorted(found)), *(found[source] for source in sorted(found))]
+        by_source[dist.recv(mine, group=me.group)] = mine
+    return [torch.tensor(sorted(by_source)), *(by_source[source] for source in sorted(by_source))]
 
 
 def _at_work(me: Member) -> list[Tensor]:
@@ -262,11 +264,11 @@ def _objects(me: Member) -> list[Tensor]:
     dist.all_gather_object(everybody, mine)
     at_root: list[Any] = [None] * SIZE
     dist.gather_object(mine, at_root if me.rank == 1 else None, dst=1)
-    told: list[Any] = [mine, me.rank]
-    dist.broadcast_object_list(told, src=2)
+    objects: list[Any] = [mine, me.rank]
+    dist.broadcast_object_list(objects, src=2)
     dealt: list[Any] = [None]
     dist.scatter_object_list(dealt, [{"rank": rank} for rank in range(SIZE)] if me.rank == 0 else None, src=0)
-    groups = [everybody, at_root if me.rank == 1 else [], told[:1], dealt]
+    groups = [everybody, at_root if me.rank == 1 else [], objects[:1], dealt]
     return [torch.tensor([each["rank"] for each in group]) for group in groups]
 
 

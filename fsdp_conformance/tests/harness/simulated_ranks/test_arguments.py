@@ -30,19 +30,19 @@ def _sparse(rank: int, *, twice: bool = False) -> Tensor:
 
 
 def _from_anybody(rank: int, group: Any = None, receiver: int = 0) -> list[Tensor]:
-    """What a rank gets from all others, in the order of their ranks, and who says to have sent it."""
+    """The tensors that a rank receives from all others, in rank order, and the sender that each receive reports."""
     members = dist.get_process_group_ranks(group) if group is not None else list(range(SIZE))
     if rank not in members:
         return []
     if rank != receiver:
         dist.send(torch.full((2,), 10.0 + rank), receiver, group=group)
         return []
-    found = {}
+    by_source = {}
     for _ in members[1:]:
         mine = torch.zeros(2)
         source = dist.recv(mine, group=group)
-        found[source] = mine
-    return [torch.tensor(sorted(found)), *(found[source] for source in sorted(found))]
+        by_source[source] = mine
+    return [torch.tensor(sorted(by_source)), *(by_source[source] for source in sorted(by_source))]
 
 
 def _among_two(rank: int) -> list[Tensor]:
@@ -59,8 +59,8 @@ def test_sparse_tensors_are_added() -> None:
         dist.all_reduce(dense)
         assert mine.is_coalesced()
         assert torch.equal(dense, mine.to_dense())
-        found: list[list[float]] = dense.tolist()
-        return found
+        rows: list[list[float]] = dense.tolist()
+        return rows
 
     sums = run_ranks(SIZE, body, timeout_s=TIMEOUT_S)
 
@@ -69,7 +69,7 @@ def test_sparse_tensors_are_added() -> None:
 
 
 def test_messages_from_anybody_say_who_sent_them() -> None:
-    """As ranks of the world, also in a group in which they have other numbers."""
+    """The sender is a rank of the world, even in a group in which it has another number."""
 
     def body(rank: int) -> list[list[float]]:
         return [tensor.tolist() for tensor in [*_from_anybody(rank), *_among_two(rank)]]

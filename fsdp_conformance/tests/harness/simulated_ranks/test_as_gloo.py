@@ -59,10 +59,10 @@ def test_every_call_does_what_it_does_on_gloo(tmp_path: Path) -> None:
     between_threads = outcomes_in(tmp_path / "simulated", simulated=True)
 
     unlike = [
-        f"{name}, rank {rank}: {found}"
+        f"{name}, rank {rank}: {text}"
         for rank, (expected, got) in enumerate(zip(on_gloo, between_threads, strict=True))
         for name in everything()
-        if (found := difference(expected[name], got[name]))
+        if (text := difference(expected[name], got[name]))
     ]
     assert [] == unlike, "\n".join(unlike)
     # Nothing is compared where everything raises, or nothing has a value.

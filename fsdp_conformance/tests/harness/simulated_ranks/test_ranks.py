@@ -151,7 +151,7 @@ def test_meshes_are_a_ranks_own() -> None:
 
 
 def _told(world_size: int, body: Any) -> list[str]:
-    """What each rank is told by the backend; empty for a rank that ended well."""
+    """The backend's error on each rank; empty for a rank that ended normally."""
 
     def guarded(rank: int) -> str:
         try:
@@ -208,8 +208,8 @@ def test_ranks_that_wait_for_each_other_are_told_at_once() -> None:
 
 def test_a_key_that_nobody_sets() -> None:
     """Stores are waited at as collectives are."""
-    for text in _told(2, lambda rank: dist.distributed_c10d._get_default_store().get("nobody's")):
-        assert "the keys default_pg/0//nobody's of the store" in text
+    for text in _told(2, lambda rank: dist.distributed_c10d._get_default_store().get("missing")):
+        assert "the keys default_pg/0//missing of the store" in text
 
 
 @pytest.mark.slow
@@ -305,7 +305,7 @@ def test_bad_ends(name: str, headline: str) -> None:
 
 
 def test_a_skip() -> None:
-    """As between processes."""
+    """A skip works as it does between processes."""
     _, result = _end("test_skips")
 
     assert ["not today"] == [reason for _, reason in result.skipped]

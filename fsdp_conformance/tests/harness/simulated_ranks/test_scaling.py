@@ -1,5 +1,5 @@
 """
-What simulated ranks cost as a function of their number: counted, so that no clock decides.
+Costs of simulated ranks as a function of their number: counted, so that no clock decides.
 
 A case of N ranks should cost N times what one rank costs. What grows faster hides in work that each rank does for all,
 so these tests count such work at two sizes.
@@ -58,7 +58,7 @@ def counted(owner: Any, name: str) -> Iterator[list[int]]:
 
 
 def contributions(op: Op, size: int, root: int = 0) -> list[Contribution]:
-    """What `size` ranks bring to a collective of single tensors, one element for each rank where it is cut up."""
+    """The contributions of `size` ranks to a collective of single tensors, one element per rank where it is split."""
     whole, part = [torch.arange(size) + rank for rank in range(size)], [torch.full((1,), rank) for rank in range(size)]
     brought = []
     for rank in range(size):
@@ -129,7 +129,7 @@ def test_a_reduction_adds_each_contribution_once(size: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("size", SIZES)
 def test_an_exchange_cuts_each_input_once(size: int) -> None:
-    """Not once for every rank that gets a part of it."""
+    """An input is not cut again for every rank that gets a part of it."""
     brought = contributions(Op.ALL_TO_ALL, size)
 
     with counted(meeting, "_rows_sent") as cuts:
@@ -144,7 +144,7 @@ def test_an_exchange_cuts_each_input_once(size: int) -> None:
 @pytest.mark.parametrize("reduce_op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_parts_of_a_reduction_are_reduced_parts(dtype: torch.dtype, reduce_op: str) -> None:
-    """To the last bit what each rank gets from adding up its own part, in rank order."""
+    """Each rank gets, to the last bit, the sum of its own part in rank order."""
     size, numel = 5, 37
     generator = torch.Generator().manual_seed(3)
     given = [torch.randn(size * numel, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
@@ -175,7 +175,7 @@ def test_what_was_made_for_all_ranks_is_dropped() -> None:
 
 
 def test_turns_are_handed_over_as_often_on_every_rank() -> None:
-    """Once for each collective that a rank waits for, and without asking all others whether they can go on."""
+    """A rank hands over once per collective that it waits for, without asking all others if they can go on."""
     steps = 3
 
     def train(rank: int) -> None:
@@ -199,28 +199,28 @@ def test_turns_are_handed_over_as_often_on_every_rank() -> None:
 
 
 def _ends(size: int, before: Callable[[RankScheduler, int], bool]) -> list[str]:
-    """What happens when ranks end together, unless `before` says that a rank leaves at once."""
-    told: list[str] = []
+    """Each rank's ending when ranks end together, unless `before` makes a rank leave at once."""
+    events: list[str] = []
 
     def body(rank: int) -> None:
         scheduler = rank_scheduler.running()
         scheduler.finish()
         if not before(scheduler, rank):
             return
-        told.append("comes")
-        scheduler.once_together(lambda: told.append("works"))
-        told.append("goes")
+        events.append("comes")
+        scheduler.once_together(lambda: events.append("works"))
+        events.append("goes")
 
     with simulated_world([RankState() for _ in range(size)]) as scheduler:
         for thread in start_ranks(scheduler, body):
             thread.join(TIMEOUT_S)
             assert not thread.is_alive()
-    return told
+    return events
 
 
 @pytest.mark.parametrize("missing", [(), (0,), (2,), (0, 3)])
 def test_ranks_do_together_what_one_can_do_for_all(missing: tuple[int, ...]) -> None:
-    """When all have come that have not left: once, and before any of them goes on."""
+    """The work is done once, when all remaining ranks have come, and before any of them continues."""
     left = 4 - len(missing)
 
     assert ["comes"] * left + ["works"] + ["goes"] * left == _ends(4, lambda _, rank: rank not in missing)
@@ -262,7 +262,7 @@ def _message(**data: Any) -> bytes:
 
 
 def test_the_controller_counts_whose_code_ranks_run() -> None:
-    """As if it went through all of them, whatever the order of their messages."""
+    """The counts are those of a scan over all ranks, in any order of messages."""
     choose = random.Random(5)
     size = 6
     seat = HostSeat(0, None, None, None, rank_files=(None,) * size, part=Part.SUITE)  # type: ignore[arg-type]

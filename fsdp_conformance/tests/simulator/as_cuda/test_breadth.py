@@ -37,9 +37,9 @@ def attention(qkv: Tensor, mask: Tensor | None = None, *, is_causal: bool = Fals
 
 def kinds() -> list[HazardKind]:
     """The hazards so far, which are then cleared."""
-    found = [hazard.kind for hazard in checker.hazards()]
+    hazard_kinds = [hazard.kind for hazard in checker.hazards()]
     checker.clear()
-    return found
+    return hazard_kinds
 
 
 def as_torch_raises(error: Exception) -> None:
@@ -89,7 +89,7 @@ class TestAttention:
 
     @in_process_of_its_own
     def test_what_cuda_has_no_kernel_for_is_refused(self) -> None:
-        """In CUDA's words, unless another kernel is allowed that accepts it."""
+        """The error has CUDA's words, unless another kernel that accepts it is allowed."""
         mask = torch.zeros(8, 8, dtype=torch.bfloat16)
         with simulated_cuda(1):
             cases = [
@@ -149,7 +149,7 @@ class TestFlexAttention:
 
 
 class Consumer:
-    """Another library's view of a tensor: it asks for the tensor on a stream of its own."""
+    """Another library's view of a tensor: it asks for the tensor on its own stream."""
 
     def __init__(self, tensor: Tensor, stream: int) -> None:
         self.tensor = tensor
@@ -184,7 +184,7 @@ class TestDlpack:
 
     @in_process_of_its_own
     def test_numpy(self) -> None:
-        """From and to NumPy through the CPU; from the device NumPy refuses, as on CUDA."""
+        """Tensors go from and to NumPy through the CPU; NumPy refuses tensors of the device, as on CUDA."""
         with simulated_cuda(1):
             array = np.arange(3.0)
             tensor = from_dlpack(array).cuda()
@@ -197,7 +197,7 @@ class TestDlpack:
 
     @in_process_of_its_own
     def test_a_consumers_stream_is_ordered(self) -> None:
-        """Only the stream that it names: another one races, and so does -1, which asks for no order."""
+        """Only the named stream is ordered: another one races, and so does -1, which requests no order."""
         with simulated_cuda(1, hazards="report"):
             side, other = torch.cuda.Stream(), torch.cuda.Stream()
             for stream, used, is_ordered in (
@@ -226,7 +226,7 @@ class TestDlpack:
 
     @in_process_of_its_own
     def test_wrong_streams(self) -> None:
-        """As torch refuses them on CUDA."""
+        """Wrong streams are refused as torch refuses them on CUDA."""
         with simulated_cuda(1):
             tensor = torch.ones(3, device="cuda")
             with pytest.raises(BufferError, match="per-thread default stream"):
@@ -244,7 +244,7 @@ class TestBackends:
 
     @in_process_of_its_own
     def test_gloo_and_nccl(self) -> None:
-        """By default as the default group; NCCL refuses what gloo reduces."""
+        """A new group has the default group's backend unless one is given; NCCL refuses what gloo reduces."""
         with simulated_cuda(1):
             for backend, other in (("nccl", "gloo"), ("gloo", "nccl")):
                 dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
@@ -269,7 +269,7 @@ class TestMessages:
 
     @in_process_of_its_own
     def test_devices_in_messages(self) -> None:
-        """In str(), in tracebacks, from backward's threads; args keep C++'s text."""
+        """str(), tracebacks and errors from backward's threads name cuda; args keep C++'s text."""
         with simulated_cuda(2):
             one, other = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
             with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cuda:1!") as caught:
@@ -289,7 +289,7 @@ class TestMessages:
 
     @in_process_of_its_own
     def test_texts_of_the_program_stay(self) -> None:
-        """Where Python raises, and where a text is quoted."""
+        """Texts are left alone where Python raises, and where a text is quoted."""
         with simulated_cuda(1):
             for raised in (RuntimeError("robot sim:0 is stuck"), ValueError("on sim")):
                 with pytest.raises(type(raised)) as caught:
@@ -322,13 +322,13 @@ class TestMessages:
             assert "cuda:0 and cuda:1!" in str(caught.exception)
             with reads(RuntimeError, "on sim"):
                 raise RuntimeError("on sim")
-            for text, wanted in (
+            for text, message in (
                 ("TensorOptions(device=sim, layout=Strided)", "device=cuda, "),
                 ("got cpu for DTensor and sim for FSDP", "cpu for DTensor and cuda for"),
                 ("unsupported device type sim", "type cuda"),
                 ("got sim: 4, and sim.py", "got sim: 4, and sim.py"),
             ):
-                with reads(ValueError, re.escape(wanted)):
+                with reads(ValueError, re.escape(message)):
                     as_torch_raises(ValueError(text))
 
 
@@ -337,7 +337,7 @@ class TestFormats:
 
     @in_process_of_its_own
     def test_they_are_refused_by_name(self) -> None:
-        """With the name of what was called; on the CPU they go on working."""
+        """The error names the function that was called; on the CPU they still work."""
         with simulated_cuda(1):
             refused: dict[str, Callable[[], object]] = {
                 "torch.sparse_csr_tensor": lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], device="cuda"),

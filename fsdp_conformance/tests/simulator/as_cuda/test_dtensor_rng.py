@@ -40,13 +40,13 @@ def local(tensor: Any) -> Tensor:
 
 
 def by_rank(draw: Any, *shape: int) -> list[Tensor]:
-    """What each rank draws after the same seed."""
-    found = []
+    """The numbers that each rank draws after the same seed."""
+    samples = []
     for rank in range(RANKS):
         with simulated_cuda(RANKS), rank_of_many(rank, *shape) as mesh:
             torch.manual_seed(7)
-            found.append(draw(mesh))
-    return found
+            samples.append(draw(mesh))
+    return samples
 
 
 def different(tensors: list[Tensor]) -> int:
@@ -93,15 +93,15 @@ def test_replicas_are_the_numbers_after_the_seed() -> None:
 @as_since_2_10
 @in_process_of_its_own
 def test_a_state_that_is_put_back_repeats_the_numbers() -> None:
-    """So recomputation in activation checkpoints drops the same values."""
+    """Recomputation in activation checkpoints therefore drops the same values."""
     with simulated_cuda(RANKS), rank_of_many(1) as mesh:
         rand(4, 4, device_mesh=mesh, placements=[Shard(0)])
         state = torch.cuda.get_rng_state()
-        found = [local(rand(4, 4, device_mesh=mesh, placements=[Shard(0)])), torch.rand(3, device="cuda").cpu()]
+        samples = [local(rand(4, 4, device_mesh=mesh, placements=[Shard(0)])), torch.rand(3, device="cuda").cpu()]
         assert torch.cuda.get_rng_state().tolist() != state.tolist()
         torch.cuda.set_rng_state(state)
         again = [local(rand(4, 4, device_mesh=mesh, placements=[Shard(0)])), torch.rand(3, device="cuda").cpu()]
-        assert all(map(torch.equal, found, again))
+        assert all(map(torch.equal, samples, again))
 
 
 @in_process_of_its_own
@@ -113,9 +113,9 @@ def test_the_cpu_draws_for_itself() -> None:
         rand(4, 4, device_mesh=mesh, placements=[Replicate()])
         return torch.rand(4)
 
-    found = by_rank(draw)
-    assert RANKS == different(found)
-    assert torch.equal(torch.rand(4, generator=torch.Generator().manual_seed(2)), found[2])
+    samples = by_rank(draw)
+    assert RANKS == different(samples)
+    assert torch.equal(torch.rand(4, generator=torch.Generator().manual_seed(2)), samples[2])
 
 
 @as_since_2_10
@@ -127,21 +127,21 @@ def test_a_programs_own_generator() -> None:
         own = torch.Generator("cuda").manual_seed(5)
         tensor = empty(8, 4, device_mesh=mesh, placements=[Shard(0)])
         torch.manual_seed(dist.get_rank())
-        found = []
+        samples = []
         for _ in range(2):
             tensor.uniform_(generator=own)
-            found.append(local(tensor).clone())
-        assert different(found) == 2
-        return torch.cat([*found, torch.rand(1, 4, device="cuda", generator=own).cpu()])
+            samples.append(local(tensor).clone())
+        assert different(samples) == 2
+        return torch.cat([*samples, torch.rand(1, 4, device="cuda", generator=own).cpu()])
 
-    found = by_rank(draw)
-    assert RANKS == different(found)
-    assert 1 == different([each[-1] for each in found])
+    drawn = by_rank(draw)
+    assert RANKS == different(drawn)
+    assert 1 == different([each[-1] for each in drawn])
 
 
 @in_process_of_its_own
 def test_it_ends_with_the_simulation() -> None:
-    """On the CPU, before and after, DTensor and generators are torch's own."""
+    """On the CPU, before and after the simulation, DTensor and generators are torch's own."""
     random: Any = torch.distributed.tensor._random
     get_state = torch.Generator.get_state
     with simulated_cuda(RANKS), rank_of_many(0) as mesh:

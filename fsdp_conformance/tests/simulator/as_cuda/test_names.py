@@ -24,7 +24,7 @@ from fsdp_conformance.simulator.as_cuda import names as cuda_names
     ],
 )
 def test_only_names_of_devices_are_translated(word: Any, expected: Any) -> None:
-    """What merely begins like one stays."""
+    """Other words that merely begin like a device name stay as they are."""
     assert expected == cuda_names.simulated(word)
 
 
@@ -41,7 +41,7 @@ def test_only_names_of_devices_are_translated(word: Any, expected: Any) -> None:
     ],
 )
 def test_nccl_is_the_simulated_collectives(backend: Any, expected: Any) -> None:
-    """Alone, or beside a backend for the CPU."""
+    """nccl is accepted alone or together with a backend for the CPU."""
     assert expected == cuda_names.simulated_backend(backend)
 
 
@@ -58,12 +58,12 @@ def test_nccl_is_the_simulated_collectives(backend: Any, expected: Any) -> None:
     ],
 )
 def test_gloo_may_be_asked_for_on_gpus(backend: Any, expected: bool | None) -> None:
-    """By its name alone, or for CUDA; without a backend nothing is known."""
+    """gloo is requested by its name alone, or for CUDA; without a backend the choice is open."""
     assert cuda_names.asks_for_gloo(backend) is expected
 
 
 def test_map_location_keeps_the_names_that_files_have() -> None:
-    """In a mapping only the places to go to are translated: files say cuda."""
+    """Only the targets of a mapping are translated, because files say cuda."""
     assert {"cuda:0": "sim:1"} == cuda_names.simulated_map({"cuda:0": "cuda:1"})
     assert cuda_names.simulated_map("cuda:1") == "sim:1"
 

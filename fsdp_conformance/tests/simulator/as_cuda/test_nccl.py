@@ -1,4 +1,4 @@
-"""What programs see of NCCL beside its results: gradients, profilers, messages of a rank to itself."""
+"""Tests for the visible parts of NCCL other than its results: gradients, profilers, messages of a rank to itself."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def group_of_one(backend: str = "nccl", **options: Any) -> Iterator[None]:
 def written_to_stderr() -> Iterator[list[str]]:
     """The lines that the process writes there, C++ included; complete after the block."""
     lines: list[str] = []
-    kept = os.dup(2)
+    original = os.dup(2)
     with tempfile.TemporaryFile("w+") as file:
         os.dup2(file.fileno(), 2)
         try:
             yield lines
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(original, 2)
+            os.close(original)
         file.seek(0)
         lines += file.read().splitlines()
 
@@ -67,7 +67,7 @@ def test_gradients_of_collectives() -> None:
 @in_process_of_its_own
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_profilers_see_collectives(backend: str) -> None:
-    """Once each, whether they are asynchronous or not, under their own names and with the shapes of their inputs."""
+    """Each collective, asynchronous or not, appears once, under its own name and with the shapes of its inputs."""
     with group_of_one(backend):
         tensor, whole = torch.ones(2, 3, device="cuda"), torch.ones(2, 3, device="cuda")
         calls = {
@@ -83,13 +83,13 @@ def test_profilers_see_collectives(backend: str) -> None:
                     work = call(asynchronous)
                     if work is not None:
                         work.wait()
-                found = [event for event in profiler.function_events if event.name == f"{backend}:{name}"]
-                assert [(True, [[2, 3]])] == [(event.is_async, event.input_shapes) for event in found], name
+                events = [event for event in profiler.function_events if event.name == f"{backend}:{name}"]
+                assert [(True, [[2, 3]])] == [(event.is_async, event.input_shapes) for event in events], name
 
 
 @in_process_of_its_own
 def test_a_rank_sends_to_itself() -> None:
-    """In a batch, as in an exchange of everybody with everybody; the messages meet in order."""
+    """A batch may contain such messages, as in an all-to-all exchange; they are matched in order."""
     with group_of_one():
         gives = [torch.full((2,), float(number), device="cuda") for number in range(3)]
         takes = [torch.zeros(2, device="cuda") for _ in gives]
@@ -103,7 +103,7 @@ def test_a_rank_sends_to_itself() -> None:
 
 @in_process_of_its_own
 def test_a_rank_waits_for_itself() -> None:
-    """A receive without a send, and one of another size: the error says so."""
+    """The error explains a receive without a send, and one of another size."""
     with group_of_one(timeout=timedelta(seconds=0.2)):
         take = torch.zeros(2, device="cuda")
         (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, take, 0)])
@@ -135,19 +135,19 @@ def test_a_failure_that_the_next_call_sees(asks: Callable[[torch.Tensor], None])
 
 
 @in_process_of_its_own
-@pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
-def test_a_failure_is_reported_once(asked: bool) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["asked", "not asked"])
+def test_a_failure_is_reported_once(waits: bool) -> None:
     """Destroying the group prints a failure only if it has not been reported yet, and without C++ frames."""
     with written_to_stderr() as lines, group_of_one():
         take = torch.zeros(2, device="cuda")
         for work in (dist.irecv(take, 0), dist.isend(torch.zeros(3, device="cuda"), 0)):
             assert work is not None
             work.wait()
-        if asked:
+        if waits:
             with pytest.raises(RuntimeError, match="expected 8 bytes, got 12"):
                 take.tolist()
-    found = [line for line in lines if "expected 8 bytes, got 12" in line]
-    assert len(found) == (0 if asked else 1), lines
+    matching = [line for line in lines if "expected 8 bytes, got 12" in line]
+    assert len(matching) == (0 if waits else 1), lines
     assert not [line for line in lines if "frame #" in line], lines
 
 
@@ -160,8 +160,8 @@ def test_timeouts_change(backend: str) -> None:
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # since torch 2.14
         set_timeout(timedelta(seconds=7))
         kinds = ["cuda"] if backend == "nccl" else ["cuda", "cpu"]
-        found = [group._get_backend(torch.device(kind)).options._timeout for kind in kinds]
-        assert [timedelta(seconds=7)] * len(kinds) == found
+        timeouts = [group._get_backend(torch.device(kind)).options._timeout for kind in kinds]
+        assert [timedelta(seconds=7)] * len(kinds) == timeouts
 
 
 @in_process_of_its_own

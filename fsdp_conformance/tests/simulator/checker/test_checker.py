@@ -257,9 +257,9 @@ class TestPinnedMemory:
     def test_a_copy_comes_after_what_the_host_did_before_it(self, m: Machine) -> None:
         block = m.allocate(pinned=True)
         m.write(HOST, block)
-        kept = m.checker.history_size(block)
+        history_size = m.checker.history_size(block)
 
-        assert 0 == kept
+        assert 0 == history_size
         assert m.read(m.a, block) is None
         assert m.write(m.b, block) == "write_after_read"
 

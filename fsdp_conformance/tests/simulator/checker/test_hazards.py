@@ -1,4 +1,4 @@
-"""What a hazard says: one text of each kind, word for word; stacks; JSON."""
+"""Tests for the text of hazards: each kind word for word, stacks, and JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FREE = Site(op="free", stack=(Frame(file="/src/acme/unit.py", line=80, function=
 
 
 def site(op: str, line: int, **fields: Any) -> Site:
-    """An operation of somebody's engine."""
+    """An operation of a user's engine."""
     return Site(op=op, stack=(Frame(file="/src/acme/unit.py", line=line, function="unshard"),), **fields)
 
 
@@ -67,12 +67,12 @@ class TestTexts(TestCase):
     maxDiff = None
 
     def test_read_after_write(self) -> None:
-        found = hazard(
+        described = hazard(
             HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, allocated=site("aten::empty.memory_format", 9), count=3
         )
 
         self.assertExpectedInline(
-            found.explain(),
+            described.explain(),
             """\
 read after write on sim:0: aten::mm on the default stream reads what all_gather_into_tensor on the all-gather
   stream writes, without waiting for it (seen 3 times)
@@ -95,14 +95,14 @@ read after write on sim:0: aten::mm on the default stream reads what all_gather_
     def test_write_after_read(self) -> None:
         """A column of a matrix; a stream without a name."""
         column = {"offset": 4, "run": 4, "repeats": ((8, 32),)}
-        found = hazard(
+        described = hazard(
             HazardKind.WRITE_AFTER_READ,
             access("read", UNNAMED, site("aten::copy_", 40), **column),
             access("write", DEFAULT, site("aten::zero_", 41), **column),
         )
 
         self.assertExpectedInline(
-            found.explain(),
+            described.explain(),
             """\
 write after read on sim:0: aten::zero_ on the default stream overwrites what aten::copy_ on stream 3 reads,
   without waiting for it
@@ -119,10 +119,10 @@ write after read on sim:0: aten::zero_ on the default stream overwrites what ate
     def test_write_after_write(self) -> None:
         """The first stream belongs to another device."""
         reducing = access("write", replace(UNNAMED, device=1), site("reduce_scatter_tensor", 50))
-        found = hazard(HazardKind.WRITE_AFTER_WRITE, reducing, replace(GATHERING, site=site("all_reduce", 51)))
+        described = hazard(HazardKind.WRITE_AFTER_WRITE, reducing, replace(GATHERING, site=site("all_reduce", 51)))
 
         self.assertExpectedInline(
-            found.explain(),
+            described.explain(),
             """\
 write after write on sim:0: all_reduce on the all-gather stream overwrites what reduce_scatter_tensor on
   stream 3 of sim:1 writes, without waiting for it
@@ -139,7 +139,7 @@ write after write on sim:0: all_reduce on the all-gather stream overwrites what 
         )
 
     def test_reuse_in_flight(self) -> None:
-        found = hazard(
+        described = hazard(
             HazardKind.REUSE_IN_FLIGHT,
             GATHERING,
             access("write", DEFAULT, site("aten::fill_.Scalar", 60), allocation=2),
@@ -148,7 +148,7 @@ write after write on sim:0: all_reduce on the all-gather stream overwrites what 
         )
 
         self.assertExpectedInline(
-            found.explain(),
+            described.explain(),
             """\
 reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream uses memory that was freed while
   all_gather_into_tensor on the all-gather stream was still writing it
@@ -170,7 +170,7 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream use
         )
 
     def test_reuse_in_flight_in_the_worst_case(self) -> None:
-        found = hazard(
+        described = hazard(
             HazardKind.REUSE_IN_FLIGHT,
             GATHERING,
             access("write", DEFAULT, site("aten::fill_.Scalar", 60)),
@@ -180,7 +180,7 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream use
         )
 
         self.assertExpectedInline(
-            found.explain(),
+            described.explain(),
             """\
 reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream may be given memory that was
   freed while all_gather_into_tensor on the all-gather stream was still writing it
@@ -201,18 +201,18 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream may
         )
 
     def test_a_free_without_a_stack_of_its_own(self) -> None:
-        """Nothing was gathered at the free; what is shown is the operation after it."""
-        found = hazard(
+        """A free without a recorded stack is shown by the operation after it."""
+        described = hazard(
             HazardKind.REUSE_IN_FLIGHT,
             GATHERING,
             access("write", DEFAULT, site("aten::zero_", 60), allocation=2),
             freed=replace(FREE, op="free, before"),
         )
 
-        self.assertIn("was freed before this operation\n      /src/acme/unit.py:80 in reshard\n", found.explain())
+        self.assertIn("was freed before this operation\n      /src/acme/unit.py:80 in reshard\n", described.explain())
 
     def test_reuse_on_a_stream_that_does_not_wait_for_the_allocating_one(self) -> None:
-        found = hazard(
+        described = hazard(
             HazardKind.REUSE_IN_FLIGHT,
             access("read", DEFAULT, site("aten::mm", 30)),
             access("write", GATHER, site("all_gather_into_tensor", 12), allocation=2),
@@ -220,7 +220,7 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream may
         )
 
         self.assertExpectedInline(
-            found.explain(),
+            described.explain(),
             """\
 reuse of memory in flight on sim:0: all_gather_into_tensor on the all-gather stream uses memory that was freed
   while aten::mm on the default stream was still reading it
@@ -238,7 +238,7 @@ reuse of memory in flight on sim:0: all_gather_into_tensor on the all-gather str
 
     def test_reuse_of_pinned_memory_in_flight(self) -> None:
         """The caching allocator of the host gives memory out to everybody: there is no stream to wait on."""
-        found = hazard(
+        described = hazard(
             HazardKind.REUSE_IN_FLIGHT,
             access("read", UNNAMED, site("aten::copy_", 70)),
             access("write", HOST_STREAM, site("aten::fill_.Scalar", 71), allocation=2),
@@ -247,7 +247,7 @@ reuse of memory in flight on sim:0: all_gather_into_tensor on the all-gather str
         )
 
         self.assertExpectedInline(
-            "\n".join(found.missing()),
+            "\n".join(described.missing()),
             """\
 # keep a reference to the tensor until, after aten::copy_ (/src/acme/unit.py:70 in unshard)
 event = stream_3.record_event()
@@ -255,7 +255,7 @@ event.synchronize()""",
         )
 
     def test_host_write_in_flight(self) -> None:
-        found = hazard(
+        described = hazard(
             HazardKind.HOST_WRITE_IN_FLIGHT,
             access("read", UNNAMED, site("aten::copy_", 70)),
             access("write", HOST_STREAM, site("aten::fill_.Scalar", 71)),
@@ -263,7 +263,7 @@ event.synchronize()""",
         )
 
         self.assertExpectedInline(
-            found.explain(),
+            described.explain(),
             """\
 host write in flight on pinned memory: aten::fill_.Scalar on the host overwrites what aten::copy_ on stream 3
   reads, without having waited for it
@@ -280,7 +280,7 @@ host write in flight on pinned memory: aten::fill_.Scalar on the host overwrites
         )
 
     def test_host_read_in_flight(self) -> None:
-        found = hazard(
+        described = hazard(
             HazardKind.HOST_READ_IN_FLIGHT,
             access("write", DEFAULT, site("aten::copy_", 70, tensor="gradient")),
             access("read", HOST_STREAM, site("aten::sum", 71)),
@@ -288,7 +288,7 @@ host write in flight on pinned memory: aten::fill_.Scalar on the host overwrites
         )
 
         self.assertExpectedInline(
-            found.explain(),
+            described.explain(),
             """\
 host read in flight on pinned memory: aten::sum on the host reads what aten::copy_ on the default stream
   writes, without having waited for it
@@ -307,14 +307,14 @@ host read in flight on pinned memory: aten::sum on the host reads what aten::cop
 
     def test_uninitialized(self) -> None:
         """The allocation, and the use; the memory itself, or what was computed from it."""
-        found = hazard(
+        described = hazard(
             HazardKind.UNINITIALIZED_READ,
             access("write", DEFAULT, site("aten::empty", 9)),
             access("read", DEFAULT, site("all_reduce", 30)),
         )
 
         self.assertExpectedInline(
-            found.explain(),
+            described.explain(),
             """\
 use of uninitialized memory on sim:0: all_reduce on the default stream uses a value that nothing has written
   allocated by aten::empty, 256 bytes
@@ -325,7 +325,7 @@ use of uninitialized memory on sim:0: all_reduce on the default stream uses a va
     # after aten::empty (/src/acme/unit.py:9 in unshard), before all_reduce (/src/acme/unit.py:30 in unshard)
     tensor.zero_()  # or write every element of it""",
         )
-        derived = replace(found, block=8)
+        derived = replace(described, block=8)
         assert derived.sentence().endswith("uses a value computed or copied from memory that nothing has written")
 
     def test_a_wait_that_does_not_help(self) -> None:
@@ -350,15 +350,15 @@ use of uninitialized memory on sim:0: all_reduce on the default stream uses a va
         ) in lines
 
     def test_a_record_for_the_history_says_the_same(self) -> None:
-        found = hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, count=2)
-        record = hazard_record(found)
+        described = hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, count=2)
+        record = hazard_record(described)
 
         self.assertEqual(
             ("all_gather_into_tensor", "layers.0", "aten::mm", "forward", 2),
             (record.then_op, record.then_label, record.now_op, record.now_label, record.count),
         )
-        self.assertEqual(found.explain(), record.text)
-        self.assertEqual(found.sentence(), record.sentence)
+        self.assertEqual(described.explain(), record.text)
+        self.assertEqual(described.sentence(), record.sentence)
 
 
 class TestStacks(TestCase):
@@ -404,14 +404,14 @@ class TestStacks(TestCase):
     def test_where_the_wait_belongs_if_one_line_has_issued_both(self) -> None:
         """The user's line would say nothing."""
         copying = Frame(file=f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", line=9, function="copy_in")
-        found = hazard(
+        described = hazard(
             HazardKind.READ_AFTER_WRITE,
             access("write", UNNAMED, Site(op="aten::copy_", stack=(self.stack[0], copying, self.step))),
             access("read", GATHER, Site(op="all_gather_into_tensor", stack=(*self.stack[:3], self.step))),
         )
 
         self.assertExpectedInline(
-            "\n".join(found.missing()),
+            "\n".join(described.missing()),
             """\
 # before all_gather_into_tensor (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:3 in foreach_all_gather)
 all_gather_stream.wait_stream(stream_3)""",
@@ -484,12 +484,12 @@ class TestJson:
             "import sys, json; from fsdp_conformance.simulator.checker.hazard import hazard_from_json;"
             "print(hazard_from_json(json.load(sys.stdin)).sentence()); assert 'torch' not in sys.modules"
         )
-        said = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", program], input=json.dumps(self.found.to_json()), capture_output=True, text=True,
             check=True, timeout=DEADLINE_S,
         )  # fmt: skip
 
-        assert self.found.sentence() == said.stdout.strip()
+        assert self.found.sentence() == result.stdout.strip()
 
     @compiled
     def test_what_the_checker_describes_is_the_same_form(self) -> None:
@@ -500,17 +500,18 @@ class TestJson:
         )
         m.read(m.b, block, op="mm")
 
-        (found,) = map(hazard_from_json, m.checker.hazards())
+        (described,) = map(hazard_from_json, m.checker.hazards())
 
-        assert HazardKind.READ_AFTER_WRITE is found.kind
+        assert HazardKind.READ_AFTER_WRITE is described.kind
         assert Site(
             op="all_gather", label="layers.0", tensor="w", stack=(Frame(file="u.py", line=3, function="f"),)
-        ) == (found.then.site)
+        ) == (described.then.site)
         assert (0, 4, ((8, 8),), 32, 60) == (
-            found.then.offset, found.then.run, found.then.repeats, found.then.nbytes, found.then.end,
+            described.then.offset, described.then.run, described.then.repeats, described.then.nbytes,
+            described.then.end,
         )  # fmt: skip
-        assert Stream(device=0, number=0, name="a") == found.then.stream
-        assert found == hazard_from_json(found.to_json())
+        assert Stream(device=0, number=0, name="a") == described.then.stream
+        assert described == hazard_from_json(described.to_json())
 
     @compiled
     def test_two_runs_say_the_same(self) -> None:
@@ -527,7 +528,7 @@ class TestJson:
             m.read(m.a, block)
             m.write(lane, pinned)
             m.read(HOST, pinned)
-            return [hazard_from_json(found).explain() for found in m.checker.hazards()]
+            return [hazard_from_json(described).explain() for described in m.checker.hazards()]
 
         first = texts(more_devices=0)
         assert 2 == len(first)
@@ -537,9 +538,9 @@ class TestJson:
 def test_a_script_for_cuda_reads_cuda() -> None:
     """The device's name is the script's, also of streams on other devices."""
     elsewhere = replace(GATHERING, stream=replace(GATHER, device=1))
-    found = hazard(HazardKind.READ_AFTER_WRITE, elsewhere, MULTIPLYING, device_type="cuda")
+    described = hazard(HazardKind.READ_AFTER_WRITE, elsewhere, MULTIPLYING, device_type="cuda")
 
-    assert found.sentence().startswith("read after write on cuda:0: ")
-    assert "the all-gather stream of cuda:1" in found.sentence()
-    assert "sim" not in found.explain()
-    assert hazard_from_json(found.to_json()) == found
+    assert described.sentence().startswith("read after write on cuda:0: ")
+    assert "the all-gather stream of cuda:1" in described.sentence()
+    assert "sim" not in described.explain()
+    assert hazard_from_json(described.to_json()) == described

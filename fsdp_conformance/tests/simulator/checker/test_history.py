@@ -1,5 +1,6 @@
 """
-What the checker keeps: histories that stay small, equal hazards as one, nothing of an observer, nothing under its lock.
+Tests for the checker's memory: small histories, equal hazards reported once, observers ignored, nothing freed under its
+lock.
 
 In the programs below `m.a`, `m.b`, `m.c` are streams, a block has 64 bytes, and an operation touches the bytes that are
 named, or all of them.
@@ -101,7 +102,7 @@ class TestBounds:
         assert m.read(m.b, block) == "read_after_write"
 
     def test_history_can_be_forgotten(self, m: Machine) -> None:
-        """For the boundary between two runs; the clocks are kept."""
+        """The history is cleared at the boundary between two runs; the clocks stay."""
         block = m.allocate()
         m.write(m.a, block)
         m.checker.clear_history()
@@ -240,14 +241,14 @@ class TestSuspension:
     def test_other_threads_go_on(self, m: Machine) -> None:
         block = m.allocate()
         m.write(m.a, block)
-        found: list[str | None] = []
+        kinds: list[str | None] = []
         m.checker.suspend()
-        thread = threading.Thread(target=lambda: found.append(m.read(m.b, block)))
+        thread = threading.Thread(target=lambda: kinds.append(m.read(m.b, block)))
         thread.start()
         thread.join(DEADLINE_S)
         m.checker.resume()
 
-        assert ["read_after_write"] == found
+        assert ["read_after_write"] == kinds
 
 
 class Closing:

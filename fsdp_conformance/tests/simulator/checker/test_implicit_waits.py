@@ -12,12 +12,12 @@ pytestmark = compiled
 
 def hidden_by(m: Machine) -> list[str]:
     """For each hazard, the operation that the host waited for."""
-    hazards = [hazard_from_json(found) for found in m.checker.hazards()]
-    return ["" if found.hidden_by is None else found.hidden_by.op for found in hazards]
+    hazards = [hazard_from_json(record) for record in m.checker.hazards()]
+    return ["" if record.hidden_by is None else record.hidden_by.op for record in hazards]
 
 
-@pytest.mark.parametrize(("waits", "found"), [("all", None), ("explicit", "read_after_write")])
-def test_a_value_that_is_read_in_between(waits: str, found: str | None) -> None:
+@pytest.mark.parametrize(("waits", "kind"), [("all", None), ("explicit", "read_after_write")])
+def test_a_value_that_is_read_in_between(waits: str, kind: str | None) -> None:
     """`loss.item()` on the stream that writes orders what another stream reads after it."""
     m = Machine(waits=waits)
     weight, loss = m.allocate(), m.allocate()
@@ -25,13 +25,13 @@ def test_a_value_that_is_read_in_between(waits: str, found: str | None) -> None:
     m.write(m.a, loss)
     m.item(m.a, loss)
 
-    assert m.read(m.b, weight) == found
-    assert hidden_by(m) == ["aten::item"] * (found is not None)
+    assert m.read(m.b, weight) == kind
+    assert hidden_by(m) == ["aten::item"] * (kind is not None)
 
 
 @pytest.mark.parametrize("how", ["stream", "device", "event", "wait_stream"])
 def test_what_the_program_waits_for_is_in_order(how: str) -> None:
-    """On the host, or on the other stream; also if a value is read before that."""
+    """A wait on the host or on the other stream orders them, even if a value is read before it."""
     m = Machine(waits="explicit")
     weight = m.allocate()
     m.write(m.a, weight)
@@ -76,8 +76,8 @@ def test_pinned_memory_is_in_order_once_the_copy_is_done() -> None:
     assert m.read(HOST, staging) is None
 
 
-@pytest.mark.parametrize(("waits", "found"), [("all", None), ("explicit", "reuse_in_flight")])
-def test_memory_that_is_freed_after_a_value_was_read(waits: str, found: str | None) -> None:
+@pytest.mark.parametrize(("waits", "kind"), [("all", None), ("explicit", "reuse_in_flight")])
+def test_memory_that_is_freed_after_a_value_was_read(waits: str, kind: str | None) -> None:
     """The allocator does not know that another stream has finished."""
     m = Machine(waits=waits)
     weight = m.allocate(m.a)
@@ -87,12 +87,12 @@ def test_memory_that_is_freed_after_a_value_was_read(waits: str, found: str | No
     m.item(m.b, m.allocate(m.b))
     m.reuse(weight, m.a)
 
-    assert m.write(m.a, weight) == found
-    assert hidden_by(m) == ["aten::item"] * (found is not None)
+    assert m.write(m.a, weight) == kind
+    assert hidden_by(m) == ["aten::item"] * (kind is not None)
 
 
 def test_the_first_wait_after_the_access_is_named() -> None:
-    """Not one before it, nor one on a stream that has nothing to do with it."""
+    """A wait before the access, or on an unrelated stream, is not named."""
     m = Machine(waits="explicit")
     weight, other = m.allocate(), m.allocate(m.c)
     m.item(m.a, weight, op="before")
@@ -117,7 +117,7 @@ def test_what_happened_before_the_setting_counts_as_waited_for() -> None:
 
 
 def test_the_explanation_names_the_wait() -> None:
-    """With the line that waits."""
+    """The explanation shows the line that waits."""
     m = Machine(waits="explicit")
     weight = m.allocate()
     m.write(m.a, weight)

@@ -104,7 +104,7 @@ class Model:
     allocation: dict[int, int] = field(default_factory=dict)
     recorded: dict[int, set[int]] = field(default_factory=dict)
     only_explicit: bool = False
-    """Whether only waits that the program asks for order what the host submits."""
+    """A model in which only waits that the program asks for order the work that the host submits."""
     waited: int = 0
     """The set of nodes that the host has asked to wait for."""
 
@@ -196,7 +196,7 @@ STEPS = st.one_of(
 @settings(max_examples=400, deadline=None)
 @given(st.lists(STEPS, min_size=5, max_size=60), st.booleans())
 def test_the_first_hazard_of_any_program_is_the_models(program: list[tuple[Any, ...]], only_explicit: bool) -> None:
-    """What is dropped from histories on the way was not needed."""
+    """Entries that are dropped from histories along the way were not needed."""
     m, model = Machine(waits="explicit" if only_explicit else "all"), Model(only_explicit=only_explicit)
     for block in (1, 2):
         assert block == m.allocate(m.a)
@@ -210,15 +210,15 @@ def test_the_first_hazard_of_any_program_is_the_models(program: list[tuple[Any, 
                         m.wait_stream(lane, other)
                         model.wait(lane, model.snapshot(other))
                 expected = model.access(block, kind, lane, bytes_of(*piece))
-                found = m.run(lane, kind, block, *piece)
-                assert found in expected if expected else found is None
+                reported = m.run(lane, kind, block, *piece)
+                assert reported in expected if expected else reported is None
                 if expected:
                     return  # From here on the checker takes the missing wait as made.
             case "item":
                 lane, block = arguments
                 expected = model.access(block, "read", lane, bytes_of(0, 64, []), finished=True)
-                found = m.item(lane, block)
-                assert found in expected if expected else found is None
+                reported = m.item(lane, block)
+                assert reported in expected if expected else reported is None
                 if expected:
                     return
                 model.wait_for_a_value(lane)

@@ -33,7 +33,7 @@ class Extension:
         return before
 
     def note_touches(self) -> None:
-        """There is no pinned memory."""
+        """Do nothing: there is no pinned memory."""
 
     def set_wait_filter(self, keep: Callable[[str, int, int], bool] | None) -> None:
         self.filter = keep
@@ -85,9 +85,9 @@ class TestChecker:
 
         with pytest.raises(HazardsFound, match=r"^1 hazard found") as raised:
             checker.expect_clean()
-        (found,) = checker.hazards()
-        assert (found.explain(),) == raised.value.texts
-        assert found.explain() in str(raised.value)
+        (hazard,) = checker.hazards()
+        assert (hazard.explain(),) == raised.value.texts
+        assert hazard.explain() in str(raised.value)
 
     def test_the_control_leaves_nothing_behind_but_its_hazards(self, active: Extension) -> None:
         """Its accesses are cleared: the next program in the same memory does not race with them."""
@@ -149,10 +149,10 @@ class TestChecker:
         assert [True, False] == [*seen, active.machine.checker.suspended()]
 
     def test_wait_filters_nest_and_each_is_asked(self, active: Extension) -> None:
-        asked: list[tuple[checker.Wait, int, int]] = []
+        calls: list[tuple[checker.Wait, int, int]] = []
 
         def count(wait: checker.Wait, stream: int, device: int) -> bool:
-            asked.append((wait, stream, device))
+            calls.append((wait, stream, device))
             return True
 
         with checker.wait_filter(count):
@@ -160,5 +160,5 @@ class TestChecker:
                 self.race(active)
             self.race(active)
 
-        assert [(checker.Wait.STREAM_WAITS_EVENT, active.machine.b, 0)] * 2 == asked
+        assert [(checker.Wait.STREAM_WAITS_EVENT, active.machine.b, 0)] * 2 == calls
         assert 1 == checker.num_hazards()

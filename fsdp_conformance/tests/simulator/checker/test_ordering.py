@@ -30,7 +30,7 @@ def trained(model: nn.Module, data: torch.Tensor, optimizer: torch.optim.Optimiz
 
 
 def observed(steps: int = 3) -> tuple[dict[str, Any], list[float]]:
-    """What a training run leaves behind but for its numbers, and its losses."""
+    """The observable results of a training run other than its numbers, and its losses."""
     torch.manual_seed(0)
     checker.clear()
     memory.reset_peak_memory_stats(0)
@@ -49,7 +49,7 @@ def observed(steps: int = 3) -> tuple[dict[str, Any], list[float]]:
 
 @in_process_of_its_own
 def test_all_but_the_numbers_is_the_same() -> None:
-    """As many accesses, as much memory, the same shapes, no hazard; and the losses are no longer computed."""
+    """Accesses, memory and shapes are the same, without hazards; only the losses are not computed."""
     full, losses = observed()
 
     with ordering.ordering_only():
@@ -112,7 +112,7 @@ def test_results_that_share_memory_are_computed() -> None:
 @pytest.mark.parametrize("waits", [False, True])
 @in_process_of_its_own
 def test_a_race_is_found_without_numbers(waits: bool) -> None:
-    """Between streams, and only where a wait is missing."""
+    """A race between streams is found, but only where a wait is missing."""
     with ordering.ordering_only():
         data = torch.ones(4, 4, device="sim")
         sim: Any = getattr(torch, SIMULATED)
@@ -125,6 +125,6 @@ def test_a_race_is_found_without_numbers(waits: bool) -> None:
                 result.mul_(2.0)
             sim.current_stream().wait_stream(side)
 
-    found = checker.hazards()
+    hazards = checker.hazards()
     checker.clear()
-    assert bool(found) is not waits
+    assert bool(hazards) is not waits

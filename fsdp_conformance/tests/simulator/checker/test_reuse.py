@@ -326,9 +326,9 @@ class TestWorstCaseReuse:
         for number, block in enumerate(blocks):
             m.write(m.b, block, op=f"in flight {number}")
             m.checker.freed(block)
-        found = [m.write(m.a, m.allocate(m.a)) for _ in range(4)]
+        kinds = [m.write(m.a, m.allocate(m.a)) for _ in range(4)]
 
-        assert ["reuse_in_flight"] * 3 + [None] == found
+        assert ["reuse_in_flight"] * 3 + [None] == kinds
         thens = [hazard["then"]["site"]["op"] for hazard in m.checker.hazards()]
         assert ["in flight 2", "in flight 1", "in flight 0"] == thens
 

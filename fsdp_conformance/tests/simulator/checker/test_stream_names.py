@@ -1,4 +1,4 @@
-"""What a program calls a stream, read from the line that made it."""
+"""Tests for the names of streams, which are read from the line that made each of them."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ def streams_of_hazard(first: torch.Stream, second: torch.Stream) -> tuple[Stream
     for each in (first, second):
         with sim.stream(each):
             tensor.add_(1)
-    (found,) = checker.hazards()
-    assert found == hazard_from_json(found.to_json())
+    (hazard,) = checker.hazards()
+    assert hazard == hazard_from_json(hazard.to_json())
     checker.clear()
-    return found.then.stream, found.now.stream, found.missing()
+    return hazard.then.stream, hazard.now.stream, hazard.missing()
 
 
 @compiled
 @in_process_of_its_own
 def test_a_hazard_names_its_streams() -> None:
-    """With the variable of the stream, as far as it is known and tells the streams apart."""
+    """A stream has the name of its variable, if that is known and tells the streams apart."""
     side, copies = torch.Stream(device="sim", priority=-1), Copies()
     first, second, missing = streams_of_hazard(side, copies.stream)
     # Two values on one line, but only one of them is a stream.

@@ -92,7 +92,7 @@ WAYS = (
 
 
 class TestUses:
-    """What counts as a use."""
+    """Operations that count as a use."""
 
     @in_process_of_its_own
     def test_every_way_leads_to_the_host(self) -> None:
@@ -135,7 +135,7 @@ class TestUses:
 
     @in_process_of_its_own
     def test_products_with_an_operand_that_is_written_in_part(self) -> None:
-        """What a row or a column decides that is not written; the rest of the product is written."""
+        """Only results that depend on an unwritten row or column are unwritten; the rest of the product is written."""
         checker.set_uninitialized(True)
         rows, columns, batch = empty(3, 4), empty(4, 3), empty(2, 3, 4)
         rows[:2] = 1.0
@@ -164,7 +164,7 @@ class TestUses:
 
     @in_process_of_its_own
     def test_attention_over_a_cache_that_is_filled_in_part(self) -> None:
-        """All positions, those that are written, and all with a mask; in a loop of its own and in torch's operation."""
+        """All positions, those that are written, and all with a mask; in a separate loop and in torch's operation."""
         checker.set_uninitialized(True)
         keys, values = empty(1, 2, 8, 4), empty(1, 2, 8, 4)
         keys[:, :, :3], values[:, :, :3] = 1.0, 1.0
@@ -209,7 +209,7 @@ class TestUses:
 
     @in_process_of_its_own
     def test_it_is_off_unless_asked_for(self) -> None:
-        """And what was allocated while it was off is not looked at."""
+        """Memory that was allocated while it was off is not checked later."""
         value = empty(4)
         value[0].item()
         with checker.uninitialized():
@@ -305,7 +305,7 @@ class TestNoUse:
 
     @in_process_of_its_own
     def test_an_onlooker_may_write(self) -> None:
-        """What a suspended thread writes is written, and what it allocates is not looked at."""
+        """Memory that a suspended thread writes counts as written, and its allocations are not checked."""
         checker.set_uninitialized(True)
         value = empty(4)
         with checker.suspended():
@@ -322,7 +322,7 @@ class TestNoUse:
 
     @in_process_of_its_own
     def test_memory_that_is_used_again_is_unwritten_again(self) -> None:
-        """What the former tenant wrote does not count, nor what it had not written."""
+        """Writes of the former owner do not count, and neither does memory that it left unwritten."""
         checker.set_uninitialized(True)
         first = ones(4)
         del first

@@ -47,7 +47,7 @@ def _ranks(tmp_path: Path) -> Iterator[list[Agreement]]:
 
 
 def message(act: Callable[[], object]) -> str:
-    """What an act raises."""
+    """The message of the exception that an act raises."""
     with pytest.raises(CollectiveMismatch) as raised:
         act()
     return str(raised.value)
@@ -79,7 +79,7 @@ def test_equal_calls_agree(ranks: list[Agreement]) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_difference_is_raised_by_the_last_to_come(other: dict[str, Any], what: str, ranks: list[Agreement]) -> None:
-    """With both calls and their lines; the first has gone on."""
+    """The error has both calls and their lines; the first rank has already gone on."""
     ranks[1].check(call(line=12, words="other()", **other))
     text = message(lambda: ranks[0].check(call(line=10)))
 
@@ -123,7 +123,7 @@ def test_what_may_differ(ranks: list[Agreement]) -> None:
 
 
 def test_a_group_has_a_communicator_for_each_device(ranks: list[Agreement]) -> None:
-    """The host's collectives and the device's have orders of their own."""
+    """The host's collectives and the device's are ordered separately."""
     host = replace(WORLD, device="cpu")
     for rank, channels in ((0, (WORLD, host)), (1, (host, WORLD))):
         for channel in channels:
@@ -133,7 +133,7 @@ def test_a_group_has_a_communicator_for_each_device(ranks: list[Agreement]) -> N
 
 
 def test_an_all_to_all_agrees_pair_by_pair(ranks: list[Agreement]) -> None:
-    """What one sends the other expects; what they send to themselves is their own business."""
+    """Each rank must expect what the other sends; what a rank sends to itself is not compared."""
 
     def exchange(sends: tuple[int, ...], takes: tuple[int, ...]) -> Call:
         return call(op="all_to_all", reduce_op="", numels=(), sends=sends, takes=takes)
@@ -166,7 +166,7 @@ class TestOrder:
     second = Channel(group="1", ranks=(0, 1), device="sim")
 
     def test_one_order_is_right(self, ranks: list[Agreement]) -> None:
-        """Even if one rank is far ahead."""
+        """The same order is correct even if one rank is far ahead."""
         for rank in (0, 1):
             for _ in range(3):
                 ranks[rank].check(call(channel=self.first))
@@ -175,16 +175,16 @@ class TestOrder:
         assert [] == ranks[0].found == ranks[1].found
 
     def test_two_orders_are_reported_and_nothing_is_raised(self, ranks: list[Agreement]) -> None:
-        """Once, although it happens in every step, with the line of each rank that comes first there."""
+        """They are reported once, although they occur in every step, with the line where each rank's order begins."""
         for _ in range(3):
             ranks[0].check(call(10, channel=self.first, words="a()"))
             ranks[0].check(call(11, channel=self.second, words="b()"))
             ranks[1].check(call(20, channel=self.second, words="b()"))
             ranks[1].check(call(21, channel=self.first, words="a()"))
 
-        (found,) = ranks[1].found
-        assert found.kind is DisagreementKind.ORDER
-        assert found.sentence() == (
+        (disagreement,) = ranks[1].found
+        assert disagreement.kind is DisagreementKind.ORDER
+        assert disagreement.sentence() == (
             "two communicators are used in different orders: rank 0 calls a() on the default group at "
             "/src/train.py:10 in step before what rank 1 calls first, b() on the default group at "
             "/src/train.py:20 in step"
@@ -215,7 +215,7 @@ class TestEnd:
     """A rank that ends while another needs it."""
 
     def test_whoever_calls_afterwards_is_told_at_once(self, ranks: list[Agreement]) -> None:
-        """Instead of waiting for ever."""
+        """The call fails instead of waiting forever."""
         ranks[1].end()
 
         text = message(lambda: ranks[0].check(call()))
@@ -225,7 +225,7 @@ class TestEnd:
         )
 
     def test_whoever_ends_later_is_told_at_its_end(self, ranks: list[Agreement]) -> None:
-        """Both word it in the same way."""
+        """Both ranks report it in the same words."""
         ranks[0].check(call())
         ranks[0].end()
 
@@ -244,13 +244,13 @@ class TestDeadlock:
     """Ranks that wait for each other."""
 
     def test_two_ranks_each_in_its_own_collective(self) -> None:
-        """Neither has called the other's; with what each has called."""
+        """Neither rank has made the other's call; the error shows both calls."""
         mine, theirs = call(1), call(2, channel=TestOrder.second)
 
         assert deadlocked([[mine], [theirs]], {0: 1, 1: 1}) == {0: mine, 1: theirs}
 
     def test_a_rank_that_runs_may_still_come(self) -> None:
-        """Whether it is needed directly or by a rank that waits."""
+        """Ranks wait for a rank that still runs, needed directly or by another waiting rank."""
         three = Channel(group="2", ranks=(1, 2), device="sim")
         mine, theirs = call(1), call(2, channel=three)
 
@@ -275,7 +275,7 @@ class TestDeadlock:
         assert deadlocked([[one] for one in calls], {0: 1, 1: 1, 2: 1}) == dict(enumerate(calls))
 
     def test_ranks_tell_each_other(self, ranks: list[Agreement]) -> None:
-        """After several looks at the same wait; the finding names both calls. A wait that ends counts anew."""
+        """It is reported after several looks at the same wait, with both calls. A wait that ends resets the count."""
         ranks[0].check(call(10))
         ranks[1].check(call(20, channel=TestOrder.second))
         for _ in range(4):
@@ -288,11 +288,11 @@ class TestDeadlock:
         ranks[1].look(3)
         ranks[0].look(8)
 
-        (found,) = ranks[0].found
-        assert found == ranks[0].stopped_by
-        assert found.kind is DisagreementKind.DEADLOCK
-        assert found.sentence().startswith("ranks 0, 1 wait for each other: rank 0 has called all_reduce")
-        assert "train.py:20 in step" in found.explain()
+        (disagreement,) = ranks[0].found
+        assert disagreement == ranks[0].stopped_by
+        assert disagreement.kind is DisagreementKind.DEADLOCK
+        assert disagreement.sentence().startswith("ranks 0, 1 wait for each other: rank 0 has called all_reduce")
+        assert "train.py:20 in step" in disagreement.explain()
         ranks[2].look(None)
 
 
@@ -305,13 +305,13 @@ def test_ranks_on_one_device(ranks: list[Agreement]) -> None:
             ranks[rank].check(call(device_index=3))
 
     assert [] == [one for one in ranks[0].found if one.kind is not DisagreementKind.ONE_DEVICE]
-    (found,) = ranks[1].found
-    assert found.sentence().startswith("ranks 0 and 1 use the same device, 3: ")
-    assert "set_device" in found.advice()
+    (disagreement,) = ranks[1].found
+    assert disagreement.sentence().startswith("ranks 0 and 1 use the same device, 3: ")
+    assert "set_device" in disagreement.advice()
 
 
 class TestFiles:
-    """What a rank leaves for others to read."""
+    """Files that a rank leaves for others to read."""
 
     def test_a_call_is_described_once(self, tmp_path: Path) -> None:
         """Four bytes for each call."""
@@ -331,7 +331,7 @@ class TestFiles:
             assert one == call_from_json(json.loads(json.dumps(asdict(one))))
 
     def test_a_reader_follows(self, tmp_path: Path) -> None:
-        """Before the file exists, in pieces, and to the end."""
+        """It reads before the file exists, in pieces, and to the end."""
         reader = CallReader(tmp_path, 0)
         assert reader.read() == []
         log = CallLog(tmp_path, 0)
@@ -359,7 +359,7 @@ class TestFiles:
     def test_unanswered_calls(self) -> None:
         """The first of each rank, with who is missing; later ones follow from it."""
         both, mine = call(1), call(2)
-        found = unanswered([[both, mine, call(3)], [both]])
+        pending = unanswered([[both, mine, call(3)], [both]])
 
-        assert [(one.call, one.callers, one.missing) for one in found] == [(mine, [0], [1])]
+        assert [(one.call, one.callers, one.missing) for one in pending] == [(mine, [0], [1])]
         assert unanswered([[both], [both]]) == []

@@ -61,7 +61,7 @@ def test_two_parts_are_as_good_as_the_whole(shape: tuple[int, ...], dtype: torch
     exact = torch.float64 if dtype is torch.float64 else torch.float32
     weight, bias = (torch.randn(3, generator=draw, dtype=torch.float64).to(exact) for _ in range(2))
     sizes = [2, 4]
-    found = in_parts(
+    actual = in_parts(
         [part.to("sim") for part in batch.split(sizes)],
         [part.to("sim") for part in gradient.split(sizes)],
         weight.to("sim"),
@@ -69,9 +69,9 @@ def test_two_parts_are_as_good_as_the_whole(shape: tuple[int, ...], dtype: torch
     )
     expected = whole(batch.to(exact), gradient.to(exact), weight, bias)
 
-    assert [value.dtype for value in found] == [dtype, dtype, *[exact] * 4]
+    assert [value.dtype for value in actual] == [dtype, dtype, *[exact] * 4]
     rounding: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.cpu().to(exact), other, **rounding)
     assert checker.num_hazards() == 0
     assert checker.accesses() > 0
@@ -79,7 +79,7 @@ def test_two_parts_are_as_good_as_the_whole(shape: tuple[int, ...], dtype: torch
 
 @in_process_of_its_own
 def test_without_weights_and_running_statistics() -> None:
-    """As for affine=False and track_running_stats=False; gradients that nobody wants are not computed."""
+    """As for affine=False and track_running_stats=False; gradients that are not needed are not computed."""
     batch, gradient = torch.randn(6, 3), torch.randn(6, 3)
     given, upstream = batch.to("sim"), gradient.to("sim")
     mean, invstd = torch.batch_norm_stats(given, EPS)
@@ -88,7 +88,7 @@ def test_without_weights_and_running_statistics() -> None:
     )
     sums = torch.batch_norm_backward_reduce(upstream, given, common, scale, None, True, False, False)
     output = torch.batch_norm_elemt(given, None, None, common, scale, EPS)
-    found = torch.batch_norm_backward_elemt(
+    actual = torch.batch_norm_backward_elemt(
         upstream, given, common, scale, None, sums[0], sums[1], torch.tensor([6], dtype=torch.int32, device="sim")
     )
     leaf = batch.clone().requires_grad_()
@@ -97,7 +97,7 @@ def test_without_weights_and_running_statistics() -> None:
 
     torch.testing.assert_close(output.cpu(), expected.detach())
     assert leaf.grad is not None
-    torch.testing.assert_close(found.cpu(), leaf.grad)
+    torch.testing.assert_close(actual.cpu(), leaf.grad)
     assert not any(value is not None and value.numel() for value in cast("list[Tensor | None]", sums[2:]))
 
 
@@ -105,7 +105,7 @@ def test_without_weights_and_running_statistics() -> None:
 @pytest.mark.parametrize("training", [True, False])
 @in_process_of_its_own
 def test_half_precision_with_exact_statistics(dtype: torch.dtype, training: bool) -> None:
-    """As mixed precision makes it, which the CPU's kernels refuse: weights are cast, buffers are not."""
+    """Mixed precision casts weights but not buffers, a combination that the CPU's kernels refuse."""
     draw = torch.Generator().manual_seed(3)
     batch, gradient = (torch.randn(6, 3, generator=draw).to("sim", dtype) for _ in range(2))
     layer = torch.nn.BatchNorm1d(3, device="sim").train(training)
@@ -120,10 +120,10 @@ def test_half_precision_with_exact_statistics(dtype: torch.dtype, training: bool
         assert output.dtype == leaf.dtype == dtype
         results.append([output, leaf.grad, *module.buffers(), *(weight.grad for weight in module.parameters())])
     assert [weight.grad.dtype for weight in layer.parameters() if weight.grad is not None] == [dtype, dtype]
-    for found, wanted in zip(*results, strict=True):
-        assert found is not None
-        assert wanted is not None
-        torch.testing.assert_close(found.cpu(), wanted.to(found.dtype).cpu(), rtol=0, atol=0)
+    for actual, expected in zip(*results, strict=True):
+        assert actual is not None
+        assert expected is not None
+        torch.testing.assert_close(actual.cpu(), expected.to(actual.dtype).cpu(), rtol=0, atol=0)
     images = torch.randn(6, 3, 4, device="sim", dtype=dtype, requires_grad=True)
     output = layer(images)
     with pytest.raises(RuntimeError, match=r"Expected running_mean to have type .* but got Float"):

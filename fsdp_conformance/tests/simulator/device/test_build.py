@@ -114,7 +114,7 @@ class TestCache:
         assert path.is_relative_to(machine.cache / "simulator")
 
     def test_other_sources_are_another_object(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One more file, or one more character in a file."""
+        """One more file, or one more character in a file, gives another object."""
         target = build._target()
         extra = machine.cache.parent / "extra.h"
         files = build.sources()
@@ -157,7 +157,7 @@ class TestCache:
         assert path.read_bytes() == Path(os.environ["REAL"]).read_bytes()
 
     def test_waiting_has_an_end(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A process that waits too long for the lock says so."""
+        """A process that waits too long for the lock raises an error that names it."""
         monkeypatch.setattr(build, "DEADLINE_S", 0.3)
         target = build._target()
         assert target is not None
@@ -184,7 +184,7 @@ def test_every_source_is_compiled_once() -> None:
 class TestFailure:
     @pytest.mark.slow
     def test_the_compilers_last_words_are_told(self, machine: Machine) -> None:
-        """And nothing is kept."""
+        """The error quotes the end of the compiler's output, and no build is stored."""
         machine.install(
             '#!/bin/sh\ncase "$*" in *version*) echo 12.2.0; exit 0;; -v) echo clang version; exit 0;; esac\n'
             'echo "error: no such header" >&2; exit 1\n'
@@ -232,7 +232,7 @@ class TestUnavailable:
         assert "'nowhere-c++' is not on PATH" in str(build.unavailable())
 
     def test_activation_says_so(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """And torch is unchanged."""
+        """Activation raises the same reason and leaves torch unchanged."""
         if build.loaded() is not None:
             pytest.skip("another test of this process has loaded the extension")
         monkeypatch.delenv("CXX", raising=False)
@@ -270,8 +270,8 @@ def types_of(text: str) -> list[str]:
     for line in text.splitlines():
         if _NAMESPACE.match(line):
             is_local = line.startswith("namespace")
-        elif not is_local and (found := _TYPE.match(line)):
-            names.append(found[1])
+        elif not is_local and (match := _TYPE.match(line)):
+            names.append(match[1])
     return names
 
 

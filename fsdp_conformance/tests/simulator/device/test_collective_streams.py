@@ -206,7 +206,7 @@ class Streams(OnSim):
 
 
 class Memory(OnSim):
-    """What keeps the memory of a collective alive."""
+    """Objects that keep the memory of a collective alive."""
 
     def allocated(self) -> int:
         gc.collect()

@@ -34,7 +34,7 @@ class TestActivation:
 
     @in_process_of_its_own
     def test_the_device_is_torchs_accelerator(self) -> None:
-        """By name, by module, with its index; a second activation changes nothing."""
+        """torch knows it by name, by module, and with its index; a second activation changes nothing."""
         activate()
 
         assert "sim" == torch._C._get_privateuse1_backend_name()
@@ -150,16 +150,16 @@ class TestGenerators:
         expected = torch.rand(7, generator=on_cpu)
 
         state = on_sim.get_state()
-        found = torch.rand(7, generator=on_sim, device="sim:1")
+        samples = torch.rand(7, generator=on_sim, device="sim:1")
 
-        assert torch.equal(expected, found.cpu())
+        assert torch.equal(expected, samples.cpu())
         on_sim.set_state(state)
-        assert torch.equal(found, torch.rand(7, generator=on_sim, device="sim:1"))
+        assert torch.equal(samples, torch.rand(7, generator=on_sim, device="sim:1"))
         assert ("sim:1", 3) == (str(on_sim.device), on_sim.initial_seed())
 
     @in_process_of_its_own
     def test_states_are_taken_and_set(self) -> None:
-        """By `torch.sim`, and by `fork_rng` for any devices."""
+        """`torch.sim` does it, and so does `fork_rng` for any devices."""
         torch.manual_seed(2)
         state = sim.get_rng_state()
         first = torch.rand(3, device="sim")
@@ -174,20 +174,20 @@ class TestGenerators:
 
     @in_process_of_its_own
     def test_separate_generators_do_not_take_each_others_numbers(self) -> None:
-        """For ranks that are threads: each seeds its own device and gets the CPU's sequence for that seed."""
+        """Ranks that are threads each seed their own device and get the CPU's sequence for that seed."""
         sim.separate_generators()
         for index in (0, 1):
             with sim.device(index):
                 torch.manual_seed(5)
         a, b = nn.Dropout(0.5), nn.Dropout(0.5)
 
-        found = [a(torch.ones(16, device="sim:0")), b(torch.ones(16, device="sim:1"))]
+        samples = [a(torch.ones(16, device="sim:0")), b(torch.ones(16, device="sim:1"))]
         torch.manual_seed(5)
         sim.separate_generators(False)
         expected = a(torch.ones(16))
 
-        assert torch.equal(expected, found[0].cpu())
-        assert torch.equal(expected, found[1].cpu())
+        assert torch.equal(expected, samples[0].cpu())
+        assert torch.equal(expected, samples[1].cpu())
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
     @in_process_of_its_own
@@ -216,7 +216,7 @@ class TestGenerators:
 
 @in_process_of_its_own
 def test_properties_are_told() -> None:
-    """What scripts read from a device."""
+    """A device has the properties that scripts read."""
     properties = sim.get_device_properties()
 
     assert sim.get_device_name() == properties.name
@@ -259,9 +259,9 @@ def run_python(program: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_an_active_device_the_way_to_it_is_told() -> None:
     """Asking for the current device loads nothing."""
-    asked: list[Callable[[], object]] = [device.current_device, lambda: device.set_device(1)]
+    calls: list[Callable[[], object]] = [device.current_device, lambda: device.set_device(1)]
     if build.loaded() is not None:
         pytest.skip("another test of this process has loaded the extension")
-    for ask in asked:
+    for ask in calls:
         with pytest.raises(EnvironmentUnavailable, match=r"activation\.activate\(\)"):
             ask()

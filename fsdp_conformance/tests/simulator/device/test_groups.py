@@ -29,7 +29,7 @@ class Seams(OnSim):
     """The backend is one like torch's own."""
 
     def test_names(self) -> None:
-        """What torch says of the group, its options, sequence numbers."""
+        """torch reports the group's name, its options and sequence numbers."""
         backend: Any = world()._get_backend(self.device)
         self.assertEqual("simccl", backend.name())
         self.assertEqual("gloo", world()._get_backend(torch.device("cpu")).name())

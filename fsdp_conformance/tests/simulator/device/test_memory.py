@@ -29,9 +29,9 @@ pytestmark = compiled
 
 def kinds() -> list[HazardKind]:
     """The kinds of the hazards so far, which are then cleared."""
-    found = [hazard.kind for hazard in checker.hazards()]
+    hazard_kinds = [hazard.kind for hazard in checker.hazards()]
     checker.clear_hazards()
-    return found
+    return hazard_kinds
 
 
 def block_of(tensor: torch.Tensor) -> int:
@@ -68,7 +68,7 @@ class TestCounts:
 
     @in_process_of_its_own
     def test_allocated_and_peak_are_exact(self) -> None:
-        """13 floats are 52 bytes; the peak is the largest sum at one time; a view is no memory."""
+        """13 floats are 52 bytes; the peak is the largest sum at one time; a view takes no memory."""
         a = torch.empty(13, device="sim")
         b = torch.empty(5, dtype=torch.int8, device="sim")
         view = a[3:]
@@ -168,7 +168,7 @@ class TestContents:
 
     @in_process_of_its_own
     def test_storages_resize(self) -> None:
-        """To nothing and back; tensors over them stay; what fits is kept where it does not go through nothing."""
+        """They shrink to nothing and grow back, and tensors over them stay; only a size of zero loses the contents."""
         tensor = torch.arange(4.0, device="sim")
         storage = tensor.untyped_storage()
 
@@ -207,7 +207,7 @@ class TestReuse:
 
     @in_process_of_its_own
     def test_the_last_block_freed_is_the_first_used(self) -> None:
-        """For the same size on the same stream, and for no other."""
+        """This holds for the same size on the same stream, and for no other."""
         a, b = torch.empty(6, device="sim"), torch.empty(6, device="sim")
         blocks = block_of(a), block_of(b)
         address = b.data_ptr()
@@ -271,7 +271,7 @@ class TestPinned:
 
     @in_process_of_its_own
     def test_memory_is_pinned_where_asked(self) -> None:
-        """By `pin_memory()`, by a factory, by `to(non_blocking=True)` to the CPU; views are, copies are not."""
+        """`pin_memory()`, factories and `to(non_blocking=True)` to the CPU pin; views are pinned, copies are not."""
         pinned = torch.ones(3).pin_memory()
 
         assert pinned.is_pinned()
@@ -367,7 +367,7 @@ class TestPinned:
         wrapped.mul_(2)
 
         assert ["aten::add.Tensor", "aten::mul_.Tensor", "aten::mul_.Tensor"] == [
-            found.now.site.op for found in checker.hazards()
+            hazard.now.site.op for hazard in checker.hazards()
         ]
         assert [HazardKind.HOST_READ_IN_FLIGHT] * 2 + [HazardKind.HOST_WRITE_IN_FLIGHT] == kinds()
 
@@ -419,7 +419,7 @@ class TestPinned:
 
     @in_process_of_its_own
     def test_copies_follow_one_another_through_pinned_memory(self) -> None:
-        """To the host and back, the host waiting for nothing: the stream orders them."""
+        """The stream orders copies to the host and back, although the host waits for nothing."""
         through = torch.zeros(3).pin_memory()
         through.copy_(torch.full((3,), 4.0, device="sim"), non_blocking=True)
         back = torch.empty(3, device="sim")
@@ -467,7 +467,7 @@ class TestLimit:
 
     @in_process_of_its_own
     def test_what_does_not_fit_is_refused(self) -> None:
-        """In CUDA's words, with both sizes; the cache makes room first, and counts are those of CUDA."""
+        """The error has CUDA's words and both sizes; the cache is freed first, and counts are those of CUDA."""
         memory.set_memory_limit(1 << 20)
         held = torch.ones(150_000, device="sim")
         assert (1 << 20) == sim.mem_get_info()[1] == sim.get_device_properties().total_memory
@@ -477,7 +477,7 @@ class TestLimit:
 
         with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 585\.94 KiB"):
             torch.ones(150_000, device="sim")
-        assert 600_000 == sim.memory_reserved()  # the cache was given up in vain
+        assert 600_000 == sim.memory_reserved()  # the cache was freed, but that was not enough
         stats = sim.memory_stats()
         assert (1, 1) == (stats["num_alloc_retries"], stats["num_ooms"])
         torch.ones(100_000, device="sim")
@@ -610,7 +610,7 @@ class TestTouches:
 
     @in_process_of_its_own
     def test_guarded_memory_may_be_freed(self) -> None:
-        """Its addresses belong to somebody else then."""
+        """Its addresses belong to another tensor by then."""
         for _ in range(20):
             target = torch.zeros(2048, pin_memory=True)
             target.copy_(torch.ones(2048, device="sim"), non_blocking=True)
@@ -645,8 +645,8 @@ class TestFrees:
             return tensor
 
         def leaves() -> None:
-            kept = used()
-            assert kept.is_contiguous()
+            result = used()
+            assert result.is_contiguous()
 
         tensor = used()
         del tensor  # here

@@ -31,9 +31,9 @@ def assert_as_on_the_cpu(compute: Computation) -> None:
         warnings.simplefilter("ignore")
         expected = results_of(compute, "cpu")
 
-        found = results_of(compute, "sim")
+        actual = results_of(compute, "sim")
 
-    assert [] == differences(expected, found)
+    assert [] == differences(expected, actual)
     assert checker.accesses() > 0
 
 
@@ -95,17 +95,17 @@ def test_an_operation_without_kernel_is_named() -> None:
 def test_an_operation_in_python_for_the_cpu_runs() -> None:
     """A custom operation with a kernel for the CPU, in Python, runs, also if it returns what it keeps."""
     torch.library.define("simulator_tests::twice", "(Tensor x) -> Tensor")
-    kept = []
+    outputs = []
 
     @torch.library.impl("simulator_tests::twice", "CPU")
     def twice(x: torch.Tensor) -> torch.Tensor:
-        kept.append(x * 2)
-        return kept[-1]
+        outputs.append(x * 2)
+        return outputs[-1]
 
     result = torch.ops.simulator_tests.twice(torch.full((3,), 5.0, device="sim"))
 
     assert "sim:0" == str(result.device)
-    assert [10.0, 10.0, 10.0] == result.tolist() == kept[0].tolist()
+    assert [10.0, 10.0, 10.0] == result.tolist() == outputs[0].tolist()
 
 
 @in_process_of_its_own
@@ -131,16 +131,16 @@ def test_convolutions_in_float16_add_up_in_float32(transposed: bool) -> None:
         out.backward(torch.ones_like(out))
         return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
-    found = trained("sim", torch.float16)
-    assert len(found) == 4
+    actual = trained("sim", torch.float16)
+    assert len(actual) == 4
     # The bias is one number that all channels share, so its gradient is a sum of rounded ones.
-    for tensor, exact in zip(found[:3], trained("cpu", torch.float32)[:3], strict=True):
+    for tensor, exact in zip(actual[:3], trained("cpu", torch.float32)[:3], strict=True):
         assert torch.equal(tensor.cpu(), exact.half())
 
 
 @in_process_of_its_own
 def test_a_convolution_of_two_types_is_refused_in_float16_too() -> None:
-    """With the words of the CPU's kernel: which one that is depends on whether the processor computes in float16."""
+    """The words are the CPU kernel's: which kernel depends on whether the processor computes in float16."""
     with pytest.raises(RuntimeError, match=r"should be the same|expected scalar type Half but found Float"):
         F.conv2d(torch.ones(1, 1, 3, 3, device="sim").half(), torch.ones(1, 1, 2, 2, device="sim"))
 
@@ -254,7 +254,7 @@ def test_losses_are_scaled() -> None:
 
 @in_process_of_its_own
 def test_batches_are_loaded_into_pinned_memory() -> None:
-    """And copied from there without making the host wait."""
+    """They are then copied from there without making the host wait."""
     items: Any = torch.arange(6.0)
     loader: Iterable[torch.Tensor] = torch.utils.data.DataLoader(items, batch_size=3, pin_memory=True)
 
@@ -285,9 +285,9 @@ def test_an_encoder_with_padding_makes_no_nested_tensors() -> None:
     with torch.no_grad():
         expected = encoder(inputs, src_key_padding_mask=padding)
 
-        found = encoder.to("sim")(inputs.to("sim"), src_key_padding_mask=padding.to("sim")).cpu()
+        actual = encoder.to("sim")(inputs.to("sim"), src_key_padding_mask=padding.to("sim")).cpu()
 
-    torch.testing.assert_close(expected[~padding], found[~padding])
+    torch.testing.assert_close(expected[~padding], actual[~padding])
 
 
 @in_process_of_its_own

@@ -56,9 +56,9 @@ def trained(device: str, optimizers: Optimizers, *, to_none: bool = True) -> lis
 
 def kinds() -> list[HazardKind]:
     """The hazards so far, which are then cleared."""
-    found = [hazard.kind for hazard in checker.hazards()]
+    hazard_kinds = [hazard.kind for hazard in checker.hazards()]
     checker.clear()
-    return found
+    return hazard_kinds
 
 
 class TestNumbers:
@@ -192,7 +192,7 @@ class Reductions(OnSim):
     """The all-reduce that gloo has and NCCL has not."""
 
     def test_as_gloo(self) -> None:
-        """The same result as gloo's on the CPU, also where a rank has nothing, and in a group of its own."""
+        """The same result as gloo's on the CPU, also where a rank has nothing, and in a subgroup."""
         with process_group.as_gloo(True):
             group = dist.new_group([0, 1])
         for rows in ([self.rank, 3, 3], [1] if self.rank else [], []):

@@ -19,9 +19,9 @@ pytestmark = compiled
 
 def kinds() -> list[HazardKind]:
     """The kinds of the hazards so far, which are then cleared."""
-    found = [hazard.kind for hazard in checker.hazards()]
+    hazard_kinds = [hazard.kind for hazard in checker.hazards()]
     checker.clear_hazards()
-    return found
+    return hazard_kinds
 
 
 @in_process_of_its_own
@@ -45,7 +45,7 @@ def test_streams_are_current_per_device() -> None:
 
 @in_process_of_its_own
 def test_streams_come_from_a_pool_of_32() -> None:
-    """As on CUDA: the 33rd is the first again; high priority has a pool of its own."""
+    """As on CUDA: the 33rd is the first again; high priority has its own pool."""
     streams = [sim.Stream() for _ in range(33)]
     high = sim.Stream(priority=-1)
 
@@ -291,7 +291,7 @@ def test_threads_have_streams_and_devices_of_their_own() -> None:
     """A thread begins on device 0 and its default stream; 16 of them compute at the same time."""
     sim.set_device(1)
     sim.set_stream(sim.Stream())
-    found: list[tuple[int, int, float]] = []
+    results: list[tuple[int, int, float]] = []
 
     def compute(index: int) -> None:
         before = (sim.current_device(), sim.current_stream().stream_id)
@@ -300,7 +300,7 @@ def test_threads_have_streams_and_devices_of_their_own() -> None:
         for _ in range(20):
             y = (x @ x).relu().sum()
             (grad,) = torch.autograd.grad(y, x)
-        found.append((*before, grad.sum().item()))
+        results.append((*before, grad.sum().item()))
 
     threads = [threading.Thread(target=compute, args=(i,)) for i in range(16)]
     for thread in threads:
@@ -308,4 +308,4 @@ def test_threads_have_streams_and_devices_of_their_own() -> None:
     for thread in threads:
         thread.join(DEADLINE_S)
 
-    assert [(0, 0, 2 * 16.0**3)] * 16 == found
+    assert [(0, 0, 2 * 16.0**3)] * 16 == results

@@ -137,7 +137,7 @@ def test_hosts_do_not_wait() -> None:
 
 @in_process_of_its_own
 def test_a_missing_wait_is_found() -> None:
-    """As between processes."""
+    """It is found between threads just as between processes."""
 
     def rank_body(rank: int) -> float:
         output = torch.empty(2, device=f"sim:{rank}")
@@ -157,7 +157,7 @@ def test_a_missing_wait_is_found() -> None:
 
 
 def result_of(rank: int, call: Any) -> str:
-    """What a rank hears that calls something which the others did not call."""
+    """The error on a rank that calls a collective which the others did not call."""
     try:
         mine = call()
         mine.sum().item()

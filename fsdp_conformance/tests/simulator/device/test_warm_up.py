@@ -1,4 +1,4 @@
-"""What an accelerator's libraries keep from the first use on is allocated before bytes are counted."""
+"""Memory that an accelerator's libraries keep after their first use is allocated before bytes are counted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _train(device: torch.device, dtype: torch.dtype) -> None:
 
 @in_process_of_its_own
 def test_workspaces_are_there_before_the_first_mark() -> None:
-    """In every dtype and in autograd's thread; afterwards a step leaves no more than it found."""
+    """They exist for every dtype and in autograd's thread; afterwards a step leaves no extra memory."""
     device = torch.device("sim", 0)
     counting = AcceleratorWatch(device)
     with Handles() as library:

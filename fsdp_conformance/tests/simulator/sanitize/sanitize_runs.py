@@ -1,4 +1,4 @@
-"""`sanitize` as a user runs it: in a process of its own, with what it printed and the file that it wrote."""
+"""`sanitize` as a user runs it: in a separate process, with its output and the file that it wrote."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE_S = 400.0
 
 @dataclass(frozen=True, slots=True)
 class Sanitized:
-    """What a run left behind."""
+    """The result of a run."""
 
     status: int
     out: str

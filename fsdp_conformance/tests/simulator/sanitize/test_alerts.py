@@ -31,20 +31,20 @@ def differing(directory: Path | str = "/src") -> Disagreement:
     return Disagreement.between(DisagreementKind.DIFFERENT, parties, "reductions")
 
 
-def with_collectives(*found: Disagreement) -> dict[str, Any]:
-    """What a rank says that has compared collectives."""
-    return {**observed(), "collectives": {"found": [asdict(one) for one in found], "checked": 5}}
+def with_collectives(*disagreements: Disagreement) -> dict[str, Any]:
+    """The report of a rank that compared collectives."""
+    return {**observed(), "collectives": {"found": [asdict(one) for one in disagreements], "checked": 5}}
 
 
 class TestReport:
     """Findings about collectives in the report."""
 
     def test_both_ranks_notice_and_it_is_one_finding(self) -> None:
-        """Both calls with their lines, and what to do; status 1."""
-        found = report(with_collectives(differing()), with_collectives(differing()))
-        text = printed(found)
+        """The report has both calls with their lines, and advice; the status is 1."""
+        merged = report(with_collectives(differing()), with_collectives(differing()))
+        text = printed(merged)
 
-        assert ExitStatus.FINDINGS == found.status
+        assert ExitStatus.FINDINGS == merged.status
         assert text.count("✗ collectives") == 1
         assert "rank 0: all_reduce(SUM, 4 float32) on the default group\n      /src/train.py:10 in step" in text
         assert "rank 1: all_reduce(MAX, 4 float32) on the default group\n      /src/train.py:12 in step" in text
@@ -60,16 +60,16 @@ class TestReport:
         )
 
     def test_a_clean_run_says_how_many_were_compared(self) -> None:
-        """As for accesses: a number that is too small shows that little was checked."""
-        found = report(with_collectives(), with_collectives())
+        """A number that is too small shows that little was checked, as for accesses."""
+        merged = report(with_collectives(), with_collectives())
 
         assert (
-            found.verdict()
+            merged.verdict()
             == "clean: 200 accesses on 2 streams of 2 ranks, 10 collectives compared, 0 hazards [exit 0]"
         )
 
     def test_the_file_has_them(self) -> None:
-        """As data and as text."""
+        """The file has them as data and as text."""
         (one,) = report(with_collectives(differing()), observed()).to_json()["collectives"]
 
         assert (one["kind"], one["what"], one["ranks"]) == ("different_collectives", "reductions", [0, 1])
@@ -84,8 +84,8 @@ class TestSarif:
         """The line to change first, the other one as related; every rule has a sentence."""
         monkeypatch.chdir(tmp_path)
         (tmp_path / "train.py").touch()
-        found = report({**with_collectives(differing(tmp_path)), "hazards": [hazard().to_json()]}, observed())
-        content = json.loads(sarif(alerts_of(found), found))
+        merged = report({**with_collectives(differing(tmp_path)), "hazards": [hazard().to_json()]}, observed())
+        content = json.loads(sarif(alerts_of(merged), merged))
         (run,) = content["runs"]
 
         assert content["version"] == "2.1.0"
@@ -101,8 +101,8 @@ class TestSarif:
     def test_freed_memory_is_placed_where_it_is_freed(self) -> None:
         """That is the line to change."""
         freed = Site(op="free", stack=(Frame(file="train.py", line=20, function="main"),))
-        found = report(observed(replace(hazard(), kind=HazardKind.REUSE_IN_FLIGHT, freed=freed)), observed())
-        (result,) = json.loads(sarif(alerts_of(found), found))["runs"][0]["results"]
+        merged = report(observed(replace(hazard(), kind=HazardKind.REUSE_IN_FLIGHT, freed=freed)), observed())
+        (result,) = json.loads(sarif(alerts_of(merged), merged))["runs"][0]["results"]
 
         assert self.lines(result["locations"]) == [("train.py", 20)]
 
@@ -111,8 +111,8 @@ class TestSarif:
         monkeypatch.chdir(tmp_path)
 
         def identity(one: Any) -> str:
-            found = report(observed(one), observed())
-            (result,) = json.loads(sarif(alerts_of(found), found))["runs"][0]["results"]
+            merged = report(observed(one), observed())
+            (result,) = json.loads(sarif(alerts_of(merged), merged))["runs"][0]["results"]
             return str(result["partialFingerprints"]["fsdpConformance/v1"])
 
         assert identity(hazard()) == identity(hazard(line=99))
@@ -120,8 +120,8 @@ class TestSarif:
 
     def test_lines_outside_the_repository_have_no_place(self) -> None:
         """The alert is there all the same."""
-        found = report(with_collectives(differing("/elsewhere")), observed())
-        (result,) = json.loads(sarif(alerts_of(found), found))["runs"][0]["results"]
+        merged = report(with_collectives(differing("/elsewhere")), observed())
+        (result,) = json.loads(sarif(alerts_of(merged), merged))["runs"][0]["results"]
 
         assert "locations" not in result
 
@@ -132,10 +132,10 @@ class TestSarif:
         assert rules == {str(kind) for kind in (*HazardKind, *DisagreementKind)}
 
     def test_a_clean_run_is_an_empty_file(self) -> None:
-        """So that code hosts close the alerts of the last one."""
-        found = report(observed(), observed())
+        """An empty file makes code hosts close the alerts of the previous run."""
+        merged = report(observed(), observed())
 
-        assert json.loads(sarif(alerts_of(found), found))["runs"][0]["results"] == []
+        assert json.loads(sarif(alerts_of(merged), merged))["runs"][0]["results"] == []
 
     def lines(self, locations: list[dict[str, Any]]) -> list[tuple[str, int]]:
         """Files and lines."""
@@ -144,11 +144,11 @@ class TestSarif:
 
 
 def test_annotations_are_workflow_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One line for each finding; newlines and percent signs are escaped."""
+    """Each finding is one line; newlines and percent signs are escaped."""
     monkeypatch.chdir(tmp_path)
     odd = replace(hazard(), now=access("read", "aten::100%", 12, device=0, stream=0))
-    found = report({**observed(odd), "collectives": {"found": [asdict(differing())], "checked": 1}}, observed())
-    first, second = workflow_commands(alerts_of(found))
+    merged = report({**observed(odd), "collectives": {"found": [asdict(differing())], "checked": 1}}, observed())
+    first, second = workflow_commands(alerts_of(merged))
 
     assert first.startswith("::error file=train.py,line=12,title=read_after_write::read after write on sim:0: ")
     assert "aten::100%25" in first

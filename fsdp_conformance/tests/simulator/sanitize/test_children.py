@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 
 def run_of(text: str, directory: Path, *typed: str) -> Sanitized:
-    """Run a script on one rank with two devices, beside race.py and worker.py."""
+    """Run a script on one rank with two devices, next to race.py and worker.py."""
     written(directory, RACE, "race.py")
     written(directory, WORKER, "worker.py")
     return sanitize("--as-cuda", "--world-size", "1", "--devices", "2", *typed, written(directory, text), cwd=directory)

@@ -75,7 +75,7 @@ def test_a_rank_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
-    """By its signal."""
+    """The report names its signal."""
     script = written(tmp_path, _BEGIN.format(wrong="os.kill(os.getpid(), signal.SIGKILL)"))
     run = sanitize(script, cwd=tmp_path)
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_simulated_says_so(tmp_path: Path) -> None:
 
 
 def test_a_script_that_says_cuda_is_told_about_the_option(tmp_path: Path) -> None:
-    """Without --as-cuda, torch's own error and what to do."""
+    """Without --as-cuda, the report has torch's own error and advice."""
     run = sanitize("--world-size", "1", written(tmp_path, "import torch\ntorch.ones(2, device='cuda')\n"), cwd=tmp_path)
 
     assert run.status == 5, run.out + run.err

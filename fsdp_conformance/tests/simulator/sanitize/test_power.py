@@ -24,13 +24,13 @@ SAMPLE = frozenset({
 
 
 def problems(scripts: Iterable[Script]) -> list[str]:
-    """What is said of the scripts that were not judged as they should be."""
+    """The problems of scripts that were not judged as they should be."""
     build.require()
     return [f"{outcome.line()}\n{outcome.text}" for outcome in run_scripts(scripts) if not outcome.is_right]
 
 
 def test_there_are_enough_of_both() -> None:
-    """With a name each, a marked line in each mistake, and none in a correct script."""
+    """Each has a name; each mistake has a marked line, and no correct script has one."""
     names = [script.name for script in (*DEFECTS, *WRONG, *CONTROLS, *CORRECT)]
 
     assert len([*DEFECTS, *WRONG]) >= 40 <= len([*CONTROLS, *CORRECT])
@@ -42,7 +42,7 @@ def test_there_are_enough_of_both() -> None:
 
 @pytest.mark.nightly
 def test_a_sample_is_judged_as_it_should_be() -> None:
-    """In one warm process."""
+    """The sample runs in one warm process."""
     assert problems(script for script in (*DEFECTS, *CONTROLS) if script.name in SAMPLE) == []
 
 
@@ -51,5 +51,5 @@ def test_a_sample_is_judged_as_it_should_be() -> None:
     "scripts", [DEFECTS, CONTROLS, WRONG, CORRECT], ids=["mistakes", "correct", "wrong programs", "correct programs"]
 )
 def test_every_script_is_judged_as_it_should_be(scripts: tuple[Script, ...]) -> None:
-    """Nothing missed, no false alarm."""
+    """No mistake is missed, and there is no false alarm."""
     assert problems(scripts) == []

@@ -1,4 +1,7 @@
-"""What `sanitize` concludes: hazards are folded over ranks, endings have a status, and nothing checked is no pass."""
+"""
+Tests for the conclusions of `sanitize`: hazards are merged over ranks, endings have a status, and checking nothing
+never passes.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def hazard(*, device: int = 0, line: int = 12, count: int = 1) -> Hazard:
 
 
 def observed(*hazards: Hazard, accesses: int = 100) -> dict[str, Any]:
-    """What a rank says."""
+    """The report of a rank."""
     return {
         "hazards": [one.to_json() for one in hazards],
         "accesses": accesses,
@@ -83,18 +86,20 @@ def report(
 
 def child(name: str, *hazards: Hazard, accesses: int = 10, has_ended: bool = True) -> ChildOfRank:
     """A process that a rank has started."""
-    told = tuple(one.to_json() for one in hazards)
-    return ChildOfRank(name=name, hazards=told, accesses=accesses, notes=(f"a note of {name}",), has_ended=has_ended)
+    described = tuple(one.to_json() for one in hazards)
+    return ChildOfRank(
+        name=name, hazards=described, accesses=accesses, notes=(f"a note of {name}",), has_ended=has_ended
+    )
 
 
 def error(text: str, time: float = 0.0, blame: str = "implementation") -> RankError:
-    """What ended a rank's body."""
+    """The error that ended a rank's body."""
     return RankError(kind="builtins.ValueError", message=text, traceback=f"ValueError: {text}", blame=blame, time=time)
 
 
-def printed(found: ScriptReport) -> str:
+def printed(merged: ScriptReport) -> str:
     """Everything that is printed."""
-    return "\n".join(text for text, _ in found.paragraphs())
+    return "\n".join(text for text, _ in merged.paragraphs())
 
 
 def test_equal_hazards_of_several_ranks_are_one() -> None:
@@ -116,58 +121,58 @@ def test_equal_hazards_of_several_ranks_are_one() -> None:
 )
 def test_other_lines_and_kinds_are_other_hazards(other: Hazard) -> None:
     """Each is told apart, in the order in which they were seen."""
-    found = folded([observed(hazard(), other), None])
+    hazards = folded([observed(hazard(), other), None])
 
-    assert [hazard(), other] == [one.hazard for one in found]
+    assert [hazard(), other] == [one.hazard for one in hazards]
 
 
 def test_two_lines_that_are_come_to_in_several_ways_are_one_hazard() -> None:
     """Other operations on the same line, and other streams, are places of it."""
     other = replace(hazard(), now=access("read", "aten::add", 12, device=0, stream=2))
-    found = report(observed(hazard(), other), observed(hazard(device=1)))
+    merged = report(observed(hazard(), other), observed(hazard(device=1)))
 
-    assert [(hazard(), 2, 3)] == [(one.hazard, len(one.places), one.count) for one in found.hazards]
-    assert "seen: 3 times in 2 places, on ranks 0, 1" in printed(found)
-    assert found.verdict() == "1 hazard in 2 places, seen 3 times on ranks 0, 1 [exit 1]"
+    assert [(hazard(), 2, 3)] == [(one.hazard, len(one.places), one.count) for one in merged.hazards]
+    assert "seen: 3 times in 2 places, on ranks 0, 1" in printed(merged)
+    assert merged.verdict() == "1 hazard in 2 places, seen 3 times on ranks 0, 1 [exit 1]"
 
 
 def test_what_children_find_is_found() -> None:
     """Merged with the same hazard of a rank, and with the names of the processes."""
-    found = report(
+    merged = report(
         observed(hazard(count=2)),
         observed(accesses=0),
         children=[[child("worker.py", hazard())], [child("Process-1", hazard(), has_ended=False), child("Process-2")]],
     )
 
-    (one,) = found.hazards
+    (one,) = merged.hazards
     assert (one.count, one.ranks, one.processes) == (4, [0, 1], {"worker.py": 0, "Process-1": 1})
-    text = printed(found)
+    text = printed(merged)
     assert "seen: 4 times, on ranks 0, 1, in the child processes worker.py, Process-1\n" in text
     assert "checked: 130 accesses on 2 streams of 2 ranks and 3 child processes" in text
     assert "nothing on rank 1" not in text
     assert "note: a note of Process-2" in text
     assert text.count("was killed or outlived it") == 1
-    assert [len(rank["children"]) for rank in found.to_json()["ranks"]] == [1, 2]
-    assert found.to_json()["hazards"][0]["processes"] == {"worker.py": 0, "Process-1": 1}
+    assert [len(rank["children"]) for rank in merged.to_json()["ranks"]] == [1, 2]
+    assert merged.to_json()["hazards"][0]["processes"] == {"worker.py": 0, "Process-1": 1}
 
 
 def test_a_script_whose_children_do_the_work_is_clean() -> None:
-    """And one finding of a child is a finding of the run."""
+    """A finding of a child is a finding of the run."""
     nothing = {**observed(accesses=0), "streams": 0}
 
     assert report(nothing, nothing).status is ExitStatus.NOTHING_CHECKED
-    found = report(nothing, nothing, children=[[child("worker.py")], []])
-    assert found.status is ExitStatus.CLEAN
-    assert found.verdict().startswith("clean: 10 accesses of 2 ranks and 1 child process, 0 hazards")
+    merged = report(nothing, nothing, children=[[child("worker.py")], []])
+    assert merged.status is ExitStatus.CLEAN
+    assert merged.verdict().startswith("clean: 10 accesses of 2 ranks and 1 child process, 0 hazards")
     assert report(nothing, nothing, children=[[], [child("worker.py", hazard())]]).status is ExitStatus.FINDINGS
 
 
 def test_hazards_are_printed_with_both_lines_and_the_ranks() -> None:
     """The text has the two lines of the script, how often, on which ranks, and the verdict last."""
-    found = report(observed(hazard(count=2)), observed(hazard(device=1)))
-    text = printed(found)
+    merged = report(observed(hazard(count=2)), observed(hazard(device=1)))
+    text = printed(merged)
 
-    assert ExitStatus.FINDINGS == found.status
+    assert ExitStatus.FINDINGS == merged.status
     assert "train.py:10 in main" in text
     assert "train.py:12 in main" in text
     assert "seen: 3 times, on ranks 0, 1" in text
@@ -176,35 +181,35 @@ def test_hazards_are_printed_with_both_lines_and_the_ranks() -> None:
 
 def test_a_clean_run_says_how_much_was_checked() -> None:
     """A verdict without the number of accesses would be worth nothing."""
-    found = report(observed(accesses=9171), observed(accesses=9171))
+    merged = report(observed(accesses=9171), observed(accesses=9171))
 
-    assert ExitStatus.CLEAN == found.status
-    assert printed(found).endswith("clean: 18,342 accesses on 2 streams of 2 ranks, 0 hazards [exit 0]")
+    assert ExitStatus.CLEAN == merged.status
+    assert printed(merged).endswith("clean: 18,342 accesses on 2 streams of 2 ranks, 0 hazards [exit 0]")
 
 
 def test_a_script_that_never_used_the_device_is_not_clean() -> None:
     """Status 2, and what the script should do."""
-    found = report(observed(accesses=0), observed(accesses=0))
+    merged = report(observed(accesses=0), observed(accesses=0))
 
-    assert ExitStatus.NOTHING_CHECKED == found.status
-    assert "nothing was checked" in found.verdict()
-    assert "--as-cuda" in found.verdict()
+    assert ExitStatus.NOTHING_CHECKED == merged.status
+    assert "nothing was checked" in merged.verdict()
+    assert "--as-cuda" in merged.verdict()
 
 
 def test_a_rank_that_never_used_the_device_is_named() -> None:
     """The run counts, with a word about the idle rank."""
-    found = report(observed(), observed(accesses=0))
+    merged = report(observed(), observed(accesses=0))
 
-    assert ExitStatus.CLEAN == found.status
-    assert "nothing on rank 1" in printed(found)
+    assert ExitStatus.CLEAN == merged.status
+    assert "nothing on rank 1" in printed(merged)
 
 
 def test_the_first_rank_to_fail_is_the_headline() -> None:
     """Its traceback is shown; the peers' failures follow from it."""
-    found = report(observed(), observed(), errors=(error("later", 2.0), error("boom", 1.0)))
-    text = printed(found)
+    merged = report(observed(), observed(), errors=(error("later", 2.0), error("boom", 1.0)))
+    text = printed(merged)
 
-    assert ExitStatus.SCRIPT_FAILED == found.status
+    assert ExitStatus.SCRIPT_FAILED == merged.status
     assert "✗ the script failed: rank 1 raised ValueError: boom" in text
     assert "then rank 0 raised ValueError: later" in text
     assert text.endswith("the script failed: rank 1 raised ValueError: boom [exit 5]")
@@ -212,27 +217,27 @@ def test_the_first_rank_to_fail_is_the_headline() -> None:
 
 def test_hazards_count_before_a_failure() -> None:
     """A script that fails after a hazard may fail because of it."""
-    found = report(observed(hazard()), None, errors=(None, error("loss is nan")))
+    merged = report(observed(hazard()), None, errors=(None, error("loss is nan")))
 
-    assert ExitStatus.FINDINGS == found.status
-    assert "the script failed: rank 1 raised ValueError: loss is nan" in printed(found)
-    assert found.verdict() == "1 hazard in 1 place, seen once on rank 0; the script failed [exit 1]"
+    assert ExitStatus.FINDINGS == merged.status
+    assert "the script failed: rank 1 raised ValueError: loss is nan" in printed(merged)
+    assert merged.verdict() == "1 hazard in 1 place, seen once on rank 0; the script failed [exit 1]"
 
 
 def test_what_fails_before_the_script_begins_is_not_its_doing() -> None:
     """Status 4, and so it says."""
-    found = report(None, None, errors=(error("no such name", blame="suite"), None))
+    merged = report(None, None, errors=(error("no such name", blame="suite"), None))
 
-    assert ExitStatus.OWN_ERROR == found.status
-    assert "an error in this suite, not in the script: rank 0 raised ValueError: no such name" in found.verdict()
+    assert ExitStatus.OWN_ERROR == merged.status
+    assert "an error in this suite, not in the script: rank 0 raised ValueError: no such name" in merged.verdict()
 
 
 def test_what_this_machine_lacks_is_no_finding() -> None:
     """Status 3, with the reason."""
-    found = report(None, None, not_run="no C++ compiler")
+    merged = report(None, None, not_run="no C++ compiler")
 
-    assert ExitStatus.CANNOT_RUN == found.status
-    assert found.verdict() == "not run: no C++ compiler [exit 3]"
+    assert ExitStatus.CANNOT_RUN == merged.status
+    assert merged.verdict() == "not run: no C++ compiler [exit 3]"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +250,7 @@ def test_what_this_machine_lacks_is_no_finding() -> None:
     ],
 )
 def test_failures_that_have_a_meaning_here_get_a_hint(text: str, hint: str) -> None:
-    """What to do is said beneath the traceback."""
+    """The hint stands below the traceback."""
     assert hint in printed(report(observed(), observed(), errors=(error(text), None)))
 
 

@@ -64,7 +64,7 @@ def test_cuda_answers_as_a_script_expects(tmp_path: Path) -> None:
 
 @pytest.fixture(name="unwaited", scope="module")
 def _unwaited(tmp_path_factory: pytest.TempPathFactory) -> Sanitized:
-    """The prefetcher whose copies nobody waits for."""
+    """The prefetcher without a wait for its copies."""
     return as_cuda("prefetch", "--without", "wait_stream", cwd=tmp_path_factory.mktemp("unwaited"))
 
 
@@ -144,7 +144,7 @@ def test_the_mode_raise_stops_at_the_first_hazard(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_mode_poison_shows_where_a_hazard_leads(tmp_path: Path) -> None:
-    """What depends on a hazard is NaN."""
+    """Values that depend on a hazard are NaN."""
     run = sanitize(
         "--as-cuda", "--mode", "poison", str(SCRIPTS / "prefetch.py"), "--without", "wait_stream", cwd=tmp_path
     )
@@ -245,7 +245,7 @@ def test_hazards_name_modules_ranges_and_parameters(tmp_path: Path) -> None:
 
 
 def test_a_rank_may_get_its_number_as_an_argument(tmp_path: Path) -> None:
-    """As from `torch.distributed.launch`."""
+    """`torch.distributed.launch` passes it in the same way."""
     script = written(
         tmp_path,
         """
@@ -302,7 +302,7 @@ print(norm.sum().item())
 
 
 def test_ranks_that_reduce_differently_are_named(tmp_path: Path) -> None:
-    """Both calls, once; the script is not to blame for having been stopped; SARIF and annotations have the line."""
+    """Both calls appear once, a stopped script is not blamed, and SARIF and annotations have the line."""
     run = sanitize(
         "--as-cuda", "--sarif", "found.sarif", written(tmp_path, _DIFFERENT), cwd=tmp_path,
         environment={"GITHUB_ACTIONS": "true"},
@@ -313,8 +313,8 @@ def test_ranks_that_reduce_differently_are_named(tmp_path: Path) -> None:
     assert "the script failed" not in run.out
     assert "1 finding about collectives of ranks 0, 1 [exit 1]" in run.out
     assert "::error file=train.py,line=8,title=different_collectives::" in run.out
-    (found,) = run.found["collectives"]
-    assert [(party["rank"], party["place"]["line"]) for party in found["parties"]] == [(0, 8), (1, 8)]
+    (disagreement,) = run.found["collectives"]
+    assert [(party["rank"], party["place"]["line"]) for party in disagreement["parties"]] == [(0, 8), (1, 8)]
     (result,) = json.loads((tmp_path / "found.sarif").read_text())["runs"][0]["results"]
     assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 8
 

@@ -1,4 +1,4 @@
-"""What is wrong with a `sanitize` command line is said in one message, before anything is started."""
+"""An invalid `sanitize` command line is rejected with one message, before anything is started."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from fsdp_conformance.tests.cli.cli_runs import answered, said
 )
 def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str, tmp_path: Path) -> None:
     """The message names what was wrong and what it should be."""
-    found = answered("sanitize", *typed, cwd=tmp_path)
+    result = answered("sanitize", *typed, cwd=tmp_path)
 
-    assert (found.status, found.out) == (2, "")
-    assert expected in found.err
+    assert (result.status, result.out) == (2, "")
+    assert expected in result.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -48,10 +48,10 @@ def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str,
 def test_a_file_for_the_findings_needs_a_directory(option: str, tmp_path: Path) -> None:
     """Said before the script runs, not after."""
     (tmp_path / "train.py").touch()
-    found = answered("sanitize", option, "nowhere/out.json", "train.py", cwd=tmp_path)
+    result = answered("sanitize", option, "nowhere/out.json", "train.py", cwd=tmp_path)
 
-    assert (found.status, found.out) == (2, "")
-    assert f"{option} must be a file in an existing directory, got 'nowhere/out.json'" in found.err
+    assert (result.status, result.out) == (2, "")
+    assert f"{option} must be a file in an existing directory, got 'nowhere/out.json'" in result.err
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_a_file_for_the_findings_needs_a_directory(option: str, tmp_path: Path) 
      ("1000", 1000), ("2TiB", 2 << 40), ("7b", 7)],
 )  # fmt: skip
 def test_sizes_of_memory(word: str, nbytes: int) -> None:
-    """In binary units and in decimal ones."""
+    """Sizes may have binary or decimal units."""
     assert nbytes == order_of(arguments.parse(["sanitize", "--memory", word, "train.py"])).memory
 
 
 def test_devices() -> None:
-    """One for each rank, or more."""
+    """There is at least one device for each rank."""
     assert order_of(arguments.parse(["sanitize", "--world-size", "3", "train.py"])).num_devices == 3
     assert order_of(arguments.parse(["sanitize", "--world-size", "1", "--devices", "4", "train.py"])).num_devices == 4
 
@@ -82,7 +82,7 @@ def test_implicit_waits() -> None:
 
 
 def test_numbers_may_be_left_out() -> None:
-    """Not together with NaN that shows where a hazard leads."""
+    """This excludes the mode that shows the effect of a hazard as NaN."""
     assert not order_of(arguments.parse(["sanitize", "train.py"])).ordering_only
     assert order_of(arguments.parse(["sanitize", "--ordering-only", "train.py"])).ordering_only
     with pytest.raises(ConfigError, match="either --ordering-only or --mode poison"):
@@ -107,18 +107,18 @@ def test_a_module_is_named_as_for_python() -> None:
 
 def test_the_help_documents_the_exit_statuses_of_this_command() -> None:
     """They mean something else here than in a run."""
-    found = answered("sanitize", "--help")
+    result = answered("sanitize", "--help")
 
-    assert all(f"\n  {status} " in found.out for status in (0, 1, 2, 3, 4, 5, 130))
-    assert "clean" in found.out
-    assert "certified" not in found.out.partition("exit status:")[2]
+    assert all(f"\n  {status} " in result.out for status in (0, 1, 2, 3, 4, 5, 130))
+    assert "clean" in result.out
+    assert "certified" not in result.out.partition("exit status:")[2]
 
 
 def test_without_a_compiler_it_cannot_be_run(tmp_path: Path) -> None:
     """Status 3, with what to install; the script is not started."""
     (tmp_path / "train.py").write_text("raise SystemExit('started')\n", encoding="utf-8")
-    found = said("sanitize", "train.py", cwd=tmp_path, env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
+    result = said("sanitize", "train.py", cwd=tmp_path, env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
 
-    assert found.status == 3
-    assert "no C++ compiler" in found.err
-    assert "started" not in found.out + found.err
+    assert result.status == 3
+    assert "no C++ compiler" in result.err
+    assert "started" not in result.out + result.err

@@ -25,7 +25,7 @@ compiled = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run printed, and how it ended."""
+    """The output of a run, and how it ended."""
 
     status: int
     out: str
@@ -33,11 +33,11 @@ class Run:
     """Test to "PASSED", "FAILED", ..., as -rA lists them."""
 
     def section(self, test: str) -> str:
-        """What pytest says of a test that failed."""
-        found = re.search(
+        """pytest's report of a test that failed."""
+        match = re.search(
             rf"^_+ (?:ERROR at setup of )?{re.escape(test)} _+$(.*?)(?=^[_=]{{3}})", self.out, re.MULTILINE | re.DOTALL
         )
-        return found[1] if found else ""
+        return match[1] if match else ""
 
 
 def run_pytest(

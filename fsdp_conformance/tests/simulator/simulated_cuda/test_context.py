@@ -62,7 +62,7 @@ def state() -> dict[str, Any]:
 
 @in_process_of_its_own
 def test_inside_there_are_gpus() -> None:
-    """As many as asked for; devices say cuda to whoever asks, and the truth to torch."""
+    """There are as many as requested; devices say cuda to the program, and their real name to torch."""
     with simulated_cuda(2) as cuda:
         assert torch.cuda.is_available()
         assert cuda.device_count == torch.cuda.device_count() == 2
@@ -112,7 +112,7 @@ def test_afterwards_everything_is_as_before() -> None:
 
 @in_process_of_its_own
 def test_a_race_is_raised_at_the_end() -> None:
-    """With both lines; not over an exception of the block's own."""
+    """The error has both lines, and never replaces an exception of the block itself."""
     with pytest.raises(HazardsFound, match="in race") as caught, simulated_cuda(2):
         race()
     assert "fsdp_conformance/simulat" not in str(caught.value)
@@ -145,7 +145,7 @@ def test_a_function_can_be_decorated() -> None:
 
 @in_process_of_its_own
 def test_blocks_nest() -> None:
-    """With the same number; the inner block judges its own hazards, the outer one what came before and after."""
+    """Nested blocks have the same number of GPUs; the inner one judges its own hazards, the outer one all others."""
     with simulated_cuda(2) as outer:
         race()
         with pytest.raises(HazardsFound), simulated_cuda(2):
@@ -190,7 +190,7 @@ def test_torch_script_knows_the_replaced_functions() -> None:
 @in_process_of_its_own
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_follows_the_lists_of_cuda(dtype: torch.dtype) -> None:
-    """What CUDA promotes to fp32 is promoted, what it casts down is cast down, and the rest keeps its type."""
+    """Operations that CUDA promotes to fp32 or casts down are treated alike, and the rest keep their type."""
     with simulated_cuda(1):
         x = torch.rand(4, 4, device="cuda")
         half = x.to(dtype)
@@ -206,14 +206,14 @@ def test_autocast_follows_the_lists_of_cuda(dtype: torch.dtype) -> None:
                 "matmul": x @ x, "linear": nn.functional.linear(x, x), "addmv": torch.addmv(x[0], x, x[0]),
                 "einsum": torch.einsum("ij,jk->ik", x, x), "mv": x.mv(x[0]), "prelu": nn.functional.prelu(x, x[0, 0]),
             }  # fmt: skip
-            kept = {"add": half + half, "relu": half.relu(), "sum as asked": half.sum(dtype=dtype)}
+            unchanged = {"add": half + half, "relu": half.relu(), "sum as asked": half.sum(dtype=dtype)}
             widest = {"atan2": torch.atan2(half, x), "addcmul": torch.addcmul(x, half, half)}
             with pytest.raises(RuntimeError, match="unsafe to autocast"):
                 nn.functional.binary_cross_entropy(x, x)
             assert half.double().sum().dtype == torch.float64
 
     assert {name for name, value in (promoted | widest).items() if value.dtype != torch.float32} == set()
-    assert {name for name, value in (lowered | kept).items() if value.dtype != dtype} == set()
+    assert {name for name, value in (lowered | unchanged).items() if value.dtype != dtype} == set()
 
 
 @in_process_of_its_own
@@ -229,7 +229,7 @@ def test_autocast_follows_the_cpu_afterwards() -> None:
 
 @in_process_of_its_own
 def test_cuda_is_initialized_by_its_first_use() -> None:
-    """Not by asking what there is: DeviceMesh sets the device of a rank that has not used one."""
+    """Queries do not initialize it: DeviceMesh sets the device of a rank that has not used one."""
     with simulated_cuda(2):
         assert torch.cuda.is_available()
         assert torch.cuda.device_count() == 2
@@ -262,10 +262,10 @@ def test_attention_on_dtensors(tmp_path: Any) -> None:
                 shared = (
                     {"attn_mask": distribute_tensor(mask, mesh, [Replicate()])} if "attn_mask" in options else options
                 )
-                found = nn.functional.scaled_dot_product_attention(*parts, **shared)  # type: ignore[arg-type]
-                torch.testing.assert_close(found.full_tensor(), expected)  # type: ignore[attr-defined]
-                assert found.placements == (placement,)  # type: ignore[attr-defined]
-                found.sum().backward()
+                output = nn.functional.scaled_dot_product_attention(*parts, **shared)  # type: ignore[arg-type]
+                torch.testing.assert_close(output.full_tensor(), expected)  # type: ignore[attr-defined]
+                assert output.placements == (placement,)  # type: ignore[attr-defined]
+                output.sum().backward()
                 assert all(part.grad is not None for part in parts)
         dist.destroy_process_group()
 
@@ -290,7 +290,7 @@ def test_children_see_the_gpus_and_report_their_races() -> None:
 
 
 def test_who_asks_is_found_below_the_standard_library() -> None:
-    """And torch.testing asks for the test."""
+    """The caller is also found through torch.testing."""
 
     def asks() -> bool:
         return cuda_names.script_asks()
@@ -323,7 +323,7 @@ def test_programs_find_a_version_of_cuda() -> None:
 
 
 def test_a_block_may_be_open_when_the_program_ends() -> None:
-    """As in a notebook: its race is printed, and nothing else goes wrong."""
+    """Its race is printed, and nothing else goes wrong, as at the end of a notebook."""
     program = """
 import torch
 from fsdp_conformance.simulated_cuda import simulated_cuda

@@ -1,4 +1,4 @@
-"""What several processes have observed, merged."""
+"""Tests for merging the observations of several processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def access(kind: str, stream: int, line: int) -> Access:
 
 def hazard(line: int, stream: int = 2) -> dict[str, Any]:
     """A race with line 1."""
-    found = Hazard(
+    described = Hazard(
         kind=HazardKind.READ_AFTER_WRITE,
         then=access("write", 1, 1),
         now=access("read", stream, line),
@@ -44,7 +44,7 @@ def hazard(line: int, stream: int = 2) -> dict[str, Any]:
         then_nbytes=16,
         count=1,
     )
-    return json.loads(json.dumps(found.to_json()))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(described.to_json()))  # type: ignore[no-any-return]
 
 
 def save(directory: Path, process: str, *hazards: dict[str, Any], accesses: int = 1, notes: Sequence[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What a child process saves for its parent."""
+"""Tests for the results that a child process saves for its parent."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Counting:
 
 def saved(directory: Path) -> list[tuple[int, bool]]:
     """The accesses in each file of the directory, and whether the process has ended."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in directory.iterdir()]
-    return [(each["accesses"], each["ended"]) for each in found]
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in directory.iterdir()]
+    return [(each["accesses"], each["ended"]) for each in contents]
 
 
 def test_the_last_save_says_that_it_was_the_last(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_the_last_save_says_that_it_was_the_last(tmp_path: Path) -> None:
 
 
 def test_what_comes_while_it_ends_is_saved(tmp_path: Path) -> None:
-    """os._exit and Python's own end may both say so."""
+    """os._exit and Python's own shutdown may both report the end."""
     source, outbox = Counting(), Outbox(tmp_path)
     outbox.open(source)
     source.end()

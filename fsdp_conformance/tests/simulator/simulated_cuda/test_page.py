@@ -28,6 +28,6 @@ def test_the_page_says_what_happens(tmp_path: Path) -> None:
     run = run_pytest(tmp_path, "--simulate-cuda=1", "test_prefetch.py", texts=files)
     marked = run_pytest(tmp_path, "--simulate-cuda=2", "test_marked.py", texts=files)
 
-    said = run.out.splitlines()
-    assert [line for line in quoted if line not in said] == [], run.out
+    printed = run.out.splitlines()
+    assert [line for line in quoted if line not in printed] == [], run.out
     assert set(marked.outcomes.values()) == {"PASSED"}, marked.out

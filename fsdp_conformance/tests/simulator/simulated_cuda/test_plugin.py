@@ -29,7 +29,7 @@ def test_the_plugin_is_light() -> None:
 
 
 def test_without_the_option_marked_tests_are_skipped(tmp_path: Path) -> None:
-    """So are those with the fixture; the others run."""
+    """Tests with the fixture are skipped, too; the others run."""
     text = """
 import sys
 import pytest
@@ -60,7 +60,7 @@ def test_other(): assert "torch" not in sys.modules
 def test_a_wrong_option_is_refused(
     typed: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line, before anything runs."""
+    """The error is one line, before anything runs."""
     status = pytest.main(["--rootdir", str(tmp_path), str(tmp_path), *typed])
     out, err = capsys.readouterr()
 
@@ -81,8 +81,8 @@ def test_a_wrong_option_is_refused(
 def test_a_wrong_marker_is_refused(
     arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the test that has it."""
-    test = tmp_path / f"{tmp_path.name}.py"  # a module name of its own
+    """The error names the test that has it."""
+    test = tmp_path / f"{tmp_path.name}.py"  # a unique module name
     test.write_text(
         f"import pytest\n@pytest.mark.simulated_cuda({arguments})\ndef test_marked(): pass\n", encoding="utf-8"
     )
@@ -116,7 +116,7 @@ def _races(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.slow
 def test_a_race_fails_the_test_that_has_it(races: Run) -> None:
-    """And no other."""
+    """No other test fails."""
     assert races.status == pytest.ExitCode.TESTS_FAILED, races.out
     assert races.outcomes == {
         "test_race": "FAILED",
@@ -141,26 +141,26 @@ def test_a_race_fails_the_test_that_has_it(races: Run) -> None:
 )
 def test_a_race_is_shown_with_both_lines(test: str, races: Run) -> None:
     """The line that writes and the line that should have waited, without a frame of pytest's or of ours."""
-    said = races.section(test)
+    section = races.section(test)
 
-    assert "read after write on cuda:0" in said, races.out
+    assert "read after write on cuda:0" in section, races.out
     source = (PROJECT / "races.py").read_text(encoding="utf-8").splitlines()
     for code in ("data = torch.ones(4", "data.mul_(2)"):
         line = next(number for number, text in enumerate(source, start=1) if code in text)
-        assert f"test_races.py:{line} in race" in said
-    assert "wait_stream" in said
-    assert "_pytest" not in said
-    assert "pluggy" not in said
-    assert "fsdp_conformance" not in said
+        assert f"test_races.py:{line} in race" in section
+    assert "wait_stream" in section
+    assert "_pytest" not in section
+    assert "pluggy" not in section
+    assert "fsdp_conformance" not in section
 
 
 @pytest.mark.slow
 def test_a_race_beside_a_failure_is_shown_too(races: Run) -> None:
     """The test's own failure comes first."""
-    said = races.section("test_race_and_failure")
+    section = races.section("test_race_and_failure")
 
-    assert "assert race().sum() == 0" in said
-    assert said.index("AssertionError") < said.index("read after write")
+    assert "assert race().sum() == 0" in section
+    assert section.index("AssertionError") < section.index("read after write")
 
 
 @pytest.mark.nightly
@@ -178,7 +178,7 @@ def test_hazards_can_be_reported_or_not_looked_for(hazards: str, tmp_path: Path)
 
 @pytest.mark.nightly
 def test_workers_find_the_same(races: Run, tmp_path: Path) -> None:
-    """With pytest-xdist: each test has the outcome that it has without."""
+    """Each test has the same outcome under pytest-xdist as without it."""
     pytest.importorskip("xdist")
     run = run_pytest(tmp_path, "--simulate-cuda=2", "-n", "2", files=("races",))
 
@@ -233,8 +233,8 @@ def test_ranks_see_gpus_and_their_races_fail_the_test(tmp_path: Path) -> None:
         "test_training": "PASSED",
         "test_gathered": "PASSED",
     }, run.out
-    said = run.section("test_ddp[wrong]")
-    assert "batch = " not in said  # the explanation has lines by number
-    assert "in SpawnProcess-3, SpawnProcess-4" in said
-    assert said.count("read after write") == 1
+    section = run.section("test_ddp[wrong]")
+    assert "batch = " not in section  # the explanation has lines by number
+    assert "in SpawnProcess-3, SpawnProcess-4" in section
+    assert section.count("read after write") == 1
     assert before >= left_behind()

@@ -1,4 +1,4 @@
-"""What a process and its children are told, and what Python does when it starts. No torch."""
+"""Tests for the settings that a process and its children receive, and for Python's own start. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Child
 
 
 def started(code: str) -> str:
-    """What a Python process prints that is started now."""
+    """The output of a Python process that is started now."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout + done.stderr
 
@@ -44,9 +44,9 @@ def test_children_are_told_and_the_environment_is_restored(children: Children, t
     assert children.settings.num_devices == 3
     assert os.environ["PYTHONPATH"] == f"{STARTUP}{os.pathsep}{tmp_path / 'own'}"
     children.set_checks(False)
-    told = CudaSettings.from_environment(os.environ)
-    assert told is not None
-    assert not told.checks
+    settings = CudaSettings.from_environment(os.environ)
+    assert settings is not None
+    assert not settings.checks
     assert children.directory.is_dir()
 
     children.close()
@@ -65,7 +65,7 @@ def test_another_python_is_told_nothing(children: Children) -> None:
 
 @pytest.mark.parametrize("text", ["4", "{}", '{"num_devices": 4', '{"gpus": 4}'])
 def test_a_variable_set_by_hand_is_refused(text: str) -> None:
-    """With its name, and where it comes from."""
+    """The error has the variable's name and its origin."""
     with pytest.raises(ConfigError, match=f"{VARIABLE} is set by pytest --simulate-cuda"):
         CudaSettings.from_environment({VARIABLE: text})
 
@@ -151,22 +151,22 @@ def test_children_of_ranks_are_told_and_heard(tmp_path: Path, monkeypatch: pytes
         devices=4, memory=7,
     )  # fmt: skip
     children = RankChildren(order, run_id="of this test", directory=tmp_path)
-    told = children.told({"EXTENSION": "there"})
+    child_settings = children.told({"EXTENSION": "there"})
     assert os.environ == before
-    settings = [CudaSettings.from_environment(one.variables) for one in told]
+    settings = [CudaSettings.from_environment(one.variables) for one in child_settings]
     for one, rank in zip(settings, ("0", "1"), strict=True):
         assert one is not None
         assert (one.num_devices, one.as_cuda, one.options) == (4, False, order.options)
         assert one.inherited == {"RANK": rank, "TORCHELASTIC_RUN_ID": "of this test"}
-    assert {one.variables["EXTENSION"] for one in told} == {"there"}
-    assert {one.variables["PYTHONPATH"] for one in told} == {f"{STARTUP}{os.pathsep}{tmp_path}"}
+    assert {one.variables["EXTENSION"] for one in child_settings} == {"there"}
+    assert {one.variables["PYTHONPATH"] for one in child_settings} == {f"{STARTUP}{os.pathsep}{tmp_path}"}
     children.look()
     assert children.observed == [[], []]
 
     content = {"process": "b", "ended": False, "hazards": [{}], "accesses": 3, "notes": ["odd"]}
     for name, accesses in (("b", 3), ("a", 1), ("idle", 0)):
         text = json.dumps({**content, "process": name, "accesses": accesses})
-        (Path(told[1].directory) / f"{name}.json").write_text(text, encoding="utf-8")
+        (Path(child_settings[1].directory) / f"{name}.json").write_text(text, encoding="utf-8")
     children.look()
     of_first, of_second = children.observed
     assert of_first == []
@@ -174,7 +174,7 @@ def test_children_of_ranks_are_told_and_heard(tmp_path: Path, monkeypatch: pytes
         ("a", 1, ("odd",), False),
         ("b", 3, ("odd",), False),
     ]
-    assert {Path(one.directory).parent for one in told} == {tmp_path}
+    assert {Path(one.directory).parent for one in child_settings} == {tmp_path}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_children_of_ranks_are_told_and_heard(tmp_path: Path, monkeypatch: pytes
 def test_a_child_is_named_by_a_rank_of_its_own(
     rank: str, run: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by the one that it has inherited."""
+    """A child's own rank names it, not the rank that it inherited."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/program.py"])
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)

@@ -32,7 +32,7 @@ def on_cuda(tensor: torch.Tensor) -> bool:
 
 
 def refusal(action: Callable[[], object]) -> str:
-    """What the error says that an action raises; empty if it raises none."""
+    """The message of the error that an action raises; empty if it raises none."""
     try:
         action()
     except RuntimeError as error:  # also for out of memory, and what is not implemented
@@ -121,7 +121,7 @@ def moving() -> None:
 
 @check
 def the_module() -> None:
-    """What torch.cuda answers."""
+    """Check the answers of the torch.cuda module."""
     assert torch.cuda.is_available()
     assert torch.cuda.device_count() == int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device("cuda:0")

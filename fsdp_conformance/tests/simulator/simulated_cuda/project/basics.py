@@ -1,4 +1,4 @@
-"""What one process sees. With 2 GPUs."""
+"""The simulation as one process sees it. With 2 GPUs."""
 
 import dataclasses
 import io
@@ -133,7 +133,7 @@ instantiate_device_type_tests(TestOnEachDevice, globals(), only_for=("cpu", "cud
 
 @pytest.mark.parametrize("name", ["PLAIN", "OWN"])
 def test_a_program(name: str, tmp_path: Path) -> None:
-    """A child process, also where the environment has a sitecustomize of its own."""
+    """Child processes see GPUs, too, even if the environment has its own sitecustomize."""
     (tmp_path / "sitecustomize.py").write_text("print('own')\n")
     environment = dict(os.environ)
     if name == "OWN":
