@@ -33,7 +33,7 @@ def known_findings(path: Path = LIST) -> tuple[Expectation, ...]:
 
 
 def is_known(implementation: str, record: CaseRecord, known: Iterable[Expectation]) -> bool:
-    """Whether the list has this verdict of the case."""
+    """True if the list has this verdict of the case."""
     return any(
         entry.is_for(implementation, version_of("torch"))
         and entry.is_about(record, record.device)
@@ -60,7 +60,7 @@ def main(paths: Sequence[str]) -> int:
         if known and device not in {entry.device for entry in known}:
             # Lists are per device: what an engine does wrong on one, it may do right on another, and more besides.
             found.append(
-                f"{path}: {LIST.name} has no entry for device {device!r}. Once somebody has looked at what this "
+                f"{path}: {LIST.name} has no entry for device {device!r}. Once you have looked at what this "
                 f"first run found: fsdp-conformance update-expectations {path} --file ci/{LIST.name}"
             )
         judged = judge(run, known, profile_cases=known_cases(profile_of(run)), today=today)

@@ -34,7 +34,7 @@ _STATES = {"IDLE": ("IDLE",), "FORWARD_BACKWARD": ("FORWARD", "BACKWARD"), "SUMM
 
 
 class FlatView:
-    """What tests read of torch's FlatParameter, from the engine's. Reading changes nothing."""
+    """The attributes of torch's FlatParameter that tests read, from the engine's. Reading changes nothing."""
 
     def __init__(self, unit: engine_unit.ShardedUnit, flat: FlatParameter) -> None:
         self._unit = unit
@@ -42,7 +42,7 @@ class FlatView:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether modules see whole parameters, or could without a collective."""
+        """True if modules see whole parameters, or could without a collective."""
         summoned = self._unit.state is engine_unit.TrainingState.SUMMONED
         shown = any(shown is not own for shown, own in zip(self._flat.shown.registered, self._params, strict=True))
         return (summoned and shown) or self._flat.is_unsharded
@@ -109,7 +109,7 @@ class FlatView:
 
 
 class HandleView:
-    """What tests read of torch's FlatParamHandle."""
+    """The attributes of torch's FlatParamHandle that tests read."""
 
     def __init__(self, unit: engine_unit.ShardedUnit, flat: FlatParameter) -> None:
         self.flat_param = FlatView(unit, flat)
@@ -193,7 +193,7 @@ def _torchs_precision(ours: MixedPrecision) -> fsdp.MixedPrecision:
 
 @contextmanager
 def _alone(group: Any) -> Iterator[dist.ProcessGroup]:
-    """What the engine takes in place of a group that only knows its size: a group of torch's, which sends nothing."""
+    """Replace a group that only knows its size, for the engine, by a group of torch's, which sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=group.rank(), world_size=group.size())
     try:
         yield dist.distributed_c10d._get_default_group()

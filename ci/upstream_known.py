@@ -124,7 +124,7 @@ def _entries(content: Mapping[str, Any], table: str, path: Path) -> Iterator[tup
 
 
 def news(known: KnownTests, file: str, passed: set[str], failed: set[str]) -> list[str]:
-    """What a file's tests did that the list does not say, one line each."""
+    """Results of a file's tests that are not in the list, one line each."""
     listed = {test for listed_file, test in known if listed_file == file}
     return [
         *(f"{file}: {test} failed, and is not in the list" for test in sorted(failed - listed)),

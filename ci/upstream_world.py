@@ -1,5 +1,5 @@
 """
-What PyTorch's distributed tests find in place of torch's harness, of CUDA, and of FullyShardedDataParallel.
+Replacements for torch's test harness, CUDA and FullyShardedDataParallel in PyTorch's distributed tests.
 
 ci/upstream puts an import of this module before the others of every test file. It then replaces, in torch's modules:
 

@@ -1,5 +1,5 @@
 """
-What ci/versions found, as a Markdown table with a row for each version of torch.
+The results of ci/versions, as a Markdown table with a row for each version of torch.
 
     python ci/versions_table.py DIR
 """
@@ -38,7 +38,7 @@ class Tests:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What one version of torch showed."""
+    """The results of one version of torch."""
 
     version: str
     """As it was asked for: "2.6"."""
@@ -51,7 +51,7 @@ class Found:
 
 
 def found_in(directory: Path) -> Found:
-    """What is in the directory of one version."""
+    """The results in the directory of one version."""
     verdicts, torch = {}, "not installed"
     for path in sorted(directory.glob(f"*/{runfile.NAME}")):
         run = runfile.read(path)

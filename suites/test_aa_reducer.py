@@ -26,7 +26,7 @@ _DEBUG: Any = dist
 
 
 class Reducing(ConformanceTestCase):
-    """What the cases below share."""
+    """Shared parts of the cases below."""
 
     def reducer(self, module: nn.Module, **options: Any) -> GradientReducer:
         """The implementation's reducer around a module on this rank's device."""
@@ -65,7 +65,7 @@ class Reducing(ConformanceTestCase):
 
 
 class Reductions(Reducing):
-    """What is reduced, when, and only once."""
+    """Which gradients are reduced, when, and only once."""
 
     @conformance_case(
         "R165",
@@ -131,7 +131,7 @@ class Reductions(Reducing):
 
 
 class Misuse(Reducing):
-    """What cannot be reduced, and the errors that it raises."""
+    """Tensors that cannot be reduced, and the errors for them."""
 
     @conformance_case(
         "R166",

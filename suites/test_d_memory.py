@@ -25,7 +25,7 @@ from fsdp_conformance.workload.events import Action
 
 
 class Bytes(ConformanceTestCase):
-    """What the accelerator's allocator holds at the boundaries of the phases of a step."""
+    """The memory that the accelerator's allocator holds at the boundaries of the phases of a step."""
 
     @conformance_case(
         "R033",

@@ -28,14 +28,14 @@ _BUSY = ("forward", "backward", "step", "state", "idle")
 
 
 class FullAccessCase(ConformanceTestCase):
-    """What the cases of this chapter share."""
+    """Shared parts of the cases of this chapter."""
 
     def opened(self, adapter: Adapter, unit: str = "", **options: bool) -> AbstractContextManager[Any]:
         """The engine's context. What it communicates does not count as training."""
         return _Opened(self, adapter, unit, options)
 
     def shown(self, adapter: Adapter) -> dict[str, Tensor]:
-        """What user code sees now: live storage, and of sharded parameters this rank's part."""
+        """The values that user code sees now: live storage, and this rank's part of sharded parameters."""
         with self.blaming("implementation"):
             return {name: parameter.detach() for name, parameter in adapter.parameters().items()}
 
@@ -59,7 +59,7 @@ class FullAccessCase(ConformanceTestCase):
         self.expect(held < whole, requirement, message, fqn=unit or "the root", phase="observe", **where)
 
     def params_after(self, workload: Workload, regime: Regime, step: int) -> dict[str, Tensor]:
-        """What the parameters must be after a step, in the model's dtype."""
+        """The expected parameters after a step, in the model's dtype."""
         expected = self.references(workload, regime).expected.steps[step].params
         dtypes = {name: parameter.dtype for name, parameter in workload.build(0).named_parameters()}
         return {name: value.to(dtypes[name]) for name, value in expected.items()}
@@ -83,7 +83,7 @@ class _Opened:
 
 
 class Values(FullAccessCase):
-    """What is shown in the context."""
+    """The values that the context shows."""
 
     @conformance_case(
         "R044",
@@ -202,7 +202,7 @@ class Values(FullAccessCase):
 
 
 class Writes(FullAccessCase):
-    """What remains of writes in the context."""
+    """The effect of writes in the context."""
 
     @conformance_case(
         "R045",
@@ -593,7 +593,7 @@ class Apply(FullAccessCase):
 
 
 class _InTheBody(Exception):
-    """What the body of a context raises."""
+    """The exception that the body of a context raises."""
 
 
 def _unit_of(name: str, workload: Workload) -> str:

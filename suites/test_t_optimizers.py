@@ -167,7 +167,7 @@ class StockOptimizers(ConformanceTestCase):
         """
         An optimizer that a user makes after a first forward trains all parameters, as in DDP, bit for bit.
 
-        Some engines keep gradients for an optimizer of their own. Then no user makes one, and the engine's trains on.
+        Some engines keep gradients for their own optimizer. Then no user makes one, and the engine's trains on.
         """
         workload = probes.exact_nested()
         regime = Regime()
@@ -195,7 +195,7 @@ class StockOptimizers(ConformanceTestCase):
                 self.check_equal("R140", got, wanted.float(), check="parameter", step=step, phase="step", fqn=name)
 
     def _stock_optimizers_see_gradients(self, workload: Workload) -> bool:
-        """Whether, in a fresh model, some rank finds a gradient in `.grad` of a parameter after a backward."""
+        """True if some rank of a fresh model has a gradient in `.grad` of a parameter after a backward."""
         adapter = self.subject()
         with self.blaming("implementation"):
             adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
@@ -297,7 +297,7 @@ class InBackward(ConformanceTestCase):
 
 
 class UserWrites(ConformanceTestCase):
-    """What users write to parameters and gradients themselves."""
+    """Values that users write to parameters and gradients themselves."""
 
     @conformance_case(
         "R143",

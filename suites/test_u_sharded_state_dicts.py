@@ -24,7 +24,7 @@ STEPS = 3
 
 
 class ShardedStateDicts(ConformanceTestCase):
-    """What torch.distributed.checkpoint saves and loads."""
+    """State dicts that torch.distributed.checkpoint saves and loads."""
 
     @conformance_case(
         "R148",

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """
-What the parts of a case take on this machine, and how long a profile then takes on a node with several devices.
+Measure the parts of a case on this machine, and predict how long a profile takes on a node with several devices.
 
 Runs a few cases of each world size, one at a time, and splits the seconds of each: forking ranks and ending them, their
 settings and imports, the first group, training the engine, and judging (references and comparisons). With --prepare,

@@ -100,7 +100,7 @@ def adam_us(model: nn.Module, repetitions: int) -> float:
 def predicted(
     model: Model, fit: CollectiveFit, ranks: int, width: int, depth: int, repetitions: int
 ) -> tuple[Decision, float]:
-    """What the planner says of every way, from measured parts; and the memory bandwidth that it assumes, in GB/s."""
+    """The planner's decision over all ways, from measured parts, and the memory bandwidth it assumes, in GB/s."""
     with torch.device("meta"):
         shape = Model(width, depth)
         units = plan_units(
@@ -209,11 +209,11 @@ class Pair(NamedTuple):
     """Two ways to shard."""
 
     apart: bool
-    """Whether the planner tells them apart."""
+    """True if the planner tells them apart."""
     agrees: bool
-    """Whether it orders them as measured."""
+    """True if it orders them as measured."""
     clear: bool
-    """Whether the measured times differ clearly."""
+    """True if the measured times differ clearly."""
 
 
 def agreement(found: dict[str, Any]) -> list[Pair]:

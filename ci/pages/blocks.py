@@ -8,7 +8,7 @@ A comment on the line before a block says how it is checked:
     <!-- script: train.py -->       the same, and it is run as a program; what it prints is the next block
     <!-- output: train.py -->       what that program prints
     <!-- change: train.py -->       a difference, which is applied to that file before the commands that follow
-    <!-- fragment: REASON -->       code that is no program; the tests run it
+    <!-- fragment: REASON -->       code that is not a program; the tests run it
     <!-- smoke: my.py:Mine without METHOD -->   what `smoke` says of that adapter without one of its methods
     <!-- from: docs/PAGE.md -->     every line of the block is in a block of that page, where it is checked
     <!-- inside: FILE.py -->        its lines stand in that file, one after the other
@@ -65,11 +65,11 @@ class Block:
     language: str
     text: str
     word: str
-    """What the comment before it says: a member of WORDS, or empty."""
+    """The word of the comment before it: a member of WORDS, or empty."""
     said: str
     """The rest of the comment."""
     start: int
-    """Where its text begins on the page, in characters; for those that write it anew."""
+    """Where its text begins on the page, in characters; used to replace it."""
 
     @property
     def place(self) -> str:

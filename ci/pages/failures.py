@@ -1,5 +1,5 @@
 """
-What the kept runs show that engines do wrong: the part of docs/scoreboard.md that says why cases failed.
+The defects of engines that the stored runs show: the part of docs/scoreboard.md that says why cases failed.
 
 A failed case is known if ci/known-findings.toml has an entry for it. Its reason names the script under ci/findings that
 shows the defect without this package; entries of one engine that name the same script are one defect. A reason that
@@ -29,7 +29,7 @@ _THREAD = re.compile(r"https://github\.com/[\w.-]+/([\w.-]+)/(?:issues|pull)/(\d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defect:
-    """What one engine does wrong."""
+    """A defect of one engine."""
 
     engine: str
     reason: str
@@ -39,17 +39,17 @@ class Defect:
     cases: tuple[str, ...]
     """Those that fail because of it."""
     upstream: str
-    """What the script says of reports to the engine's authors."""
+    """The script's note on reports to the engine's authors."""
 
     @property
     def found_upstream(self) -> bool:
-        """Whether somebody has reported it, as far as a search shows."""
+        """True if a search found a report of it."""
         return not self.upstream.startswith("no ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
-    """What the runs of one engine show."""
+    """The failures in the runs of one engine."""
 
     engine: str
     passed: int

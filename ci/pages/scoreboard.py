@@ -100,7 +100,7 @@ def _declared(name: str, device: str) -> frozenset[str]:
 
 @functools.cache
 def table() -> Coverage:
-    """The register and the suites as they are, beside what was kept of runs."""
+    """The current register and suites, and the stored results of runs."""
     return coverage.coverage(kept(), load_profile(FULL).entries, bundled())
 
 
@@ -112,7 +112,7 @@ def page() -> str:
 
 @functools.cache
 def failed() -> list[Failures]:
-    """What each engine's runs show that it does wrong."""
+    """The failures in each engine's runs."""
     entries = load_profile(FULL).entries
     return [failures.failures(each, entries, known_findings()) for each in kept()]
 

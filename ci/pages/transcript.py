@@ -34,10 +34,10 @@ class Ran:
     expected_status: int
     output: str
     quoted: str
-    """What the page says it prints."""
+    """The output that the page quotes."""
 
     def problem(self) -> str:
-        """What is not as the page says; empty if all is."""
+        """The difference from the page; empty if there is none."""
         where = f"{self.block.place}: $ {self.command.line}"
         if self.status != self.expected_status:
             return f"{where}\nexit status: expected {self.expected_status}, got {self.status}\n{self.output}"
@@ -67,7 +67,7 @@ def apply_change(block: Block, directory: Path) -> None:
 
 
 def is_run(block: Block) -> bool:
-    """Whether the commands of a block are run here."""
+    """True if the commands of a block are run here."""
     return block.language == "console" and block.word in ("", "status")
 
 
@@ -128,7 +128,7 @@ def _run(words: list[str], directory: Path) -> tuple[int, str]:
 
 
 def same_output(quoted: str, output: str) -> bool:
-    """Whether an output is the one quoted, apart from numbers; `...` in the quotation stands for any lines."""
+    """True if an output is the one quoted, apart from numbers; `...` in the quotation stands for any lines."""
     if not quoted.strip():
         return True
     pattern = " "

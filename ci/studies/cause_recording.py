@@ -70,7 +70,7 @@ def collected(directory: Path) -> dict[str, dict[str, Any]]:
 def replayed(
     report: RankReport, evidence: Mapping[str, dict[str, Any]], explained: Callable[[Evidence], str | None]
 ) -> RankReport:
-    """The report with every recorded explanation made anew."""
+    """The report with every recorded explanation made again."""
     findings = []
     for finding in report.findings:
         tag = _TAG.search(finding.likely or "")

@@ -45,7 +45,7 @@ _SEAMS = ("fsdp_conformance.mutants.base", "fsdp_conformance.mutants.engines", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What came of one known-wrong engine."""
+    """The result for one known-wrong engine."""
 
     mutant: str
     found: bool
@@ -64,7 +64,7 @@ class Answer:
     seconds: float = 0.0
 
 
-# --- one example in a process of its own ------------------------------------------------------------------------------
+# --- one example in its own process ---------------------------------------------------------------------------------
 
 
 class Forks:
@@ -76,7 +76,7 @@ class Forks:
     def __init__(self, spec: str, correct: str, timeout_s: float, *, counts_ends: bool) -> None:
         self.timeout_s = timeout_s
         self.counts_ends = counts_ends
-        """Whether a crash or a hang is the defect; otherwise it may be the machine's."""
+        """True if a crash or a hang counts as the defect; otherwise the machine may have caused it."""
         self.own: list[str] = []
         self._order, self._correct = (_order(each) for each in (spec, correct))
 
@@ -108,7 +108,7 @@ class Forks:
 
 
 def in_fork(body: Callable[[], dict[str, Any]], timeout_s: float) -> tuple[dict[str, Any] | None, str]:
-    """What a function returns in a fork of this process, or None and how the fork ended: "hung", or its status."""
+    """Call a function in a fork. Returns its result, or None and how the fork ended: "hung", or its status."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -137,7 +137,7 @@ def in_fork(body: Callable[[], dict[str, Any]], timeout_s: float) -> tuple[dict[
 
 
 def _read_all(descriptor: int, timeout_s: float) -> tuple[bytes, bool]:
-    """What comes until the other side closes, and whether that took too long."""
+    """Read until the other side closes. The second value is True if that took too long."""
     found, until = b"", time.monotonic() + timeout_s
     while True:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))

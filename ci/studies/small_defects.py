@@ -326,7 +326,7 @@ class StaleParameters(Defect):
         self._seen: dict[str, Tensor] = {}
 
     def is_stale(self, unit: Unit) -> bool:
-        """Whether the unit computes with what the last step saw."""
+        """True if the unit computes with the values of the last step."""
         return True
 
     def gathered(self, unit: Unit) -> Tensor:

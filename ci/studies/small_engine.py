@@ -148,7 +148,7 @@ class SmallEngine(Adapter):
         return shard / self.world_size
 
     def accumulate(self, unit: Unit, before: Tensor | None, shard: Tensor) -> Tensor:
-        """What is kept of the micro-batches so far and of this one."""
+        """The accumulated gradient of the micro-batches so far and of this one."""
         return shard if before is None else before + shard
 
     def norm(self) -> Tensor:
@@ -181,7 +181,7 @@ class SmallEngine(Adapter):
     # Parts.
 
     def views(self) -> Iterator[nn.Parameter]:
-        """What the optimizer steps."""
+        """The parameters that the optimizer updates."""
         for unit in self.units:
             yield from unit.views.values()
 

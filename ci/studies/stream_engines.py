@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters are on the CPU between their uses, with the computation elsewhere."""
+        """True if parameters are on the CPU between their uses, with the computation elsewhere."""
         return bool(self.training.offload) and self.device.type != "cpu"
 
     def wrap(self, model: Net) -> nn.Module:

@@ -76,7 +76,7 @@ class Entry:
     needs: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
     scope: tuple[str, ...] = BASE
-    """What part of a certificate the case belongs to: see `contract.scopes`."""
+    """The part of a certificate that the case belongs to: see `contract.scopes`."""
     title: str = ""
     """Not part of the hash."""
 
@@ -98,7 +98,7 @@ class Entry:
         )
 
     def hashed(self) -> dict[str, Any]:
-        """What the hash covers."""
+        """The fields that the hash covers."""
         return {key: value for key, value in asdict(self).items() if key != "title"}
 
 
@@ -157,7 +157,7 @@ def json_lines(facts: Mapping[str, Any], name: str, rows: Iterable[str], *, brac
 
 
 def names() -> list[str]:
-    """The profiles that have a name of their own; there is one more for each extension."""
+    """The profiles that have their own name; there is one more for each extension."""
     return sorted([*_files(), *(f"{kind}-{_date(core)}" for core in _cores() for kind in _DERIVED)])
 
 

@@ -2,12 +2,12 @@
 Leases on devices: how many cases use a GPU at the same time, whatever process runs them.
 
 A case takes a slot on each of as many devices as it has ranks, so no two of its ranks share one. By default a device
-has one slot. With more, ranks of different cases share a device: each has a context and an allocator of its own, and
+has one slot. With more, ranks of different cases share a device: each has its own context and allocator, and
 NCCL asks for distinct devices only within a case.
 
 A slot is a file lock, so it ends with its holder, however the holder ends. Locks are named after the device (its UUID
 if NVML tells it), not after its number in CUDA_VISIBLE_DEVICES: "device 0" of two callers may be two GPUs or one. A
-case gets devices from the caller's own list. Whoever counts on a device of its own shares it with no slot of another
+case gets devices from the caller's own list. A case that needs a whole device shares it with no slot of another
 run. The CPU and the simulated accelerator need no leases, because ranks share cores.
 
 Callers take their locks one at a time, so that small cases do not starve one that needs all devices, and so that two
@@ -102,7 +102,7 @@ def lease(
 
 
 def again(device_type: str, before: Lease, *, slots: int = 1) -> ExitStack | None:
-    """A new lease on the same devices, to be closed; None if somebody else has one of them."""
+    """A new lease on the same devices, to be closed; None if another process has one of them."""
     with ExitStack() as held:
         count = len(before.devices)
         try:
@@ -193,7 +193,7 @@ def _free_slot(device: Path, slots: int) -> _Slot | None:
 
 
 def _locked(resources: ExitStack, path: Path, *, shared: bool) -> bool:
-    """Lock the file until `resources` end, unless somebody else has locked it."""
+    """Lock the file until `resources` end, unless another process has locked it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -42,7 +42,7 @@ def test_ranks_that_agree_and_ranks_that_differ() -> None:
 
 
 def test_nothing_struck() -> None:
-    """A run of cases that never reached an engine says so."""
+    """The result states that the cases never reached an engine."""
     assert stress.in_words(stress.strikes_of([])).startswith("nothing struck; never struck: late completion, ")
 
 

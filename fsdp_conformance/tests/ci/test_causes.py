@@ -26,7 +26,7 @@ pytestmark = pytest.mark.nightly
     ],
 )
 def test_answers_are_scored(truth: str, likely: str | None, score: Score) -> None:
-    """A cause that is named among others counts on its own, and a description is no cause."""
+    """A cause that is named among others counts separately, and a description is not a cause."""
     assert scored(truth, likely) is score
 
 
@@ -42,7 +42,7 @@ def test_every_defect_has_a_truth_and_cases() -> None:
 
 @pytest.mark.parametrize("case", [PROBE_3, NESTED_2, MICRO_2, DEFERRED_3, CLIP_3])
 def test_the_small_engine_is_right(case: str) -> None:
-    """What fails with a defect fails because of it."""
+    """The engine without a defect passes, so a failure is due to the defect."""
     spec = f"{small_engine.__file__}:{small_engine.SmallEngine.__name__}"
 
     record = run_case(bound_case(case), spec)

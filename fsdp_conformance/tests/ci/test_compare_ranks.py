@@ -34,7 +34,7 @@ def script() -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def neighbours() -> Iterator[None]:
-    """A script finds the modules beside it."""
+    """A script finds the modules next to it."""
     sys.path.insert(0, str(ROOT / "ci"))
     yield
     sys.path.remove(str(ROOT / "ci"))

@@ -31,7 +31,7 @@ def _script(root: Path, name: str, body: str) -> None:
     ("body", "said", "status"),
     [
         ("print('WRONG')\nraise SystemExit(1)", "wrong as expected", 0),
-        ("print('right')", "right: mended?", 1),
+        ("print('right')", "right: fixed?", 1),
         ("raise ValueError('broken')", "ended otherwise", 1),
         ("print('WRONG')", "ended otherwise", 1),
         ("while True: pass", "ended otherwise", 1),
@@ -48,7 +48,7 @@ def test_outcomes(body: str, said: str, status: int, tmp_path: Path, capsys: pyt
 def test_nothing_is_left_in_the_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script gets a directory of its own, which goes with it, even if the script is ended: torchrun leaves one."""
+    """A script gets its own directory, which is removed even if the script is killed: torchrun leaves one behind."""
     left = "import tempfile\nprint(tempfile.mkdtemp(), flush=True)\n"
     _script(tmp_path, "a.py", f"{left}raise SystemExit(3)")
     _script(tmp_path, "b.py", f"{left}while True: pass")
@@ -82,7 +82,7 @@ def test_a_script_that_needs_an_accelerator(
 def test_a_script_runs_in_the_environment_of_its_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Engines have environments of their own, which ci/setup makes; without it, the script is not run."""
+    """Engines have their own environments, made by ci/setup; without one, the script is not run."""
     tool = _tool()
     monkeypatch.setattr(tool, "OTHER_ENGINES", {"engine": "extra"})
     _script(tmp_path, "a.py", "import os\nprint(os.environ['WHOSE'])\nraise SystemExit(1)")
@@ -103,7 +103,7 @@ def test_a_script_runs_in_the_environment_of_its_engine(
     [
         ("<2", "print('right')", "right, as expected with this version of torch", 0),
         ("<2", "print('WRONG')\nraise SystemExit(1)", "ended otherwise", 1),
-        (">=2", "print('right')", "right: mended?", 1),
+        (">=2", "print('right')", "right: fixed?", 1),
         (">=2", "print('WRONG')\nraise SystemExit(1)", "wrong as expected", 0),
         ("<2", "raise ValueError('broken')", "ended otherwise", 1),
     ],
@@ -123,7 +123,7 @@ def test_a_defect_of_some_versions_of_torch(
 
 
 def test_what_needs_an_accelerator_shows_on_the_simulated_one() -> None:
-    """So that no machine leaves these scripts unchecked."""
+    """Every machine can check these scripts."""
     tool = _tool()
     needing = [path for path in tool.scripts() if tool.read_script(path).needs_accelerator]
     installed = {path: tool.python_for(path.parent.name, tool.ROOT) for path in needing}

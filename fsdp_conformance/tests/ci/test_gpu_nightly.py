@@ -1,4 +1,4 @@
-"""The night on GPUs: a machine with too few of them for some cases is no failure, one that runs nothing is."""
+"""The nightly run on GPUs: too few GPUs for some cases is not a failure, but running nothing is."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_a_pair_is_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the file has is not run again."""
+    """Pairs that the file has are not run again."""
     file = tmp_path / "pairs.jsonl"
     words = ["--output", str(file), "--case", "R006/*"]
     kill_matrix.main(words)

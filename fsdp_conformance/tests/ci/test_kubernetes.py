@@ -61,7 +61,7 @@ def test_a_lost_pod_is_not_replaced(manifest: dict[str, Any]) -> None:
 
 
 def test_numbers_agree(manifest: dict[str, Any]) -> None:
-    """As many pods as torchrun waits for, as many workers as GPUs, and each pod on a node of its own."""
+    """There are as many pods as torchrun waits for, as many workers as GPUs, and one pod per node."""
     spec, found = manifest["Job"]["spec"], container(manifest)
     variables = {entry["name"]: entry["value"] for entry in found["env"]}
     (rule,) = spec["template"]["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
@@ -111,7 +111,7 @@ def test_what_a_pod_starts(manifest: dict[str, Any], tmp_path: Path, index: int)
 
 
 def test_a_pod_that_fails(manifest: dict[str, Any], tmp_path: Path) -> None:
-    """The verdict is its status; without the Service it says so, and starts nothing."""
+    """The verdict is its status. Without the Service it prints an error and starts nothing."""
     assert start(manifest, tmp_path, 0, STATUS="1").returncode == 1
     lost = start(manifest, tmp_path, 1, KNOWN_AFTER="999", RETRY_S="0")
 

@@ -273,7 +273,7 @@ def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 def test_wrong_lists(script: dict[str, Any], tmp_path: Path, text: str, message: str) -> None:
-    """What is wrong, and where."""
+    """The error names the mistake and its place."""
     path = tmp_path / "known.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
@@ -325,14 +325,14 @@ class Test(unittest.TestCase):
 
 
 def test_time_limit(script: dict[str, Any], tests: Path) -> None:
-    """A file that does not end is ended, and the table says so."""
+    """A file that does not end is ended, and the table reports it."""
     path = tests / "test_endless.py"
     path.write_text(ENDLESS, encoding="utf-8")
     outcome = script["run_file"](tests, path.name, subject="torch", ranks="cpu", limit_s=0.5, options=[])
     assert outcome.broken.startswith("did not end within 0.5 s")
 
 
-#: A test that waits, and a child of it in a session of its own, as ranks have.
+#: A test that waits, and its child in a separate session, as ranks have.
 WAITING = """
 import os, pathlib, subprocess, sys, threading, unittest
 
@@ -426,7 +426,7 @@ def test_a_file_that_leaves(script: dict[str, Any], tmp_path: Path, code: int, s
 
 
 def test_progress(script: dict[str, Any]) -> None:
-    """What `pytest -v` prints, line by line."""
+    """The output of `pytest -v` is read line by line."""
     said = """collecting ... collected 5 items
 
 test_a.py::Test::test_one PASSED        [ 20%]

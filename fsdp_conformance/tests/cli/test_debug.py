@@ -1,4 +1,4 @@
-"""The command `debug`: one rank has the terminal, nobody is in a hurry, and nothing is kept."""
+"""The command `debug`: one rank has the terminal, deadlines are long, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_post_mortem_opens_where_a_case_has_caught_what_is_no_refusal(tmp_path: 
 def test_a_debugger_that_was_left_has_judged_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`quit` is no failure of the engine."""
+    """`quit` is not a failure of the engine."""
     left = CaseRecord(
         case=_CASE, requirements=["R001"], chapter="A", verdict=Verdict.FAIL, traceback="  raise BdbQuit\nbdb.BdbQuit\n"
     )

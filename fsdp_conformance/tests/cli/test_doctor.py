@@ -1,4 +1,4 @@
-"""`doctor` finds out what this machine can do by doing it, and says what it cannot."""
+"""The command `doctor` tries what cases need on this machine and reports what does not work."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WARM = {"what": "warm", "seconds": 1.9}
 
 
 def exact(world_size: int, **changes: Any) -> dict[str, Any]:
-    """What the child says of ranks that communicate as they should."""
+    """The child's answer about ranks that communicate correctly."""
     names = ["all_gather", "reduce_scatter", "all_reduce"]
     answer = {"world_size": world_size, "seconds": 0.06, "rendezvous": "", "wrong": {}, "operations": names}
     return {"what": "collectives", **answer, **changes}
@@ -67,7 +67,7 @@ def told(
 
 
 def line_of(text: str, what: str) -> str:
-    """What is said of it, in one line with the state at its end."""
+    """The lines about `what`, joined into one line that ends with the state."""
     lines = text.splitlines()
     at = next((index for index, line in enumerate(lines) if line.strip().startswith(what)), None)
     if at is None:
@@ -169,7 +169,7 @@ def test_the_simulated_accelerator_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whether it is there, and what it gives."""
+    """The output tells if it is available, and what it offers."""
     _, text = told(monkeypatch, capsys, {**_MACHINE, **changes}, _WARM, exact(2), exact(4))
 
     assert expected in line_of(text, "simulator")
@@ -239,7 +239,7 @@ def test_temporary_files_that_cannot_be_written_are_told(
 
 
 def test_a_child_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With its status and the end of what it wrote; other output of the child is no answer."""
+    """The answer has its status and the end of its output; other output of the child is not taken for an answer."""
     text = """echo noise; echo '{"what": "warm"}'; echo why >&2; exit 7"""
     monkeypatch.setattr("sys.executable", program(tmp_path, text))
     with answers("doctor", device="cpu", shared=False) as coming:
@@ -317,14 +317,14 @@ def test_ranks_without_a_parent_are_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_warm_process_carries_the_mark() -> None:
-    """What is looked for is what the harness sets."""
+    """The harness sets the variable that `doctor` looks for."""
     from fsdp_conformance.harness.processes import preload
 
     assert preload.ORDERS_VARIABLE == leftovers._MARK
 
 
 def test_only_stale_entries_are_left_over(tmp_path: Path) -> None:
-    """What was touched within the hour may belong to a case that runs; leases are nobody's leftovers."""
+    """Files touched within the hour may belong to a running case, and leases are never leftovers."""
     for name, age_s in (("fsdp-conformance-old", 7200), ("fsdp-conformance-new", 60), ("other", 7200)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))

@@ -37,7 +37,7 @@ def contents(root: Path) -> dict[str, str]:
 
 
 def problems(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """What is told on stderr, without program and command; the status is 2 and nothing is on stdout."""
+    """The lines on stderr, without program and command. Asserts status 2 and an empty stdout."""
     status = main(["init", *words])
     told = capsys.readouterr()
     assert (status, told.out) == (2, "")
@@ -183,7 +183,7 @@ def test_where_an_adapter_belongs(
 
 
 def test_a_package_is_found_where_it_is_imported_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An editable install of a repository with a layout of its own."""
+    """An editable install of a repository may have its own layout."""
     (tmp_path / "python" / "acme").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "python"))
 

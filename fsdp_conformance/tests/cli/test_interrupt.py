@@ -20,7 +20,7 @@ from fsdp_conformance.report import runfile
 from fsdp_conformance.tests.cli.cli_runs import ADAPTER, children_of, with_adapter, with_quick_survey, words
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 
-#: Each test is a run in processes of its own.
+#: Each test is a run in its own processes.
 pytestmark = pytest.mark.slow
 
 #: For what must happen, and happens in a second.
@@ -152,7 +152,7 @@ def test_a_run_that_is_ended_while_it_compiles_leaves_no_process(
     assert [pid for pid in before if family(pid)] == []
 
 
-#: Takes no notice of SIGINT; neither does the process that it has started, which has a session of its own, as ranks do.
+#: Takes no notice of SIGINT; neither does the process that it has started, which has its own session, as ranks do.
 _STUBBORN = """
 import os, signal, subprocess, sys, threading
 

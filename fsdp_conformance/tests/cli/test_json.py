@@ -48,7 +48,7 @@ MACHINE = Machine(
 
 
 def both(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str]:
-    """What a command prints with --json and without; the status is the same."""
+    """Run a command with --json and without, and return both outputs; the status must be the same."""
     status = main([*words, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert main([*words]) == status
@@ -117,7 +117,7 @@ def test_explain_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_verify_tells_of_an_edited_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what differs from a list of expectations, which does not disturb the JSON."""
+    """Differences from a list of expectations do not disturb the JSON."""
     ran(tmp_path, cases=tuple(SMOKE.by_id), profile=SMOKE, **{SMOKE.entries[0].primary: Verdict.FAIL})
     file, listed = tmp_path / "run.jsonl", tmp_path / "known.toml"
     listed.touch()
@@ -202,7 +202,7 @@ def test_explore(confirmed: bool, ran: int, status: int, capsys: pytest.CaptureF
 
 
 def test_a_child_that_dies_leaves_no_half_of_a_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it said goes to stderr, like every error."""
+    """Its output goes to stderr, like every error."""
     died = {"what": "died", "how": "was ended by SIGKILL", "output": "said before"}
 
     assert explore.follow([dict(died)], as_json=True) == 4

@@ -70,7 +70,7 @@ def test_the_list_takes_the_options_that_select(suite: mini_suite.MiniSuite, tmp
 
 @pytest.mark.slow
 def test_why_tells_the_reason(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """What a case expects if it runs, and what is missing if not; --not-run leaves the others out."""
+    """The reason is what a case expects if it runs, or what is missing; --not-run lists only the latter."""
     why, not_run = listed(suite, tmp_path, "--why"), listed(suite, tmp_path, "--not-run")
 
     assert "Each rank holds its share." in why.out
@@ -88,7 +88,7 @@ def test_an_accelerator_holds_as_many_ranks_as_it_has_devices(suite: mini_suite.
 
 @pytest.mark.slow
 def test_what_is_declared_is_asked_of_the_adapter(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """A real adapter, described in a process of its own: no_sync is not declared, so its case is UNSUPPORTED."""
+    """A real adapter is described in its own process: no_sync is not declared, so its case is UNSUPPORTED."""
     text = (
         "from fsdp_conformance.adapters.torch_like import TorchAdapter\nclass Mine(TorchAdapter):\n    name = 'mine'\n"
     )

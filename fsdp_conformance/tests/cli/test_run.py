@@ -16,7 +16,7 @@ from fsdp_conformance.report import runfile
 from fsdp_conformance.tests.cli.cli_runs import Said, said, with_adapter, with_quick_survey, words
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 
-#: Each test is a run in processes of its own.
+#: Each test is a run in its own processes.
 pytestmark = pytest.mark.slow
 
 
@@ -210,7 +210,7 @@ def test_the_default_directory_is_named_by_implementation_and_time(suite: mini_s
 
 
 def test_an_earlier_run_is_kept_and_not_taken_for_this_one(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """A run that ends before it has a file of its own does not find the certificate of the last one."""
+    """A run that ends before it has its own file does not report the certificate of the last one."""
     report = tmp_path / "report"
     report.mkdir()
     (report / "run.jsonl").write_text("the last one\n", encoding="utf-8")
@@ -351,7 +351,7 @@ def test_a_device_that_is_absent_is_the_environment(suite: mini_suite.MiniSuite,
 
 
 def test_a_world_size_without_devices_is_the_environment(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """Each rank needs an accelerator of its own; here are two, and nothing is started."""
+    """Each rank needs its own accelerator; there are only two, so nothing is started."""
     found = run(suite, tmp_path, "--device", "mtia", "--world-size", "4")
 
     assert found.status == 3

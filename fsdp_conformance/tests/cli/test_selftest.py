@@ -81,7 +81,7 @@ def test_a_trial_without_a_result_is_no_kill(
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Known-wrong engines are counted, not trials; the losses stand beside them."""
+    """Known-wrong engines are counted, not trials; the losses are given next to them."""
     results = [
         _result("kill", engine="one"),
         _result("kill", engine="one", good=False),

@@ -53,7 +53,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_status_says_whether_the_adapter_is_ready(
     results: list[SmokeResult], status: int, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A check that did not run is no check that passed."""
+    """A check that did not run does not count as passed."""
     with mock.patch("fsdp_conformance.driver.smoke.smoke", return_value=results):
         found = main(["smoke", "mine.py"])
     out = capsys.readouterr().out

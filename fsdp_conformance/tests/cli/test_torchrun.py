@@ -81,7 +81,7 @@ def _await_listener(port: int) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(POLL_S)
-    raise AssertionError(f"nobody listens at port {port}")
+    raise AssertionError(f"no process listens at port {port}")
 
 
 def records(report: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What is typed wrongly is said in one message, with status 2, before anything is started."""
+"""Mistyped commands are reported in one message, with status 2, before anything starts."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 
 
 def test_a_file_that_is_no_run_file_is_refused(tmp_path: Path) -> None:
-    """`verify` and `explain` say so, with status 2."""
+    """`verify` and `explain` report it, with status 2."""
     file = tmp_path / "run.jsonl"
     file.write_text(json.dumps({"type": "something else"}) + "\n", encoding="utf-8")
 

@@ -307,7 +307,7 @@ def test_the_exit_statuses_are_those_of_the_code() -> None:
 
 
 def test_reasons_against_a_certificate_are_those_of_the_code() -> None:
-    """What the table quotes is in the text of the module that gives the reasons, but for numbers and names."""
+    """The module that gives the reasons contains the texts of the table, except for numbers and names."""
     source = (ROOT / "fsdp_conformance/report/certificate.py").read_text(encoding="utf-8")
     quoted = [
         words

@@ -40,7 +40,7 @@ def test_what_is_kept_is_of_cases_that_exist() -> None:
 
 
 def test_every_engine_that_was_run_is_bundled() -> None:
-    """A column of somebody's own adapter would be nobody's to repeat."""
+    """Others could not repeat a column of a user's own adapter."""
     assert {each.name for each in scoreboard.kept()} - scoreboard.bundled().keys() == set()
 
 
@@ -67,7 +67,7 @@ def run_of(directory: Path, name: str, **verdicts: Verdict) -> str:
 
 
 def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other engines keep theirs. A failure that nobody has judged is a problem."""
+    """Other engines keep their lines. A failure without an entry is a problem."""
     primary = SMOKE.entries[0].primary
     paths = [run_of(elsewhere / name, name) for name in ("reference", "torch-fsdp2")]
     assert scoreboard.main(paths) == 0

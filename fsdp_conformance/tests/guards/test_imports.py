@@ -42,9 +42,9 @@ LAYERS: tuple[frozenset[str], ...] = (
 WORDS = frozenset().union(*LAYERS[:6])
 PARTS = frozenset().union(*LAYERS)
 
-#: Beside the layers: fixtures know nothing but words, suites reach an engine through its adapter, tests see everything.
+#: Besides the layers: fixtures know only words, suites reach an engine through its adapter, tests see everything.
 MAY_IMPORT: dict[str, frozenset[str]] = {
-    # Under its own name only, and not before somebody asks for it.
+    # Under its own name only, and not before it is used.
     "": frozenset({"pytest_plugin"}),
     "fixtures": WORDS,
     "suites": PARTS - {"engine", "planner", "simulator", "cli", "__main__", "pytest_plugin", "selftest"} | {"fixtures"},
@@ -77,7 +77,7 @@ ONLY: dict[tuple[str, str], frozenset[str]] = {
 
 #: What only some parts may touch: module to the parts that may.
 RESERVED: dict[str, frozenset[str]] = {
-    # torch's own test harness is private: one part stands on it, so that a move is mended in one place.
+    # torch's own test harness is private: one part depends on it, so that a change there is handled in one place.
     "torch.testing._internal": frozenset({"harness", "tests"}),
     # A case that names an engine judges that engine alone.
     "torch.distributed.fsdp": frozenset({"adapters", "mutants", "harness", "tests"}),

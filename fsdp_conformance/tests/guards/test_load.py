@@ -1,5 +1,5 @@
 """
-Guard: what loads in somebody else's process stays light.
+Guard: modules that load in a user's process import little.
 
 The pytest plugin is loaded by every pytest run of the user's environment; the command line, the words and the report
 answer `list`, `verify` and `explain` where torch takes seconds to import, or cannot be.

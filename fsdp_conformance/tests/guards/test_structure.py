@@ -53,7 +53,7 @@ def import_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
     for name, module in modules.items():
         for found in checkout.imports(module):
             target = _module_of(found.name, modules)
-            # A package's __init__ re-exports its own modules; that they also import siblings is no cycle of meaning.
+            # A package's __init__ re-exports its own modules; that they also import siblings is not a real cycle.
             if target is not None and target != name and not name.startswith(target + "."):
                 graph[name].add(target)
     return graph
@@ -131,7 +131,7 @@ def _is_private(name: str) -> bool:
 
 
 def _is_own(node: ast.expr) -> bool:
-    """Whether an expression is the object itself, whose private names a class shares with those it derives from."""
+    """True if an expression is the object itself, whose private names a class shares with those it derives from."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return node.func.id == "super"
     return isinstance(node, ast.Name) and node.id in {"self", "cls"}
@@ -148,7 +148,7 @@ def listed(docstring: str) -> set[str]:
 
 
 def packages() -> list[Module]:
-    """The `__init__` files of the package that have modules or packages beside them."""
+    """The `__init__` files of the package that have modules or packages next to them."""
     return [module for module in checkout.modules() if module.path.name == "__init__.py" and module.part != "tests"]
 
 
@@ -172,7 +172,7 @@ def test_imports_have_no_cycles() -> None:
 
 
 def test_no_module_uses_private_names_of_another() -> None:
-    """What another file needs has a public name."""
+    """Objects that another file needs have public names."""
     modules = [module for module in checkout.modules() if module.part not in _MAY_LOOK_INSIDE]
     names = {module.name: private_names(module) for module in modules}
     found = []
