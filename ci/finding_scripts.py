@@ -119,9 +119,9 @@ def run_script(script: Script, *, root: Path = ROOT, deadline_s: float = DEADLIN
 
 def _has_torch(python: str, versions: str) -> bool:
     """True if the torch of that Python is one of these versions."""
-    asked = "import importlib.metadata; print(importlib.metadata.version('torch'))"
-    found = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.strip()
-    return SpecifierSet(versions).contains(found, prereleases=True)
+    program = "import importlib.metadata; print(importlib.metadata.version('torch'))"
+    version = subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
+    return SpecifierSet(versions).contains(version, prereleases=True)
 
 
 def python_for(engine: str, root: Path) -> str | None:
@@ -155,16 +155,16 @@ def _run_command(command: Sequence[str], root: Path, scratch: str, deadline_s: f
 
 def _has_accelerator() -> bool:
     """True if torch sees an accelerator. Checked in a child process, so that this one does not need torch."""
-    asked = "import torch; raise SystemExit(not torch.accelerator.is_available())"
-    return subprocess.run([sys.executable, "-c", asked], check=False, stderr=subprocess.DEVNULL).returncode == 0
+    program = "import torch; raise SystemExit(not torch.accelerator.is_available())"
+    return subprocess.run([sys.executable, "-c", program], check=False, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def outcome_of(status: int, output: str) -> Outcome:
     """The outcome, from the exit status and the output together."""
-    said = set(output.splitlines()) & {"WRONG", "right"}
-    if status == 1 and said == {"WRONG"}:
+    answers = set(output.splitlines()) & {"WRONG", "right"}
+    if status == 1 and answers == {"WRONG"}:
         return Outcome.WRONG
-    if status == 0 and said == {"right"}:
+    if status == 0 and answers == {"right"}:
         return Outcome.RIGHT
     return Outcome.OTHERWISE
 
@@ -175,13 +175,13 @@ def main(arguments: Sequence[str], *, root: Path = ROOT) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a text in the path of the scripts to run")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, metavar="S", help="seconds for each script")
     given = parser.parse_args(arguments)
-    found = scripts(root / "ci/findings")
-    unknown = [name for name in given.names if not any(name in str(path.relative_to(root)) for path in found)]
-    if unknown or not found:
+    paths = scripts(root / "ci/findings")
+    unknown = [name for name in given.names if not any(name in str(path.relative_to(root)) for path in paths)]
+    if unknown or not paths:
         print(f"ci/findings/run: no script under ci/findings has {' or '.join(unknown)} in its path", file=sys.stderr)
         return 2
     outcomes = []
-    for path in found:
+    for path in paths:
         place = str(path.relative_to(root))
         if given.names and not any(name in place for name in given.names):
             continue

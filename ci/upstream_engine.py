@@ -75,8 +75,8 @@ class FlatView:
     @property
     def grad(self) -> Tensor | None:
         """The gradients of this rank's parts, one after the other; None if no parameter has one."""
-        found = [member.parameter.grad for member in self._flat.members if member.parameter.grad is not None]
-        return torch.cat([each.reshape(-1) for each in found]) if found else None
+        grads = [member.parameter.grad for member in self._flat.members if member.parameter.grad is not None]
+        return torch.cat([each.reshape(-1) for each in grads]) if grads else None
 
     @property
     def _sharded_size(self) -> torch.Size:
@@ -159,9 +159,9 @@ def use_the_engine(placed: Callable[[Any], Callable[..., None]] | None) -> None:
         return next(TrainingState[name] for name, ours in _STATES.items() if self.unit.state.name in ours)
 
     def assert_state(self: Any, state: Any) -> None:
-        wanted = state if isinstance(state, list) else [state]
-        if self.training_state not in wanted:
-            raise ValueError(f"expected {wanted} but current state is {self.training_state}")
+        allowed = state if isinstance(state, list) else [state]
+        if self.training_state not in allowed:
+            raise ValueError(f"expected {allowed} but current state is {self.training_state}")
 
     def handle(self: Any) -> HandleView | None:
         return next(iter(_handles_of(self)), None)

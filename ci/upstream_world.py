@@ -122,8 +122,8 @@ class _DeviceClass(type):
     real = torch.device
 
     def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
-        asked = args[0] if args else kwargs.get("device", kwargs.get("type"))
-        if type(asked) is int or _on_cpu(asked) == "cpu":
+        device = args[0] if args else kwargs.get("device", kwargs.get("type"))
+        if type(device) is int or _on_cpu(device) == "cpu":
             return cls.real("cpu")
         return cls.real(*args, **kwargs)
 

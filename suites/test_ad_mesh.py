@@ -90,9 +90,9 @@ class Mesh(ConformanceTestCase):
     def groups(self) -> set[tuple[int, ...]]:
         """The groups that this rank has communicated over since the last call."""
         records = process_group.log().records
-        found = {record.group for record in records[self.last_record :]}
+        used = {record.group for record in records[self.last_record :]}
         self.last_record = len(records)
-        return found
+        return used
 
     def expect_row_alone(self, requirement: str) -> None:
         """Everything sent since the last call was sent over this rank's row."""
@@ -418,16 +418,16 @@ class Metadata(Mesh):
         collectives = self.start(mesh, axis)
         odd = self.world_size - 1
         tensor = self.tensor(difference, different=self.rank == odd)
-        asked = {name: True for name in ("shape", "stride") if name == difference}
+        options = {name: True for name in ("shape", "stride") if name == difference}
         if odd in self.row:
             with (
                 self.refusal("R185", f"a different {difference} on rank {odd}", names=(difference.replace("-", "_"),)),
                 self.blaming("implementation"),
             ):
-                collectives.check_meta(tensor, self.mesh, axis, **asked)
+                collectives.check_meta(tensor, self.mesh, axis, **options)
         else:
             with self.blaming("implementation"):
-                collectives.check_meta(tensor, self.mesh, axis, **asked)
+                collectives.check_meta(tensor, self.mesh, axis, **options)
         self.expect_row_alone("R185")
 
     @conformance_case(

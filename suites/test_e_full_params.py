@@ -116,8 +116,8 @@ class Values(FullAccessCase):
                 with self.opened(adapter, unit, recurse=recurse):
                     shown = self.shown(adapter)
                     below = [name for name in expected if not unit or name.startswith(f"{unit}.")]
-                    wanted = below if recurse else [name for name in below if _unit_of(name, workload) == unit]
-                    self.check_values("R044", shown, {name: expected[name] for name in wanted}, step=step)
+                    names = below if recurse else [name for name in below if _unit_of(name, workload) == unit]
+                    self.check_values("R044", shown, {name: expected[name] for name in names}, step=step)
                     if unit:
                         self.check_sharded("R044", shown, workload, outer, step=step)
                     if not recurse:
@@ -174,17 +174,17 @@ class Values(FullAccessCase):
             )
 
         def look(step: int) -> None:
-            wanted = expected.steps[step].params
-            if all(torch.equal(value, value.bfloat16().float()) for value in wanted.values()):
+            params = expected.steps[step].params
+            if all(torch.equal(value, value.bfloat16().float()) for value in params.values()):
                 raise SuiteError(f"parameters must not be exact in bfloat16 [{self.case.id}, step {step}]")
             with self.opened(adapter):
-                self.check_precision(self.shown(adapter), wanted, step)
+                self.check_precision(self.shown(adapter), params, step)
 
         self.train(workload, plan, regime, adapter=adapter, on_step=look)
 
-    def check_precision(self, shown: Mapping[str, Tensor], wanted: Mapping[str, Tensor], step: int) -> None:
+    def check_precision(self, shown: Mapping[str, Tensor], params: Mapping[str, Tensor], step: int) -> None:
         """Parameters are in float32, and nearer to the expected values than bfloat16 can be."""
-        for name, value in wanted.items():
+        for name, value in params.items():
             got = shown.get(name)
             where: dict[str, Any] = {"fqn": name, "step": step, "phase": "observe"}
             dtype = None if got is None else got.dtype
@@ -486,11 +486,11 @@ class Gradients(FullAccessCase):
         def look(_: Adapter, step: int) -> None:
             with self.opened(adapter, with_grads=True), self.blaming("implementation"):
                 shown = {name: parameter.grad for name, parameter in adapter.parameters().items()}
-                for name, wanted in (expected.steps[step].grads or {}).items():
+                for name, names in (expected.steps[step].grads or {}).items():
                     got = shown.get(name)
                     where: dict[str, Any] = {"fqn": name, "step": step, "phase": "observe"}
-                    if wanted is not None:
-                        value = wanted.float()
+                    if names is not None:
+                        value = names.float()
                         self.check_equal("R049", got, value, check="gradients in the context", **where)
                         continue
                     may_be_zeros = not unused[_unit_of(name, workload)] and not self.declares("unused_untouched")

@@ -111,12 +111,12 @@ def _needs(values: dict[str, Any]) -> list[str]:
 
 
 def _environment(values: dict[str, Any]) -> list[str]:
-    wanted = []
+    needs = []
     if values["init"] != "never" or values["offload"] != "off":
-        wanted.append("accelerator")
+        needs.append("accelerator")
     if values["offload"] == "cpu_pinned":
-        wanted.append("pinned_memory")
-    return wanted
+        needs.append("pinned_memory")
+    return needs
 
 
 def _kills(values: dict[str, Any]) -> list[str]:

@@ -78,14 +78,14 @@ class Block:
 
     def commands(self) -> list[Command]:
         """The commands of a console block."""
-        found: list[Command] = []
+        typed_commands: list[Command] = []
         for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]:
             typed, _, quoted = part.partition("\n")
             while typed.endswith("\\"):
                 more, _, quoted = quoted.partition("\n")
                 typed += "\n" + more
-            found.append(Command(line=typed, quoted=quoted))
-        return found
+            typed_commands.append(Command(line=typed, quoted=quoted))
+        return typed_commands
 
 
 def pages() -> list[str]:
@@ -105,15 +105,15 @@ def blocks_of(page: str) -> list[Block]:
 
 def blocks_in(text: str, page: str) -> Iterator[Block]:
     """The blocks of a page's text."""
-    for found in _FENCE.finditer(text):
+    for match in _FENCE.finditer(text):
         yield Block(
             page=page,
-            line=text.count("\n", 0, found.start("indent")) + 1,
-            language=found["language"],
-            text=textwrap.dedent(found["text"]),
-            word=found["word"] or "",
-            said=found["said"] or "",
-            start=found.start("text"),
+            line=text.count("\n", 0, match.start("indent")) + 1,
+            language=match["language"],
+            text=textwrap.dedent(match["text"]),
+            word=match["word"] or "",
+            said=match["said"] or "",
+            start=match.start("text"),
         )
 
 

@@ -74,8 +74,10 @@ without a script is by design, or not settled yet. *Upstream* is the nearest thr
 def kept() -> list[Tally]:
     """The tallies, in the order of the page."""
     order = {name: place for place, name in enumerate(_ORDER)}
-    found = [tally_from_json(path.read_text(encoding="utf-8"), where=path.name) for path in sorted(KEPT.glob("*.json"))]
-    return sorted(found, key=lambda each: (order.get(each.name, len(order)), each.name))
+    tallies = [
+        tally_from_json(path.read_text(encoding="utf-8"), where=path.name) for path in sorted(KEPT.glob("*.json"))
+    ]
+    return sorted(tallies, key=lambda each: (order.get(each.name, len(order)), each.name))
 
 
 #: Ours first, then torch's, then the others.
@@ -120,9 +122,9 @@ def failed() -> list[Failures]:
 def keep(tallies: Sequence[Tally]) -> None:
     """Write each engine's tally in the place of its former one, and drop cases that no suite has any longer."""
     KEPT.mkdir(exist_ok=True)
-    known = {entry.id for entry in load_profile(FULL).entries}
+    ids = {entry.id for entry in load_profile(FULL).entries}
     for each in {**{old.name: old for old in kept()}, **{new.name: new for new in tallies}}.values():
-        text = each.without(set(each.cases) - known).to_text()
+        text = each.without(set(each.cases) - ids).to_text()
         (KEPT / f"{each.name}.json").write_text(text, encoding="utf-8")
 
 
@@ -133,9 +135,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run_files", nargs="*", type=Path, metavar="RUN", help="a run file, or its directory")
     parsed = parser.parse_args(arguments)
     try:
-        found = tallies_of([verify(path) for path in parsed.run_files])
+        tallies = tallies_of([verify(path) for path in parsed.run_files])
         former = {each.name: each for each in kept()} if parsed.add else {}
-        keep([added(former[each.name], each) if each.name in former else each for each in found])
+        keep([added(former[each.name], each) if each.name in former else each for each in tallies])
         PAGE.write_text(page(), encoding="utf-8")
         unknown = [
             f"{each.engine}: {case} fails, and ci/known-findings.toml has no entry for it that names a script"

@@ -82,9 +82,9 @@ def run_page(page: str, directory: Path) -> Iterator[Ran]:
             expected = int(block.said) if block.word == "status" else 0
             for number, command in enumerate(block.commands()):
                 # The status of a block is that of its last command.
-                wanted = expected if number == len(block.commands()) - 1 else 0
+                expected_status = expected if number == len(block.commands()) - 1 else 0
                 status, output = _run([sys.executable, "-m", "fsdp_conformance", *command.words()[1:]], directory)
-                yield Ran(block, command, status, wanted, output, command.quoted)
+                yield Ran(block, command, status, expected_status, output, command.quoted)
     scripts = [block for block in blocks if block.word == "script"]
     if scripts:
         yield from _run_scripts(scripts, blocks, directory)

@@ -60,11 +60,11 @@ def _plain(evidence: Evidence) -> dict[str, Any]:
 
 def collected(directory: Path) -> dict[str, dict[str, Any]]:
     """The evidence in a directory by tag; the files are removed."""
-    found = {}
+    recordings = {}
     for path in sorted(directory.glob("*.pt")):
-        found[path.stem] = torch.load(path, weights_only=False)
+        recordings[path.stem] = torch.load(path, weights_only=False)
         path.unlink()
-    return found
+    return recordings
 
 
 def replayed(

@@ -38,14 +38,14 @@ class Pair:
 
 def tried(case: str, mutant: str) -> Pair:
     """Run a pair and return it with its result."""
-    known = MUTANTS[mutant]
+    expected = MUTANTS[mutant]
     try:
-        record = run_case(bound_case(case), known.spec)
+        record = run_case(bound_case(case), expected.spec)
     except SuiteError as error:
         return Pair(case, mutant, "ERROR_SUITE", False, str(error))
-    found = kill.reason(record, known)
-    text = kill.survival(record, known) if found is None else found.sentence()
-    return Pair(case, mutant, str(record.verdict), found is not None, text)
+    killed = kill.reason(record, expected)
+    text = kill.survival(record, expected) if killed is None else killed.sentence()
+    return Pair(case, mutant, str(record.verdict), killed is not None, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,9 +114,9 @@ class Outcome:
             word = "found" if self.is_found else "missed" if self.is_right else "MISSED"
         else:
             word = "silent" if self.is_silent else "FALSE ALARM"
-        said = f"  ({self.script.beyond})" if self.script.beyond else ""
-        said += "" if self.is_right else f"  [{self.verdict}; {', '.join(sorted(self.kinds))} at {sorted(self.lines)}]"
-        return f"{word:12}{self.script.name:34}{self.script.what}{said}"
+        note = f"  ({self.script.beyond})" if self.script.beyond else ""
+        note += "" if self.is_right else f"  [{self.verdict}; {', '.join(sorted(self.kinds))} at {sorted(self.lines)}]"
+        return f"{word:12}{self.script.name:34}{self.script.what}{note}"
 
 
 @dataclass(slots=True)

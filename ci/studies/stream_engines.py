@@ -275,8 +275,10 @@ class FSDP1Engine(Engine):
             state = self.model.state_dict()
             self.model.load_state_dict({name: value * 1.5 for name, value in state.items()})
             optimizer: Any = self.optimizer
-            found = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
-            optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(self.model, optimizer, found))
+            optim_state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
+            optimizer.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(self.model, optimizer, optim_state)
+            )
 
 
 class FSDP2Engine(Engine):

@@ -69,11 +69,11 @@ class Shown:
 
 def study(rank: int, device: torch.device, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """The results of each job on this rank; JSON-ready."""
-    found = []
+    results = []
     for job in jobs:
         with _separated(device):
-            found.append(asdict(_shown(rank, device, job)))
-    return found
+            results.append(asdict(_shown(rank, device, job)))
+    return results
 
 
 def reference(rank: int, device: torch.device, names: Sequence[str]) -> list[dict[str, Any]]:

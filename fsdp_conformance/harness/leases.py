@@ -89,15 +89,15 @@ def lease(
         with hold([f"{device_type}-all"], 1, directory=directory, timeout_s=timeout_s):
             yield Lease(devices=tuple(names))
         return
-    wanted = [name for name in names if not among or name in among]
+    candidates = [name for name in names if not among or name in among]
     slots = slots_of(device_type, slots)
 
     def shortage(index: int) -> str:
-        return _shortage(wanted[index], memory_of(device_type, wanted[index])) if slots > 1 else ""
+        return _shortage(candidates[index], memory_of(device_type, candidates[index])) if slots > 1 else ""
 
-    locks = lock_names(device_type, wanted)
+    locks = lock_names(device_type, candidates)
     with hold(locks, count, slots=slots, shortage=shortage, directory=directory, timeout_s=timeout_s) as held:
-        chosen = tuple(wanted[index] for index in held)
+        chosen = tuple(candidates[index] for index in held)
         yield Lease(devices=chosen, variables={variable: ",".join(chosen)})
 
 
@@ -215,34 +215,34 @@ def can_hide(device_type: str) -> bool:
     return device_type in _VISIBLE
 
 
-def slots_of(device_type: str, wanted: int) -> int:
+def slots_of(device_type: str, slots: int) -> int:
     """
     How many slots a device has: as many as wanted, or with 0 what the memory of the smallest device holds.
 
     Raises EnvironmentUnavailable if the memory of a device does not hold what is wanted.
     """
-    if wanted == 1 or not devices.is_scarce(device_type):
+    if slots == 1 or not devices.is_scarce(device_type):
         return 1
     if not can_hide(device_type):
-        if wanted > 1:
+        if slots > 1:
             raise EnvironmentUnavailable(
-                f"--slots-per-device must be 1 on devices of type {device_type!r}, got {wanted}: they cannot be hidden "
+                f"--slots-per-device must be 1 on devices of type {device_type!r}, got {slots}: they cannot be hidden "
                 "from ranks one by one, so one case at a time has all of them."
             )
         return 1
     memories = {name: memory_of(device_type, name) for name in visible_devices(device_type)}
     total_mib = {name: memory.total_mib for name, memory in memories.items() if memory is not None}
-    if wanted == 0:
+    if slots == 0:
         # A device of unknown memory has one.
         most = [total // RANK_MIB for total in total_mib.values()] if memories.keys() == total_mib.keys() else [1]
         return max(1, min([MOST_AUTO, *most]))
     for name, total in total_mib.items():
-        if wanted > max(1, total // RANK_MIB):
+        if slots > max(1, total // RANK_MIB):
             raise EnvironmentUnavailable(
-                f"--slots-per-device must be at most {max(1, total // RANK_MIB)} here, got {wanted}: device {name} has "
+                f"--slots-per-device must be at most {max(1, total // RANK_MIB)} here, got {slots}: device {name} has "
                 f"{total} MiB of memory, and a rank may take {RANK_MIB} MiB. Choose fewer, or auto."
             )
-    return wanted
+    return slots
 
 
 def memory_of(device_type: str, name: str) -> DeviceMemory | None:
