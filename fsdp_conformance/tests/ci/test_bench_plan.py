@@ -20,10 +20,10 @@ pytestmark = [checkout.required, pytest.mark.nightly]
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names that the script defines; nothing is measured."""
     monkeypatch.syspath_prepend(str(ROOT / "ci/bench"))
-    found = runpy.run_path(str(ROOT / "ci/bench/plan.py"))
+    functions = runpy.run_path(str(ROOT / "ci/bench/plan.py"))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.4, 0.0, 0.0))
-    monkeypatch.setitem(found["main"].__globals__, "measure", measure)
-    yield found
+    monkeypatch.setitem(functions["main"].__globals__, "measure", measure)
+    yield functions
     sys.modules.pop("engine", None)
 
 

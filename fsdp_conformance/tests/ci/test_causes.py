@@ -32,11 +32,11 @@ def test_answers_are_scored(truth: str, likely: str | None, score: Score) -> Non
 
 def test_every_defect_has_a_truth_and_cases() -> None:
     """At least fifty known-wrong implementations, each once, in cases that exist."""
-    found = defects()
+    all_defects = defects()
 
-    assert len({defect.name for defect in found}) == len(found) >= 50
-    assert {defect.truth for defect in found} <= TRUTHS.keys()
-    for case in {case for defect in found for case in defect.cases}:
+    assert len({defect.name for defect in all_defects}) == len(all_defects) >= 50
+    assert {defect.truth for defect in all_defects} <= TRUTHS.keys()
+    for case in {case for defect in all_defects for case in defect.cases}:
         assert bound_case(case).case.id == case
 
 

@@ -317,8 +317,10 @@ def test_the_link_between_two_hosts(script: dict[str, Any], link: dict[str, floa
             assert server.communicate(timeout=120)[0] == f"{1 << 20}\n"
         route = "from fsdp_conformance.harness.torchrun.interface import interface_towards; "
         route += f"print([interface_towards(host) for host in ('{hosts.addresses[0]}', 'localhost')])"
-        said = subprocess.run(hosts.words(0, [sys.executable, "-c", route]), check=True, capture_output=True, text=True)
-        assert said.stdout.strip() == "['link0', 'link0']"
+        result = subprocess.run(
+            hosts.words(0, [sys.executable, "-c", route]), check=True, capture_output=True, text=True
+        )
+        assert result.stdout.strip() == "['link0', 'link0']"
     left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
     assert not any(name in left for name in names)
 

@@ -91,7 +91,7 @@ def test_alarms(
 
 def test_base_cases_need_nothing(script: dict[str, Any]) -> None:
     """They are of the profile, and ask for no capability."""
-    found = script["base_cases"]()
+    cases = script["base_cases"]()
 
-    assert CASE in {bound.case.id for bound in found}
-    assert not [bound.case.id for bound in found if bound.case.needs]
+    assert CASE in {bound.case.id for bound in cases}
+    assert not [bound.case.id for bound in cases if bound.case.needs]

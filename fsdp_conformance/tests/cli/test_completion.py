@@ -80,9 +80,9 @@ def test_without_shtab_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "shtab", None)
 
     assert main(["completion", "bash"]) == 3
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "pip install 'fsdp-conformance[completion]'" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "pip install 'fsdp-conformance[completion]'" in captured.err
 
 
 def test_no_other_command_imports_shtab() -> None:

@@ -159,9 +159,9 @@ class Some(ConformanceTestCase):
 '''
 
 
-def _answering(monkeypatch: pytest.MonkeyPatch, found: list[Any]) -> None:
+def _answering(monkeypatch: pytest.MonkeyPatch, child_answers: list[Any]) -> None:
     @contextlib.contextmanager
     def answers(job: str, **arguments: Any) -> Iterator[Iterator[dict[str, Any]]]:
-        yield iter([dict(answer) for answer in found])
+        yield iter([dict(answer) for answer in child_answers])
 
     monkeypatch.setattr(selftest, "answers", answers)

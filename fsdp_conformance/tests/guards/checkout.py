@@ -93,24 +93,24 @@ def files() -> tuple[Path, ...]:
 @functools.cache
 def modules() -> tuple[Module, ...]:
     """Every Python file that belongs to the package."""
-    found = []
+    result = []
     for file in files():
         top, *rest = file.parts
         if top in PACKAGE_DIRS and file.suffix == ".py":
             names = [PACKAGE_DIRS[top], *rest[:-1], *([] if file.stem == "__init__" else [file.stem])]
-            found.append(Module(".".join(names), ROOT / file))
-    return tuple(found)
+            result.append(Module(".".join(names), ROOT / file))
+    return tuple(result)
 
 
 def imports(module: Module) -> list[Import]:
     """The imports of `module`, in the order of its lines."""
     is_package = module.path.name == "__init__.py"
-    return sorted(_imports(module.tree(), module.name, is_package=is_package), key=lambda found: found.line)
+    return sorted(_imports(module.tree(), module.name, is_package=is_package), key=lambda item: item.line)
 
 
 def imports_of(source: str, name: str) -> list[str]:
     """The names that `source` imports if it is the module `name`."""
-    return [found.name for found in _imports(ast.parse(source), name, is_package=False)]
+    return [item.name for item in _imports(ast.parse(source), name, is_package=False)]
 
 
 def _imports(tree: ast.Module, name: str, *, is_package: bool) -> Iterator[Import]:

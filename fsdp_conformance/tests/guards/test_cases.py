@@ -31,9 +31,9 @@ def cases() -> tuple[Case, ...]:
     return tuple(profile.collect_cases())
 
 
-def coverage_problems(judged: Contract, found: Iterable[Case], excused: Mapping[str, str]) -> list[str]:
+def coverage_problems(judged: Contract, cases: Iterable[Case], excused: Mapping[str, str]) -> list[str]:
     """Contradictions between the contract, the cases and the list of excuses."""
-    bound = {requirement for case in found for requirement in case.requirements}
+    bound = {requirement for case in cases for requirement in case.requirements}
     problems = [
         f"{name} is bound by a case, but is not a requirement" for name in sorted(bound - judged.requirements.keys())
     ]
@@ -50,20 +50,20 @@ def coverage_problems(judged: Contract, found: Iterable[Case], excused: Mapping[
     return problems
 
 
-def case_problems(judged: Contract, found: Iterable[Case], wrong: Iterable[str]) -> list[str]:
+def case_problems(judged: Contract, cases: Iterable[Case], wrong: Iterable[str]) -> list[str]:
     """Problems of single cases: names that do not exist, duplicate ids, cases that no mutant fails."""
-    known = frozenset(wrong)
+    mutants = frozenset(wrong)
     problems = [
-        f"{name}: the id comes {count} times" for name, count in Counter(case.id for case in found).items() if count > 1
+        f"{name}: the id comes {count} times" for name, count in Counter(case.id for case in cases).items() if count > 1
     ]
-    for case in found:
+    for case in cases:
         problems += [
             f"{case.id}: needs={flag!r}, which is not a capability" for flag in case.needs if flag not in CAPABILITIES
         ]
         problems += [
             f"{case.id}: environment={name!r} is unknown" for name in case.environment if name not in ENVIRONMENTS
         ]
-        problems += [f"{case.id}: kills={name!r}, which is not a mutant" for name in case.kills if name not in known]
+        problems += [f"{case.id}: kills={name!r}, which is not a mutant" for name in case.kills if name not in mutants]
         if not case.kills:
             problems.append(
                 f"{case.id}: kills nothing, but a case that no known-wrong implementation fails proves nothing"

@@ -40,8 +40,8 @@ def heavy_imports(*names: str) -> dict[str, list[str]]:
     """Module to the heavy packages that came with importing it, in one fresh process."""
     command = [sys.executable, "-c", _PROBE, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
+    by_module: dict[str, list[str]] = json.loads(done.stdout)
+    return by_module
 
 
 def test_words_report_plugin_and_command_line_load_without_torch() -> None:

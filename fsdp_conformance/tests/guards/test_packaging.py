@@ -36,12 +36,12 @@ def pyproject() -> dict[str, Any]:
 
 def package_files() -> dict[str, Path]:
     """Every file of the package, without its tests: path in the wheel to path in the checkout."""
-    found = {}
+    files = {}
     for file in checkout.files():
         top, *rest = file.parts
         if top in PACKAGE_DIRS and rest and rest[0] != "tests":
-            found["/".join([*PACKAGE_DIRS[top].split("."), *rest])] = file
-    return found
+            files["/".join([*PACKAGE_DIRS[top].split("."), *rest])] = file
+    return files
 
 
 def _requirement_name(requirement: str) -> str:
