@@ -48,8 +48,8 @@ chapters of which it ran nothing. A failure counts for the requirements that its
 A column is one adapter, which is one mode of an engine: DeepSpeed's three stages are three columns. Chapters AA to AE
 judge parts of an engine by themselves: those of `reference-components` and `torch-dtensor`, and DDP's reducer.
 
-A column is no certificate: [reading a verdict](reading-a-verdict.md) says what that needs. To write the page from new
-runs, which replace those engines' former ones:
+A column is not a certificate: [reading a verdict](reading-a-verdict.md) says what that needs. To write the page from
+new runs, which replace those engines' former ones:
 
 <!-- parsed: a run of the whole profile takes many minutes -->
 ```console

@@ -64,7 +64,7 @@ def test_four_runs_and_their_table(
 def test_one_run_has_no_table(
     script: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As before."""
+    """A single run prints the same lines without a table."""
     lines = printed(script, capsys, monkeypatch, "--sizes", "1M", "--ranks", "2")
 
     assert lines[-3:] == [

@@ -170,7 +170,7 @@ def test_selection(script: dict[str, Any], tests: Path) -> None:
     ],
 )
 def test_wrong_usage(script: dict[str, Any], options: list[str], message: str) -> None:
-    """Combinations that make no sense."""
+    """Combinations of options that make no sense are refused."""
     with pytest.raises(UsageError, match=message):
         script["parse"](options)
 

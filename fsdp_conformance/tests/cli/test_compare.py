@@ -45,7 +45,7 @@ def test_equal_verdicts_are_status_0(old: str, tmp_path: Path) -> None:
 
 
 def test_a_verdict_that_differs_is_status_1(old: str, tmp_path: Path) -> None:
-    """As text and as JSON."""
+    """A different verdict is reported as text and as JSON."""
     new = ran(tmp_path / "new", a_record(verdict=Verdict.FAIL, reason="gradients are summed"))
     text, data = answered("compare", old, new), answered("compare", old, new, "--json")
 
@@ -75,7 +75,7 @@ def test_runs_of_different_things_are_status_2(name: str, old: str, tmp_path: Pa
 
 
 def test_files_that_are_not_finished_runs_are_status_2(old: str, tmp_path: Path) -> None:
-    """Missing, foreign, aborted or edited."""
+    """A file that is missing, foreign, aborted or edited is refused."""
     (tmp_path / "foreign").write_text("{}", encoding="utf-8")
     edited = tmp_path / "edited"
     edited.write_text((Path(old) / "run.jsonl").read_text(encoding="utf-8").replace("R003", "R004"), encoding="utf-8")

@@ -63,7 +63,7 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("shell", "begins"), [("bash", "# AUTOMATICALLY GENERATED"), ("zsh", "#compdef fsdp-conformance"), ("tcsh", "#")]
 )
 def test_each_shell_has_a_script(shell: str, begins: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With every command in it."""
+    """Each script has every command."""
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     commands = parser()._words()

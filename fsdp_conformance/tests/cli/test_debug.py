@@ -56,7 +56,7 @@ class Breaks(TorchFSDP2):
 def _debugged(
     directory: Path, *options: str, typed: str, raises: str = "", monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, str]:
-    """Debug the case with `said` as the user's words. Returns the exit status and all that was printed."""
+    """Debug the case with `typed` as the user's words. Returns the exit status and all that was printed."""
     monkeypatch.setenv("RAISES", raises)
     spec = f"{with_adapter(directory, _ADAPTER)}:Stops"
     done = subprocess.run(
@@ -120,7 +120,7 @@ def test_a_breakpoint_has_the_input_of_the_command(tmp_path: Path, monkeypatch: 
 def test_the_simulated_accelerator_can_be_debugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is on the simulated device when the rank stops, and the case is judged there."""
     typed = "p self.device.type\nc\n"
-    status, out = _debugged(tmp_path, "--device", "sim", said=typed, monkeypatch=monkeypatch)
+    status, out = _debugged(tmp_path, "--device", "sim", typed=typed, monkeypatch=monkeypatch)
 
     assert status == 0, out
     assert "'sim'" in out

@@ -249,7 +249,7 @@ def test_a_child_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With everything that it has started."""
+    """Everything that the child has started is ended with it."""
     monkeypatch.setattr("sys.executable", program(tmp_path, "sleep 300 & sleep 300"))
     with answers("doctor", timeout_s=0.2, device="cpu", shared=False) as coming:
         (answer,) = coming
@@ -299,7 +299,7 @@ def test_the_first_wrong_element_is_named() -> None:
 
 
 def test_ranks_without_a_parent_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only this user's, only those that a warm process has marked, only those whose parent has ended."""
+    """Only this user's marked ranks whose parent has ended are listed."""
     marked, mine = {"HOME": "/x", "FSDP_CONFORMANCE_PRELOAD": "{}"}, os.getuid()
     table = [
         (10, 1, marked, mine), (11, 10, marked, mine), (12, 1, {"HOME": "/x"}, mine), (1, 0, marked, mine),

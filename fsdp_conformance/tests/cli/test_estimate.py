@@ -18,7 +18,7 @@ def a_run(*cases: str) -> RunFile:
 
 
 def test_without_an_earlier_run_typical_durations_count() -> None:
-    """By world size and device; an accelerator that was never measured is taken to be like the simulated one."""
+    """They depend on world size and device; an accelerator that was never measured counts as a simulated one."""
     seconds, source = estimate(CASES)
 
     assert seconds == pytest.approx(START_S + 2 * SECONDS_PER_RANK["cpu"] + 12 * SECONDS_PER_RANK["sim"])

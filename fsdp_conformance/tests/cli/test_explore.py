@@ -81,6 +81,6 @@ def test_the_order() -> None:
     [("--seconds", "soon"), ("--seconds", "0"), ("--max-examples", "-1"), ("--seed", "x"), ("--device", "cuda")],
 )
 def test_options_out_of_range(words: tuple[str, ...]) -> None:
-    """They are named."""
+    """The message names the options."""
     with pytest.raises(ConfigError, match=words[0].removeprefix("--")):
         _order(*words)

@@ -96,7 +96,7 @@ def test_nothing_is_written_unless_all_is_new(root: Path, capsys: pytest.Capture
 
 
 def test_force_overwrites(root: Path) -> None:
-    """All of them."""
+    """`--force` overwrites all files."""
     main(["init", "--adapter", SPEC])
     before = contents(root)
     (root / TESTS).write_text("mine", encoding="utf-8")

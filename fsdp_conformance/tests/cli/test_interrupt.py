@@ -171,7 +171,7 @@ def test_stubborn():
 def test_a_pytest_that_does_not_end_is_ended_with_all_that_it_started(
     calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first interrupt it has its time; a second one does not wait. Its group goes with it."""
+    """After the first interrupt pytest has time to end; the second one kills it and its group at once."""
     monkeypatch.setenv("REACHED", str(tmp_path / "reached"))
     monkeypatch.setattr("fsdp_conformance.cli.pytest_process.INTERRUPT_S", 0.2 if calls == 1 else 300.0)
     (tmp_path / "test_stubborn.py").write_text(_STUBBORN, encoding="utf-8")

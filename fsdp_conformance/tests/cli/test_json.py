@@ -58,7 +58,7 @@ def both(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str]:
 
 @pytest.mark.parametrize("command", REPORTING)
 def test_every_command_that_reports_has_it(command: str) -> None:
-    """As a flag: `sanitize --json FILE` is older."""
+    """`--json` is a flag; only `sanitize --json FILE`, which is older, takes a file."""
     assert arguments.parse([command, *REPORTING[command], "--json"]).json is True
     assert arguments.parse([command, *REPORTING[command]]).json is False
 
@@ -87,7 +87,7 @@ def test_list(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_list_of_words(capsys: pytest.CaptureFixture[str]) -> None:
-    """Requirements and flags."""
+    """Requirements and flags are listed in JSON as in the text."""
     requirements, text = both(capsys, "list", "--requirements")
     flags, _ = both(capsys, "list", "--capabilities")
 
@@ -133,7 +133,7 @@ def test_verify_tells_of_an_edited_file(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.usefixtures("_two_devices")
 @pytest.mark.parametrize("problems", [(), ("the shape is wrong",)])
 def test_smoke(problems: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """Each check with its problems."""
+    """The JSON has each check with its problems."""
     results = [SmokeResult(check="ADAPTER-01", title="the class", problems=problems)]
     with mock.patch("fsdp_conformance.driver.smoke.smoke", return_value=results):
         content, text = both(capsys, "smoke", "mine.py")

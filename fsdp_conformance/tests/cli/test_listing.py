@@ -44,7 +44,7 @@ def machine(*, device: str = "cuda", num_ranks: int | None = 2, backend: str = "
 
 @pytest.mark.slow
 def test_every_case_is_listed_once_with_what_it_would_do(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """By chapter; the last line counts."""
+    """Cases are listed by chapter, and the last line has their number."""
     result = listed(suite, tmp_path)
     cases = [line.split() for line in result.out.splitlines() if line.startswith("  R")]
 
@@ -58,7 +58,7 @@ def test_every_case_is_listed_once_with_what_it_would_do(suite: mini_suite.MiniS
 
 @pytest.mark.slow
 def test_the_list_takes_the_options_that_select(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """The same as `run`."""
+    """The command takes the same options as `run`."""
     result = listed(suite, tmp_path, "--requirement", "R001,R017", "--case", "*-ws2")
 
     assert [line.split()[0] for line in result.out.splitlines() if line.startswith("  R")] == [

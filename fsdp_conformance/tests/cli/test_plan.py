@@ -85,7 +85,7 @@ def test_nothing_fits(place: Path) -> None:
     ],
 )
 def test_a_model_that_is_none(place: Path, model: str, expected: str) -> None:
-    """Status 2 and one message."""
+    """The command ends with status 2 and one message."""
     result = said("plan", "--model", model, "--world-size", "2", cwd=place)
 
     assert (result.status, result.out) == (Status.USAGE, "")
@@ -93,7 +93,7 @@ def test_a_model_that_is_none(place: Path, model: str, expected: str) -> None:
 
 
 def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
-    """Before anything is started."""
+    """All problems are reported before anything starts."""
     result = said(
         "plan", "--model", "model", "--world-size", "x", "--ranks-per-host", "0", "--link", "nvlin+ib",
         "--device", "h10", "--memory", "80", "--utilisation", "2", "--rows", "-1", cwd=tmp_path,

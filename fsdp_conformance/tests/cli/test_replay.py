@@ -88,7 +88,7 @@ def test_what_differs_is_named(changes: dict[str, Any], line: str) -> None:
 
 
 def test_a_verdict_and_a_finding_that_are_gone() -> None:
-    """Both are told."""
+    """The report mentions both."""
     verdict, finding = differences(_FAIL, _PASS)
 
     assert verdict == "verdict: FAIL, now PASS"
@@ -157,7 +157,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.nightly
 def test_a_failure_that_is_gone_is_told(tmp_path: Path) -> None:
-    """On real ranks: torch's DDP passes what the run says it failed."""
+    """On real ranks, torch's DDP passes a case that it failed according to the run."""
     done = said("replay", _run(tmp_path), _CASE)
 
     assert done.status == 1, done.err

@@ -78,7 +78,7 @@ def test_a_failure_is_not_certified_and_says_why(suite: mini_suite.MiniSuite, tm
 
 @pytest.mark.nightly
 def test_workers_come_to_the_same_verdicts(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """With -n 2 every case has the verdict that it has without."""
+    """Every case has the same verdict with -n 2 as without."""
     pytest.importorskip("xdist")
     acts = {"R001/probe-ws2": "FAIL", "R070/order-ws2": "HANG"}
     verdicts = []
@@ -343,7 +343,7 @@ def test_an_implementation_that_nobody_has_is_wrong_usage(suite: mini_suite.Mini
 
 
 def test_a_device_that_is_absent_is_the_environment(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """Status 3."""
+    """The command ends with status 3."""
     result = run(suite, tmp_path, "--device", "mtia", "--implementation", with_adapter(tmp_path))
 
     assert result.status == 3

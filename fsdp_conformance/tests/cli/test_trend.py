@@ -27,7 +27,7 @@ def test_a_new_failure_is_status_1(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_runs_is_status_2(tmp_path: Path) -> None:
-    """It is named."""
+    """The message names the directory."""
     result = answered("trend", str(tmp_path))
 
     assert result.status == 2
@@ -35,7 +35,7 @@ def test_a_directory_without_runs_is_status_2(tmp_path: Path) -> None:
 
 
 def test_an_edited_run_is_refused(tmp_path: Path) -> None:
-    """History is evidence as well."""
+    """The history of runs is evidence, too."""
     path = Path(ran(tmp_path / "a", a_record())) / runfile.NAME
     path.write_text(path.read_text(encoding="utf-8").replace("PASS", "FAIL", 1), encoding="utf-8")
     result = answered("trend", str(tmp_path))

@@ -106,7 +106,7 @@ def test_the_help_documents_every_exit_status() -> None:
 
 @pytest.mark.parametrize("command", ["run", "compare", "plan", "sanitize", "verify"])
 def test_the_help_has_the_statuses_of_the_command(command: str) -> None:
-    """From the one table."""
+    """The statuses come from a single table."""
     assert answered(command, "--help").out.endswith(status.table(command))
 
 

@@ -360,7 +360,7 @@ def test_every_check_of_smoke_is_described() -> None:
 
 
 def test_every_class_variable_is_described() -> None:
-    """With the default that it has."""
+    """The page has every class variable with its default."""
     described = {row[0].strip("`") for row in rows(section("docs/writing-an-adapter.md", "Class variables"))[1:]}
 
     assert described == set(Adapter.__annotations__)

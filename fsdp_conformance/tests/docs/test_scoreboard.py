@@ -87,7 +87,7 @@ def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureF
 
 
 def test_cases_that_are_gone_are_dropped(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a run to be named."""
+    """Removed cases are dropped even if no run file is given."""
     assert scoreboard.main([run_of(elsewhere / "a", "reference")]) == 0
     tally = scoreboard.kept()[0]
     left = SMOKE.entries[1:]
@@ -100,7 +100,7 @@ def test_cases_that_are_gone_are_dropped(elsewhere: Path, monkeypatch: pytest.Mo
 
 
 def test_what_was_edited_by_hand_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tally, and a run."""
+    """A tally or a run that was edited is refused."""
     path = Path(run_of(elsewhere / "a", "reference"))
     assert scoreboard.main([str(path)]) == 0
     file = elsewhere / "verdicts/reference.json"

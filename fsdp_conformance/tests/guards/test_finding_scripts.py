@@ -48,7 +48,7 @@ def test_every_entry_names_its_script() -> None:
 
 
 def test_every_script_is_named_by_an_entry_or_the_readme() -> None:
-    """Not by both: the README lists those of which the suite knows nothing."""
+    """A script is named by only one of them: the README lists those that no case of the suite finds."""
     scripts = {match[1] for e in _entries() if (match := _NAMED.search(e.reason))}
     present = {str(path.relative_to(ROOT)) for path in _tools("finding_scripts").scripts()}
     alone, _ = _readme()
