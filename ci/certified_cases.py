@@ -38,13 +38,13 @@ def selected(implementation: str, *, quick: bool = False) -> list[str]:
     """The ids of the cases, in order."""
     profile = components.PROFILE if implementation in components.ADAPTERS else RunSettings().profile
     entries = load_profile(profile).entries
-    known = {
+    listed = {
         finding.case
         for finding in known_findings.known_findings()
         if fnmatchcase(implementation, finding.implementation)
     }
     chosen = load_profile(QUICK).entries if quick else smallest(entries)
-    return sorted({entry.id for entry in chosen} | known & {entry.id for entry in entries})
+    return sorted({entry.id for entry in chosen} | listed & {entry.id for entry in entries})
 
 
 def main(words: Sequence[str]) -> int:

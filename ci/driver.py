@@ -123,7 +123,7 @@ def start(
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """
-    Start a command in a process group of its own, so that only we receive Ctrl-C.
+    Start a command in its own process group, so that only we receive Ctrl-C.
 
     `variables` are added to the environment variables. Pass the process to `end`, unless it has been waited for.
     """

@@ -27,7 +27,7 @@ from packaging.specifiers import SpecifierSet
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "ci/findings"
 DEADLINE_S = 300.0
-#: Folders of engines that have an environment of their own, named after their package, and the NAME of ci/setup NAME.
+#: Folders of engines that have their own environment, named after their package, and the NAME of ci/setup NAME.
 OTHER_ENGINES = {
     "deepspeed": "deepspeed",
     "fairscale": "fairscale",
@@ -47,11 +47,11 @@ _UPSTREAM = re.compile(r"^Upstream: (\S.*)", re.MULTILINE | re.DOTALL)
 
 
 class Outcome(StrEnum):
-    """What running a script showed."""
+    """The result of running a script."""
 
     WRONG = "wrong as expected"
-    RIGHT = "right: mended?"
-    MENDED = "right, as expected with this version of torch"
+    RIGHT = "right: fixed?"
+    FIXED = "right, as expected with this version of torch"
     OTHERWISE = "ended otherwise"
     ABSENT = "not run: its engine is not installed here"
     NO_ACCELERATOR = "not run: it needs an accelerator"
@@ -59,7 +59,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What the docstring of a script says."""
+    """The facts that a script states in its docstring."""
 
     path: Path
     command: str
@@ -73,7 +73,7 @@ class Script:
 
 
 def read_script(path: Path) -> Script:
-    """What the script says of itself."""
+    """Read the facts from the docstring of a script."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     run, upstream, torch = _RUN.search(text), _UPSTREAM.search(text), _TORCH.search(text)
     return Script(
@@ -113,19 +113,19 @@ def run_script(script: Script, *, root: Path = ROOT, deadline_s: float = DEADLIN
         return Outcome.OTHERWISE, f"{output}\nnot finished after {deadline_s:.0f} s"
     outcome = outcome_of(status, output)
     if script.torch and outcome in (Outcome.RIGHT, Outcome.WRONG) and not _has_torch(python, script.torch):
-        return (Outcome.MENDED if outcome is Outcome.RIGHT else Outcome.OTHERWISE), output
+        return (Outcome.FIXED if outcome is Outcome.RIGHT else Outcome.OTHERWISE), output
     return outcome, output
 
 
 def _has_torch(python: str, versions: str) -> bool:
-    """Whether the torch of that Python is one of these versions."""
-    asked = "import importlib.metadata; print(importlib.metadata.version('torch'))"
-    found = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.strip()
-    return SpecifierSet(versions).contains(found, prereleases=True)
+    """True if the torch of that Python is one of these versions."""
+    program = "import importlib.metadata; print(importlib.metadata.version('torch'))"
+    version = subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
+    return SpecifierSet(versions).contains(version, prereleases=True)
 
 
 def python_for(engine: str, root: Path) -> str | None:
-    """The Python that has the engine: this one, or that of its own environment; None if it is not installed."""
+    """The Python that has the engine: this one, or that of the engine's environment; None if it is not installed."""
     if engine not in OTHER_ENGINES or importlib.util.find_spec(engine) is not None:
         return sys.executable
     own = root / f".venvs/{OTHER_ENGINES[engine]}/bin/python"
@@ -154,17 +154,17 @@ def _run_command(command: Sequence[str], root: Path, scratch: str, deadline_s: f
 
 
 def _has_accelerator() -> bool:
-    """Whether torch sees an accelerator, asked in a process that ends: this one needs no torch."""
-    asked = "import torch; raise SystemExit(not torch.accelerator.is_available())"
-    return subprocess.run([sys.executable, "-c", asked], check=False, stderr=subprocess.DEVNULL).returncode == 0
+    """True if torch sees an accelerator. Checked in a child process, so that this one does not need torch."""
+    program = "import torch; raise SystemExit(not torch.accelerator.is_available())"
+    return subprocess.run([sys.executable, "-c", program], check=False, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def outcome_of(status: int, output: str) -> Outcome:
-    """What the exit status and the output say together."""
-    said = set(output.splitlines()) & {"WRONG", "right"}
-    if status == 1 and said == {"WRONG"}:
+    """The outcome, from the exit status and the output together."""
+    answers = set(output.splitlines()) & {"WRONG", "right"}
+    if status == 1 and answers == {"WRONG"}:
         return Outcome.WRONG
-    if status == 0 and said == {"right"}:
+    if status == 0 and answers == {"right"}:
         return Outcome.RIGHT
     return Outcome.OTHERWISE
 
@@ -175,13 +175,13 @@ def main(arguments: Sequence[str], *, root: Path = ROOT) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a text in the path of the scripts to run")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, metavar="S", help="seconds for each script")
     given = parser.parse_args(arguments)
-    found = scripts(root / "ci/findings")
-    unknown = [name for name in given.names if not any(name in str(path.relative_to(root)) for path in found)]
-    if unknown or not found:
+    paths = scripts(root / "ci/findings")
+    unknown = [name for name in given.names if not any(name in str(path.relative_to(root)) for path in paths)]
+    if unknown or not paths:
         print(f"ci/findings/run: no script under ci/findings has {' or '.join(unknown)} in its path", file=sys.stderr)
         return 2
     outcomes = []
-    for path in found:
+    for path in paths:
         place = str(path.relative_to(root))
         if given.names and not any(name in place for name in given.names):
             continue
@@ -192,10 +192,10 @@ def main(arguments: Sequence[str], *, root: Path = ROOT) -> int:
             print(*(f"    {line}" for line in output.strip().splitlines()[-LAST_LINES:]), sep="\n", flush=True)
     shown = outcomes.count(Outcome.WRONG)
     absent = outcomes.count(Outcome.ABSENT) + outcomes.count(Outcome.NO_ACCELERATOR)
-    mended = outcomes.count(Outcome.MENDED)
-    others = [f"{absent} not run"] * bool(absent) + [f"{mended} of other versions of torch"] * bool(mended)
+    fixed = outcomes.count(Outcome.FIXED)
+    others = [f"{absent} not run"] * bool(absent) + [f"{fixed} of other versions of torch"] * bool(fixed)
     print(", ".join([f"findings: {shown} of {len(outcomes)} defects show", *others]))
-    return int(shown < len(outcomes) - absent - mended)
+    return int(shown < len(outcomes) - absent - fixed)
 
 
 if __name__ == "__main__":

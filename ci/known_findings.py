@@ -32,41 +32,41 @@ def known_findings(path: Path = LIST) -> tuple[Expectation, ...]:
     return load_expectations(path)
 
 
-def is_known(implementation: str, record: CaseRecord, known: Iterable[Expectation]) -> bool:
-    """Whether the list has this verdict of the case."""
+def is_known(implementation: str, record: CaseRecord, expectations: Iterable[Expectation]) -> bool:
+    """True if the list has this verdict of the case."""
     return any(
         entry.is_for(implementation, version_of("torch"))
         and entry.is_about(record, record.device)
         and entry.verdict == record.verdict
-        for entry in known
+        for entry in expectations
     )
 
 
 def main(paths: Sequence[str]) -> int:
     """The exit status for these run files."""
     try:
-        known = known_findings() + known_findings(VERSIONS)
+        expectations = known_findings() + known_findings(VERSIONS)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    found: list[str] = []
+    surprises: list[str] = []
     today = dt.datetime.now(dt.UTC).date()
     for path in paths:
         run = runfile.read(Path(path))
         name = (run.header.get("settings") or {}).get("implementation")
         if run.aborted or run.problems:
-            found.append(f"{path}: {'; '.join(run.problems) or 'the run did not finish'}")
+            surprises.append(f"{path}: {'; '.join(run.problems) or 'the run did not finish'}")
         device = (run.header.get("settings") or {}).get("device")
-        if known and device not in {entry.device for entry in known}:
+        if expectations and device not in {entry.device for entry in expectations}:
             # Lists are per device: what an engine does wrong on one, it may do right on another, and more besides.
-            found.append(
-                f"{path}: {LIST.name} has no entry for device {device!r}. Once somebody has looked at what this "
+            surprises.append(
+                f"{path}: {LIST.name} has no entry for device {device!r}. Once you have looked at what this "
                 f"first run found: fsdp-conformance update-expectations {path} --file ci/{LIST.name}"
             )
-        judged = judge(run, known, profile_cases=known_cases(profile_of(run)), today=today)
-        found += [f"{name}: {surprise.sentence()}" for surprise in judged.surprises]
-    print("\n".join(found) or f"nothing new: {len(paths)} runs found exactly what {LIST.name} lists")
-    return 1 if found else 0
+        judged = judge(run, expectations, profile_cases=known_cases(profile_of(run)), today=today)
+        surprises += [f"{name}: {surprise.sentence()}" for surprise in judged.surprises]
+    print("\n".join(surprises) or f"nothing new: {len(paths)} runs found exactly what {LIST.name} lists")
+    return 1 if surprises else 0
 
 
 if __name__ == "__main__":

@@ -22,13 +22,13 @@ def page(verifications: Sequence[Verification]) -> Iterator[str]:
     yield ""
     yield "| engine | torch | device | verdict | cases | passed | failed | not run here |"
     yield "|---|---|---|---|---:|---:|---:|---:|"
-    for found in verifications:
-        header, certificate = found.run.header, found.certificate
+    for verification in verifications:
+        header, certificate = verification.run.header, verification.certificate
         engine, environment = header.get("implementation") or {}, header.get("environment") or {}
         counts = certificate.counts
         failed = sum(counts.get(verdict, 0) for verdict in ("FAIL", "HANG", "CRASH", "XPASS", "INCONCLUSIVE"))
         failed += sum(count for verdict, count in counts.items() if verdict.startswith("ERROR"))
-        word = certificate.word if not found.discrepancies else "DOES NOT VERIFY"
+        word = certificate.word if not verification.discrepancies else "DOES NOT VERIFY"
         cells = (
             f"{engine.get('name', '?')} {engine.get('version', '')}".strip(),
             environment.get("torch", "?"),
@@ -41,9 +41,9 @@ def page(verifications: Sequence[Verification]) -> Iterator[str]:
         )
         yield "| " + " | ".join(map(str, cells)) + " |"
     yield ""
-    for found in verifications:
-        yield from (f"- **{found.run.path}**: {discrepancy}" for discrepancy in found.discrepancies)
-        yield markdown.summary(found.run, found.certificate)
+    for verification in verifications:
+        yield from (f"- **{verification.run.path}**: {discrepancy}" for discrepancy in verification.discrepancies)
+        yield markdown.summary(verification.run, verification.certificate)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ class TwoHosts:
         ready, _, _ = select.select([relay.stdout], [], [], _PATIENCE_S)
         if not ready or relay.stdout.readline() != _READY:
             relay.kill()
-            _, said = relay.communicate()
-            raise EnvironmentUnavailable(f"no link between two network namespaces: {said.decode().strip()[-500:]}")
+            _, errors = relay.communicate()
+            raise EnvironmentUnavailable(f"no link between two network namespaces: {errors.decode().strip()[-500:]}")
 
 
 def _ip(*words: str) -> None:

@@ -34,7 +34,7 @@ _STATES = {"IDLE": ("IDLE",), "FORWARD_BACKWARD": ("FORWARD", "BACKWARD"), "SUMM
 
 
 class FlatView:
-    """What tests read of torch's FlatParameter, from the engine's. Reading changes nothing."""
+    """The attributes of torch's FlatParameter that tests read, from the engine's. Reading changes nothing."""
 
     def __init__(self, unit: engine_unit.ShardedUnit, flat: FlatParameter) -> None:
         self._unit = unit
@@ -42,7 +42,7 @@ class FlatView:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether modules see whole parameters, or could without a collective."""
+        """True if modules see whole parameters, or could without a collective."""
         summoned = self._unit.state is engine_unit.TrainingState.SUMMONED
         shown = any(shown is not own for shown, own in zip(self._flat.shown.registered, self._params, strict=True))
         return (summoned and shown) or self._flat.is_unsharded
@@ -75,8 +75,8 @@ class FlatView:
     @property
     def grad(self) -> Tensor | None:
         """The gradients of this rank's parts, one after the other; None if no parameter has one."""
-        found = [member.parameter.grad for member in self._flat.members if member.parameter.grad is not None]
-        return torch.cat([each.reshape(-1) for each in found]) if found else None
+        grads = [member.parameter.grad for member in self._flat.members if member.parameter.grad is not None]
+        return torch.cat([each.reshape(-1) for each in grads]) if grads else None
 
     @property
     def _sharded_size(self) -> torch.Size:
@@ -109,7 +109,7 @@ class FlatView:
 
 
 class HandleView:
-    """What tests read of torch's FlatParamHandle."""
+    """The attributes of torch's FlatParamHandle that tests read."""
 
     def __init__(self, unit: engine_unit.ShardedUnit, flat: FlatParameter) -> None:
         self.flat_param = FlatView(unit, flat)
@@ -159,9 +159,9 @@ def use_the_engine(placed: Callable[[Any], Callable[..., None]] | None) -> None:
         return next(TrainingState[name] for name, ours in _STATES.items() if self.unit.state.name in ours)
 
     def assert_state(self: Any, state: Any) -> None:
-        wanted = state if isinstance(state, list) else [state]
-        if self.training_state not in wanted:
-            raise ValueError(f"expected {wanted} but current state is {self.training_state}")
+        allowed = state if isinstance(state, list) else [state]
+        if self.training_state not in allowed:
+            raise ValueError(f"expected {allowed} but current state is {self.training_state}")
 
     def handle(self: Any) -> HandleView | None:
         return next(iter(_handles_of(self)), None)
@@ -193,7 +193,7 @@ def _torchs_precision(ours: MixedPrecision) -> fsdp.MixedPrecision:
 
 @contextmanager
 def _alone(group: Any) -> Iterator[dist.ProcessGroup]:
-    """What the engine takes in place of a group that only knows its size: a group of torch's, which sends nothing."""
+    """Replace a group that only knows its size, for the engine, by a group of torch's, which sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=group.rank(), world_size=group.size())
     try:
         yield dist.distributed_c10d._get_default_group()

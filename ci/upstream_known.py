@@ -91,7 +91,7 @@ def load(path: Path) -> KnownFailures:
     files = content.get("files", [])
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise UsageError(f"files in {path} must be a list of names, got {files!r}")
-    found: dict[tuple[str, str], Known] = {}
+    failures: dict[tuple[str, str], Known] = {}
     left_out: dict[tuple[str, str], str] = {}
     for table in _FIELDS:
         for where, entry in _entries(content, table, path):
@@ -100,13 +100,13 @@ def load(path: Path) -> KnownFailures:
             if table == "known" and entry["kind"] not in KINDS:
                 raise UsageError(f"the kind in {where} must be one of {', '.join(KINDS)}, got {entry['kind']!r}")
             for test in entry["tests"]:
-                if (entry["file"], test) in {**found, **left_out}:
+                if (entry["file"], test) in {**failures, **left_out}:
                     raise UsageError(f"{where} has {test} of {entry['file']} again")
                 if table == "known":
-                    found[entry["file"], test] = Known(KINDS[entry["kind"]], entry["why"])
+                    failures[entry["file"], test] = Known(KINDS[entry["kind"]], entry["why"])
                 else:
                     left_out[entry["file"], test] = entry["why"]
-    return KnownFailures(release, tuple(files), found, left_out)
+    return KnownFailures(release, tuple(files), failures, left_out)
 
 
 def _entries(content: Mapping[str, Any], table: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -123,9 +123,9 @@ def _entries(content: Mapping[str, Any], table: str, path: Path) -> Iterator[tup
         yield where, entry
 
 
-def news(known: KnownTests, file: str, passed: set[str], failed: set[str]) -> list[str]:
-    """What a file's tests did that the list does not say, one line each."""
-    listed = {test for listed_file, test in known if listed_file == file}
+def news(known_tests: KnownTests, file: str, passed: set[str], failed: set[str]) -> list[str]:
+    """Results of a file's tests that are not in the list, one line each."""
+    listed = {test for listed_file, test in known_tests if listed_file == file}
     return [
         *(f"{file}: {test} failed, and is not in the list" for test in sorted(failed - listed)),
         *(f"{file}: {test} passed, and is in the list" for test in sorted(passed & listed)),

@@ -1,5 +1,5 @@
 """
-What PyTorch's distributed tests find in place of torch's harness, of CUDA, and of FullyShardedDataParallel.
+Replacements for torch's test harness, CUDA and FullyShardedDataParallel in PyTorch's distributed tests.
 
 ci/upstream puts an import of this module before the others of every test file. It then replaces, in torch's modules:
 
@@ -122,8 +122,8 @@ class _DeviceClass(type):
     real = torch.device
 
     def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
-        asked = args[0] if args else kwargs.get("device", kwargs.get("type"))
-        if type(asked) is int or _on_cpu(asked) == "cpu":
+        device = args[0] if args else kwargs.get("device", kwargs.get("type"))
+        if type(device) is int or _on_cpu(device) == "cpu":
             return cls.real("cpu")
         return cls.real(*args, **kwargs)
 

@@ -1,5 +1,5 @@
 """
-What ci/versions found, as a Markdown table with a row for each version of torch.
+The results of ci/versions, as a Markdown table with a row for each version of torch.
 
     python ci/versions_table.py DIR
 """
@@ -32,13 +32,13 @@ class Tests:
 
     def words(self) -> str:
         """ "12 passed, 1 failed"."""
-        told = {"passed": self.passed, "failed": self.failed, "skipped": self.skipped}
-        return ", ".join(f"{count} {word}" for word, count in told.items() if count or word == "passed")
+        counts = {"passed": self.passed, "failed": self.failed, "skipped": self.skipped}
+        return ", ".join(f"{count} {word}" for word, count in counts.items() if count or word == "passed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What one version of torch showed."""
+    """The results of one version of torch."""
 
     version: str
     """As it was asked for: "2.6"."""
@@ -51,7 +51,7 @@ class Found:
 
 
 def found_in(directory: Path) -> Found:
-    """What is in the directory of one version."""
+    """The results in the directory of one version."""
     verdicts, torch = {}, "not installed"
     for path in sorted(directory.glob(f"*/{runfile.NAME}")):
         run = runfile.read(path)
@@ -76,13 +76,13 @@ def _tests(path: Path) -> Tests:
 
 def table(versions: list[Found]) -> Iterator[str]:
     """The lines of the page."""
-    engines = sorted({engine for found in versions for engine in found.verdicts})
+    engines = sorted({engine for version in versions for engine in version.verdicts})
     yield "| torch | " + " | ".join((*TESTS, *(f"{engine}, base" for engine in engines))) + " |"
     yield "|---" * (1 + len(TESTS) + len(engines)) + "|"
-    for found in versions:
-        cells = [found.tests[part].words() if part in found.tests else "not run" for part in TESTS]
-        cells += [_counts(found.verdicts[engine]) if engine in found.verdicts else "not run" for engine in engines]
-        yield f"| {found.torch if found.verdicts else found.version} | " + " | ".join(cells) + " |"
+    for version in versions:
+        cells = [version.tests[part].words() if part in version.tests else "not run" for part in TESTS]
+        cells += [_counts(version.verdicts[engine]) if engine in version.verdicts else "not run" for engine in engines]
+        yield f"| {version.torch if version.verdicts else version.version} | " + " | ".join(cells) + " |"
     if len(versions) > 1:
         yield ""
         differing = [line for engine in engines for line in _differences(engine, versions)]
@@ -100,12 +100,12 @@ def _differences(engine: str, versions: list[Found]) -> Iterator[str]:
     """Every verdict that is another one on the newest version."""
     last = versions[-1]
     newest = last.verdicts.get(engine, {})
-    for found in versions[:-1]:
-        for case, record in found.verdicts.get(engine, {}).items():
+    for version in versions[:-1]:
+        for case, record in version.verdicts.get(engine, {}).items():
             if case in newest and newest[case].verdict is not record.verdict:
-                told = what_happened(record) or what_happened(newest[case])
+                happened = what_happened(record) or what_happened(newest[case])
                 other = newest[case].verdict
-                yield f"- {engine}, {case}: {record.verdict} on {found.torch}, {other} on {last.torch}: {told}"
+                yield f"- {engine}, {case}: {record.verdict} on {version.torch}, {other} on {last.torch}: {happened}"
 
 
 def _number(directory: Path) -> tuple[int, ...]:

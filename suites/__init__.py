@@ -10,7 +10,7 @@ adapter.
     test_f_misuse          state machine and misuse
     test_g_communication   communication schedule and volume
     test_h_delays          stream safety under delays: init mode x offload x delay x sharding degree
-    test_h_overlap         computation beside gathers and reductions
+    test_h_overlap         computation during gathers and reductions
     test_h_prefetch        prefetching and asynchronous unshard
     test_h_streams         races between streams on the simulated accelerator
     test_i_precision       mixed precision

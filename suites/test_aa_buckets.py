@@ -20,8 +20,8 @@ class Assignments(ConformanceTestCase):
         """The implementation's answer."""
         adapter = self.subject()
         with self.blaming("implementation"):
-            found = adapter.bucket_assignment(tensors, limits, *more)
-        return Assignment([list(bucket) for bucket in found.buckets], list(found.limits))
+            assignment = adapter.bucket_assignment(tensors, limits, *more)
+        return Assignment([list(bucket) for bucket in assignment.buckets], list(assignment.limits))
 
     def expect_assignment(
         self, requirement: str, got: Assignment, buckets: list[list[int]], limits: list[int] | None = None

@@ -26,7 +26,7 @@ _DEBUG: Any = dist
 
 
 class Reducing(ConformanceTestCase):
-    """What the cases below share."""
+    """Shared parts of the cases below."""
 
     def reducer(self, module: nn.Module, **options: Any) -> GradientReducer:
         """The implementation's reducer around a module on this rank's device."""
@@ -65,7 +65,7 @@ class Reducing(ConformanceTestCase):
 
 
 class Reductions(Reducing):
-    """What is reduced, when, and only once."""
+    """Which gradients are reduced, when, and only once."""
 
     @conformance_case(
         "R165",
@@ -131,7 +131,7 @@ class Reductions(Reducing):
 
 
 class Misuse(Reducing):
-    """What cannot be reduced, and the errors that it raises."""
+    """Tensors that cannot be reduced, and the errors for them."""
 
     @conformance_case(
         "R166",
@@ -191,8 +191,8 @@ class Misuse(Reducing):
 
     def _expect_named(self, requirement: str, text: str, expected: dict[str, int], *, names: bool) -> None:
         for name, index in expected.items():
-            said = name in text or (not names and f" {index}" in text)
-            self.expect(said, requirement, f"the error does not mention {name!r} (index {index}): {text[:400]}")
+            is_named = name in text or (not names and f" {index}" in text)
+            self.expect(is_named, requirement, f"the error does not mention {name!r} (index {index}): {text[:400]}")
 
 
 class Unused(Reducing):
@@ -353,17 +353,17 @@ class Layout(Reducing):
         model = Coded()
         reducer = self.reducer(model)
         self.step(reducer)
-        kept = {}
+        grads = {}
         for name, parameter in model.named_parameters():
             if parameter.grad is None:
                 raise SuiteError(f"{name} has no gradient after a step")
             with self.blaming("implementation"):
-                kept[name] = parameter.grad.detach_()
+                grads[name] = parameter.grad.detach_()
             parameter.grad = None
         self.step(reducer, 1)
         self.check_means("R169", model, 1)
         factor = mean_code(range(2), 2)
-        for name, grad in kept.items():
+        for name, grad in grads.items():
             self.check_equal("R169", grad, position_code(grad.shape) * factor, check="gradient kept", fqn=name)
 
 

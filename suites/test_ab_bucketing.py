@@ -18,7 +18,7 @@ from fsdp_conformance.history.collective import Op
 
 
 class Bucketing(ConformanceTestCase):
-    """What the cases below share: inputs that encode rank, target, input and element, and a record of the results."""
+    """Shared by the cases below: inputs that encode rank, target, input and element, and a record of the results."""
 
     def start(self, row_numel: float, dtype: torch.dtype = torch.float32) -> Bucketer:
         """A bucketer with room for `row_numel` elements per rank."""
@@ -132,7 +132,7 @@ class Capacity(Bucketing):
 
 
 class Order(Bucketing):
-    """What is sent when."""
+    """The order of sending."""
 
     @conformance_case(
         "R173",
@@ -189,7 +189,7 @@ class Order(Bucketing):
 
 
 class Separation(Bucketing):
-    """What is kept separate."""
+    """Inputs that must stay separate."""
 
     @conformance_case(
         "R175",

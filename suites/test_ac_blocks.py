@@ -15,7 +15,7 @@ NUMBERS, NUMEL = (4, 3), 12
 
 
 class Blocks(ConformanceTestCase):
-    """What the cases below share."""
+    """Shared parts of the cases below."""
 
     def pool(self) -> ChunkPool:
         """A pool of one block on this rank's device."""

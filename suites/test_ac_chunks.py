@@ -41,7 +41,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 class Chunks(ConformanceTestCase):
-    """What the cases below share."""
+    """Shared parts of the cases below."""
 
     def pool(self, num_blocks: int = 2, numel: int = NUMEL) -> ChunkPool:
         """A pool on this rank's device."""
@@ -171,7 +171,7 @@ class Filling(Chunks):
 
 
 class States(Chunks):
-    """What a tensor is currently used for."""
+    """The current use of each tensor."""
 
     @conformance_case(
         "R178",

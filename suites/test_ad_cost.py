@@ -60,7 +60,7 @@ class Costs(ConformanceTestCase):
 
 
 class Extremes(Costs):
-    """What costs nothing, and what is impossible."""
+    """Conversions that cost nothing, and impossible ones."""
 
     @conformance_case(
         "R184",

@@ -47,7 +47,7 @@ def _has_more_rows(values: dict[str, Any]) -> bool:
 
 
 class Mesh(ConformanceTestCase):
-    """What the cases below share: rows computed by hand, and values that encode rank and position."""
+    """Shared parts of the cases below: rows computed by hand, and values that encode rank and position."""
 
     def start(self, mesh: str = "4", axis: int = 0) -> MeshCollectives:
         """The collectives, and a mesh of the world: `row` is this rank's along the axis, `place` its index in it."""
@@ -68,7 +68,7 @@ class Mesh(ConformanceTestCase):
 
     def ignored_list(self, *shape: int) -> list[Tensor] | None:
         """
-        What a rank other than the source passes: a list of NaN tensors, one of the wrong shape and dtype, or None.
+        The argument of a rank other than the source: a list of NaN tensors, one of the wrong shape and dtype, or None.
         """
         nothing = torch.full(shape, torch.nan, device=self.device)
         return [[nothing] * len(self.row), [nothing.flatten().double()], None][self.place % 3]
@@ -90,9 +90,9 @@ class Mesh(ConformanceTestCase):
     def groups(self) -> set[tuple[int, ...]]:
         """The groups that this rank has communicated over since the last call."""
         records = process_group.log().records
-        found = {record.group for record in records[self.last_record :]}
+        used = {record.group for record in records[self.last_record :]}
         self.last_record = len(records)
-        return found
+        return used
 
     def expect_row_alone(self, requirement: str) -> None:
         """Everything sent since the last call was sent over this rank's row."""
@@ -384,7 +384,7 @@ class Wholes(Mesh):
 
 
 class Metadata(Mesh):
-    """Whether the tensors of a row differ in anything but their values."""
+    """The check that the tensors of a row differ only in their values."""
 
     def tensor(self, difference: str, *, different: bool) -> Tensor:
         """A tensor with this rank's values, which may also differ from the others in one property."""
@@ -418,16 +418,16 @@ class Metadata(Mesh):
         collectives = self.start(mesh, axis)
         odd = self.world_size - 1
         tensor = self.tensor(difference, different=self.rank == odd)
-        asked = {name: True for name in ("shape", "stride") if name == difference}
+        options = {name: True for name in ("shape", "stride") if name == difference}
         if odd in self.row:
             with (
                 self.refusal("R185", f"a different {difference} on rank {odd}", names=(difference.replace("-", "_"),)),
                 self.blaming("implementation"),
             ):
-                collectives.check_meta(tensor, self.mesh, axis, **asked)
+                collectives.check_meta(tensor, self.mesh, axis, **options)
         else:
             with self.blaming("implementation"):
-                collectives.check_meta(tensor, self.mesh, axis, **asked)
+                collectives.check_meta(tensor, self.mesh, axis, **options)
         self.expect_row_alone("R185")
 
     @conformance_case(

@@ -117,11 +117,11 @@ class DeferredInit(ConformanceTestCase):
             error = caught
         # At the wrap it may also name the module that cannot be initialised.
         names = ("head.0.scale",) if wrapped else ("scale", deferred.Unready.__name__)
-        said = "no error" if error is None else f"{type(error).__name__}: {error}"
+        outcome = "no error" if error is None else f"{type(error).__name__}: {error}"
         self.expect(
             error is not None and any(name in str(error) for name in names),
             "R027",
-            f"a parameter on meta: expected an error that names {' or '.join(names)}, got {said}",
+            f"a parameter on meta: expected an error that names {' or '.join(names)}, got {outcome}",
             fqn="head.0.scale",
             phase="forward" if wrapped else "init",
             check="the parameter is named",
@@ -240,8 +240,8 @@ class DeferredInit(ConformanceTestCase):
         self._expect_on_meta(built[-1], regime.steps)
         expected = self.references(workload, regime).expected
         for step, loss in enumerate(losses):
-            wanted = expected.steps[step].losses[0].to(loss.dtype)
-            self.check_equal("R032", loss, wanted, check="loss beside an ignored module", step=step)
+            loss_expected = expected.steps[step].losses[0].to(loss.dtype)
+            self.check_equal("R032", loss, loss_expected, check="loss beside an ignored module", step=step)
 
     def _expect_on_meta(self, built: _Built, step: int) -> None:
         ignored: nn.Module = built.module("aside")
@@ -332,8 +332,8 @@ class _Built:
 
     def module(self, name: str) -> Any:
         """A module by its name before it was wrapped."""
-        (found,) = (module for module, known in self.names.items() if known == name)
-        return found
+        (match,) = (module for module, fqn in self.names.items() if fqn == name)
+        return match
 
 
 def _kept(built: list[_Built], build: Any, rank: int) -> nn.Module:

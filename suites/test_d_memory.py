@@ -25,7 +25,7 @@ from fsdp_conformance.workload.events import Action
 
 
 class Bytes(ConformanceTestCase):
-    """What the accelerator's allocator holds at the boundaries of the phases of a step."""
+    """The memory that the accelerator's allocator holds at the boundaries of the phases of a step."""
 
     @conformance_case(
         "R033",
@@ -247,20 +247,20 @@ class Lifecycle(ConformanceTestCase):
         """A unit's own code sees full parameters: as attributes in forward and backward, by name in forward."""
         workload = deep.deep_4()
         reference = workload.build(self.rank).get_submodule(workload.units[0])
-        wanted = {name: _look(parameter) for name, parameter in reference.named_parameters()}
+        looks = {name: _look(parameter) for name, parameter in reference.named_parameters()}
         seen: list[tuple[str, dict[str, _Look]]] = []
 
         def look(moment: str, module: nn.Module) -> None:
-            seen.append((moment, {name: _look(attrgetter(name)(module)) for name in wanted}))
+            seen.append((moment, {name: _look(attrgetter(name)(module)) for name in looks}))
             if moment == "forward":
                 seen.append((moment, {name: _look(parameter) for name, parameter in module.named_parameters()}))
 
         run = self.train(workload, on_setup=lambda adapter: deep.visit(adapter.module(), look))
         self.check_parity(run, workload)
         self.expect_equal("R036", "visits", len(seen), 3 * len(workload.units) * len(run.steps), check="visits")
-        for moment, found in seen:
-            message = comparison("parameters", expected=_listed(wanted), got=_listed(found))
-            self.expect(found == wanted, "R036", message, phase=moment, check="parameters in user code")
+        for moment, got in seen:
+            message = comparison("parameters", expected=_listed(looks), got=_listed(got))
+            self.expect(got == looks, "R036", message, phase=moment, check="parameters in user code")
 
     @conformance_case(
         "R037",
@@ -392,5 +392,5 @@ def _look(tensor: Tensor) -> _Look:
     return tuple(tensor.shape), tensor.dtype
 
 
-def _listed(found: dict[str, _Look]) -> str:
-    return ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype) in found.items()) or "none"
+def _listed(looks: dict[str, _Look]) -> str:
+    return ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype) in looks.items()) or "none"

@@ -28,14 +28,14 @@ _BUSY = ("forward", "backward", "step", "state", "idle")
 
 
 class FullAccessCase(ConformanceTestCase):
-    """What the cases of this chapter share."""
+    """Shared parts of the cases of this chapter."""
 
     def opened(self, adapter: Adapter, unit: str = "", **options: bool) -> AbstractContextManager[Any]:
         """The engine's context. What it communicates does not count as training."""
         return _Opened(self, adapter, unit, options)
 
     def shown(self, adapter: Adapter) -> dict[str, Tensor]:
-        """What user code sees now: live storage, and of sharded parameters this rank's part."""
+        """The values that user code sees now: live storage, and this rank's part of sharded parameters."""
         with self.blaming("implementation"):
             return {name: parameter.detach() for name, parameter in adapter.parameters().items()}
 
@@ -59,7 +59,7 @@ class FullAccessCase(ConformanceTestCase):
         self.expect(held < whole, requirement, message, fqn=unit or "the root", phase="observe", **where)
 
     def params_after(self, workload: Workload, regime: Regime, step: int) -> dict[str, Tensor]:
-        """What the parameters must be after a step, in the model's dtype."""
+        """The expected parameters after a step, in the model's dtype."""
         expected = self.references(workload, regime).expected.steps[step].params
         dtypes = {name: parameter.dtype for name, parameter in workload.build(0).named_parameters()}
         return {name: value.to(dtypes[name]) for name, value in expected.items()}
@@ -83,7 +83,7 @@ class _Opened:
 
 
 class Values(FullAccessCase):
-    """What is shown in the context."""
+    """The values that the context shows."""
 
     @conformance_case(
         "R044",
@@ -116,8 +116,8 @@ class Values(FullAccessCase):
                 with self.opened(adapter, unit, recurse=recurse):
                     shown = self.shown(adapter)
                     below = [name for name in expected if not unit or name.startswith(f"{unit}.")]
-                    wanted = below if recurse else [name for name in below if _unit_of(name, workload) == unit]
-                    self.check_values("R044", shown, {name: expected[name] for name in wanted}, step=step)
+                    names = below if recurse else [name for name in below if _unit_of(name, workload) == unit]
+                    self.check_values("R044", shown, {name: expected[name] for name in names}, step=step)
                     if unit:
                         self.check_sharded("R044", shown, workload, outer, step=step)
                     if not recurse:
@@ -174,17 +174,17 @@ class Values(FullAccessCase):
             )
 
         def look(step: int) -> None:
-            wanted = expected.steps[step].params
-            if all(torch.equal(value, value.bfloat16().float()) for value in wanted.values()):
+            params = expected.steps[step].params
+            if all(torch.equal(value, value.bfloat16().float()) for value in params.values()):
                 raise SuiteError(f"parameters must not be exact in bfloat16 [{self.case.id}, step {step}]")
             with self.opened(adapter):
-                self.check_precision(self.shown(adapter), wanted, step)
+                self.check_precision(self.shown(adapter), params, step)
 
         self.train(workload, plan, regime, adapter=adapter, on_step=look)
 
-    def check_precision(self, shown: Mapping[str, Tensor], wanted: Mapping[str, Tensor], step: int) -> None:
+    def check_precision(self, shown: Mapping[str, Tensor], params: Mapping[str, Tensor], step: int) -> None:
         """Parameters are in float32, and nearer to the expected values than bfloat16 can be."""
-        for name, value in wanted.items():
+        for name, value in params.items():
             got = shown.get(name)
             where: dict[str, Any] = {"fqn": name, "step": step, "phase": "observe"}
             dtype = None if got is None else got.dtype
@@ -202,7 +202,7 @@ class Values(FullAccessCase):
 
 
 class Writes(FullAccessCase):
-    """What remains of writes in the context."""
+    """The effect of writes in the context."""
 
     @conformance_case(
         "R045",
@@ -486,11 +486,11 @@ class Gradients(FullAccessCase):
         def look(_: Adapter, step: int) -> None:
             with self.opened(adapter, with_grads=True), self.blaming("implementation"):
                 shown = {name: parameter.grad for name, parameter in adapter.parameters().items()}
-                for name, wanted in (expected.steps[step].grads or {}).items():
+                for name, names in (expected.steps[step].grads or {}).items():
                     got = shown.get(name)
                     where: dict[str, Any] = {"fqn": name, "step": step, "phase": "observe"}
-                    if wanted is not None:
-                        value = wanted.float()
+                    if names is not None:
+                        value = names.float()
                         self.check_equal("R049", got, value, check="gradients in the context", **where)
                         continue
                     may_be_zeros = not unused[_unit_of(name, workload)] and not self.declares("unused_untouched")
@@ -593,7 +593,7 @@ class Apply(FullAccessCase):
 
 
 class _InTheBody(Exception):
-    """What the body of a context raises."""
+    """The exception that the body of a context raises."""
 
 
 def _unit_of(name: str, workload: Workload) -> str:

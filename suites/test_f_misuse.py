@@ -150,7 +150,7 @@ class StateMachine(ConformanceTestCase):
 
 
 class Refusals(ConformanceTestCase):
-    """What is rejected immediately, not later."""
+    """Arguments and calls that are rejected immediately, not later."""
 
     @conformance_case("R054", chapter="F", world_size=2, needs=("wrap_again",), kills=("wraps-twice-silently",))
     def test_wrapped_already(self) -> None:
@@ -265,7 +265,7 @@ class Refusals(ConformanceTestCase):
 
 
 class WrappedModule(ConformanceTestCase):
-    """What user code can still do with a wrapped module."""
+    """Uses of a wrapped module that must still work."""
 
     @conformance_case(
         "R060",

@@ -11,7 +11,7 @@ from fsdp_conformance.workload.definition import Regime
 
 
 class CommunicationSchedule(ConformanceTestCase):
-    """What goes over the wire: which collectives, how many, how large, over which groups, in which order."""
+    """The communication: which collectives, how many, how large, over which groups, in which order."""
 
     @conformance_case(
         "R062",

@@ -79,7 +79,7 @@ _DEGREE_FLAG = {"full": "zero3", "grad-optim": "zero2", "no-shard": "no_shard"}
 
 def stands_together(values: dict[str, Any]) -> bool:
     """
-    Whether values are compatible.
+    True if values are compatible.
 
     Without gathers there is nothing to prefetch and none to delay; gradient sharding gathers in forward only. Offloaded
     parameters must not be moved to the device after wrapping (R015).
@@ -111,12 +111,12 @@ def _needs(values: dict[str, Any]) -> list[str]:
 
 
 def _environment(values: dict[str, Any]) -> list[str]:
-    wanted = []
+    needs = []
     if values["init"] != "never" or values["offload"] != "off":
-        wanted.append("accelerator")
+        needs.append("accelerator")
     if values["offload"] == "cpu_pinned":
-        wanted.append("pinned_memory")
-    return wanted
+        needs.append("pinned_memory")
+    return needs
 
 
 def _kills(values: dict[str, Any]) -> list[str]:

@@ -62,7 +62,7 @@ class Prefetch(ConformanceTestCase):
         ahead: Callable[[int], int] = lambda index: index + 1 + length  # noqa: E731 - two phases share it
         self._expect_gathers("R077", plan, {"forward": ahead, "backward": ahead})
 
-    def _expect_gathers(self, requirement: str, plan: Plan, wanted: dict[str, Callable[[int], int]]) -> None:
+    def _expect_gathers(self, requirement: str, plan: Plan, phases: dict[str, Callable[[int], int]]) -> None:
         """Train; `wanted` maps a phase to the number of gathers issued when its unit number `index` computes."""
         workload = deep.deep_steps()
         log = process_group.log()
@@ -75,7 +75,7 @@ class Prefetch(ConformanceTestCase):
         run = self.train(workload, plan, on_setup=lambda adapter: deep.visit(adapter.module(), note))
         self.check_parity(run, workload)
         for step in range(len(run.steps)):
-            for phase, expected_at in wanted.items():
+            for phase, expected_at in phases.items():
                 order = workload.units if phase == "forward" else workload.units[::-1]
                 moments = [at for of, moment, at in visits if (of, moment) == (step, phase)]
                 where: dict[str, Any] = {"step": step, "phase": phase}
@@ -150,8 +150,8 @@ class AsyncUnshard(ConformanceTestCase):
     def _expect_whole(self, adapter: Adapter, workload: Workload) -> None:
         """User code sees every parameter with its initial values."""
         seen = adapter.parameters()
-        for name, wanted in workload.build(self.rank).named_parameters():
+        for name, parameter in workload.build(self.rank).named_parameters():
             got = seen.get(name)
             self.check_equal(
-                "R079", None if got is None else got.detach(), wanted.detach(), check="after the wait", fqn=name
+                "R079", None if got is None else got.detach(), parameter.detach(), check="after the wait", fqn=name
             )

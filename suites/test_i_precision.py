@@ -70,8 +70,8 @@ class LowPrecision(ConformanceTestCase):
             on_setup=lambda adapter: _watch_dtypes(adapter.module(), seen),
         )
         self.expect_equal("R081", "training", len(run.steps), 3)
-        wanted = {"parameters": "bfloat16", "tokens": "int64"}
-        for what, dtype in wanted.items():
+        dtypes = {"parameters": "bfloat16", "tokens": "int64"}
+        for what, dtype in dtypes.items():
             self.expect_equal(
                 "R081", f"dtypes of {what}", sorted(set(seen.get(what, []))), [dtype], phase="forward",
                 check="dtypes in forward",
@@ -145,12 +145,12 @@ class LowPrecision(ConformanceTestCase):
     def test_dtype_on_the_wire(self, world_size: int, compute: str, reduce: str) -> None:
         """Gradients are reduced in the reduce dtype, or in the compute dtype if there is none."""
         workload = precision.scaled()
-        asked = {
+        dtypes = {
             "param_dtype": None if compute == "own" else compute,
             "reduce_dtype": None if reduce == "default" else reduce,
         }
-        run = self.train(workload, self.plan(workload, **asked))
-        self.check(reductions_in(run, asked["reduce_dtype"] or compute, requirement="R083"))
+        run = self.train(workload, self.plan(workload, **dtypes))
+        self.check(reductions_in(run, dtypes["reduce_dtype"] or compute, requirement="R083"))
 
     @conformance_case(
         "R090",

@@ -34,7 +34,7 @@ def _needs_norm(norm: str) -> list[str]:
 
 
 class ClippingCase(ConformanceTestCase):
-    """What the cases of clipping share."""
+    """Shared parts of the cases of clipping."""
 
     def clipping(self, workload: Workload, norm_type: float = 2.0) -> Regime:
         """A regime whose maximum is above the norm of the first step, and below those of the following ones."""

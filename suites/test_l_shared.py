@@ -113,8 +113,8 @@ class SharedParameters(ConformanceTestCase):
 
         def judge(adapter: Adapter, step: int) -> None:
             state, moment = adapter.full_state_dict(), f"after step {step}"
-            wanted = expected[step + 1].model
-            self.check(same_state_dict(state, wanted, requirement="R109", rank=self.rank, moment=moment, step=step))
+            model = expected[step + 1].model
+            self.check(same_state_dict(state, model, requirement="R109", rank=self.rank, moment=moment, step=step))
 
         def load(adapter: Adapter) -> None:
             adapter.load_full_state_dict({key: value.to(self.device) for key, value in expected[0].model.items()})
@@ -123,5 +123,5 @@ class SharedParameters(ConformanceTestCase):
         others = recipes.with_values(workload, lambda value: value + 1)
         run = self.train(others, self.plan(workload), on_setup=load, after_step=judge)
         for record in run.steps:
-            wanted = expected[record.step + 1].model
-            self.check(same_parameters(record.params, wanted, requirement="R109", rank=self.rank, step=record.step))
+            model = expected[record.step + 1].model
+            self.check(same_parameters(record.params, model, requirement="R109", rank=self.rank, step=record.step))

@@ -206,7 +206,7 @@ class Nesting(ConformanceTestCase):
 
     @staticmethod
     def _is_unit(module: nn.Module, policy: str, largest: int) -> bool:
-        """What the policy decides about a child of the root, derived independently."""
+        """The policy's decision about a child of the root, derived independently."""
         if policy == "class":
             return type(module) is nn.Linear
         return sum(parameter.numel() for parameter in module.parameters()) >= largest

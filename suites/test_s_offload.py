@@ -139,8 +139,8 @@ class ParameterOffload(ConformanceTestCase):
         where: dict[str, Any] = {"requirement": "R139", "rank": self.rank}
 
         def judge(adapter: Adapter, step: int) -> None:
-            state, wanted = adapter.full_state_dict(), expected[step + 1].model
-            self.check(same_state_dict(state, wanted, moment=f"after step {step}", step=step, **where))
+            state, model = adapter.full_state_dict(), expected[step + 1].model
+            self.check(same_state_dict(state, model, moment=f"after step {step}", step=step, **where))
 
         self.train(workload, plan, after_step=judge)
         place = torch.device("cpu") if source == "cpu" else self.device
@@ -158,13 +158,15 @@ class ParameterOffload(ConformanceTestCase):
             )
             self.check_devices("R139", adapter, torch.device("cpu"))
             for record in run.steps:
-                wanted = expected[record.step + 1].model
-                self.check(same_parameters(record.params, wanted, step=record.step, **where))
+                model = expected[record.step + 1].model
+                self.check(same_parameters(record.params, model, step=record.step, **where))
 
         if source == "cpu":
             resume()
             return
-        with self.refusal("R139", "a state dict on the device for an offloaded model", names=("device", "cpu")) as said:
+        with self.refusal(
+            "R139", "a state dict on the device for an offloaded model", names=("device", "cpu")
+        ) as refusal:
             resume()
             # Loaded into shards on the CPU, which is what the caller wants; whether rightly was checked above.
-            said.excused = True
+            refusal.excused = True

@@ -66,10 +66,10 @@ class OptimizerStateDicts(ConformanceTestCase):
         expected = self._plain(workload, optimizer)
 
         def judge(adapter: Adapter, step: int) -> None:
-            state, wanted = adapter.optim_state_dict(), expected[step + 1].optimizer
+            state, expected_state = adapter.optim_state_dict(), expected[step + 1].optimizer
             ulps = 0.0 if optimizer == "sgd" else float(ULPS_PER_STEP * (step + 1))
             where: dict[str, Any] = {"requirement": "R144", "rank": self.rank, "step": step, "ulps": ulps}
-            self.check(same_optimizer_state(state, wanted, moment=f"after step {step}", **where))
+            self.check(same_optimizer_state(state, expected_state, moment=f"after step {step}", **where))
 
         self.train(workload, regime=Regime(optimizer=optimizer, steps=FIRST), after_step=judge)
 
@@ -86,9 +86,9 @@ class OptimizerStateDicts(ConformanceTestCase):
         expected = self._plain(workload, "groups")
 
         def judge(adapter: Adapter) -> None:
-            state, wanted = adapter.optim_state_dict(), expected[0].optimizer
+            state, expected_state = adapter.optim_state_dict(), expected[0].optimizer
             moment = "before the first step"
-            self.check(same_optimizer_state(state, wanted, requirement="R144", rank=self.rank, moment=moment))
+            self.check(same_optimizer_state(state, expected_state, requirement="R144", rank=self.rank, moment=moment))
 
         self.train(workload, regime=Regime(optimizer="groups", steps=1), on_setup=judge)
 
@@ -144,10 +144,10 @@ class OptimizerStateDicts(ConformanceTestCase):
         builders: dict[str, Callable[[Any], Optimizer]] = {"adam": reverse}
 
         def judge(adapter: Adapter, step: int) -> None:
-            state, wanted = adapter.optim_state_dict(), expected[step + 1].optimizer
+            state, expected_state = adapter.optim_state_dict(), expected[step + 1].optimizer
             ulps = float(ULPS_PER_STEP * (step + 1))
             where: dict[str, Any] = {"requirement": "R145", "rank": self.rank, "step": step, "ulps": ulps}
-            self.check(same_optimizer_state(state, wanted, moment="with another order on odd ranks", **where))
+            self.check(same_optimizer_state(state, expected_state, moment="with another order on odd ranks", **where))
 
         regime = Regime(optimizer="adam", steps=FIRST)
         self.train(replace(workload, optimizers=builders), regime=regime, after_step=judge)

@@ -190,12 +190,12 @@ class StockOptimizers(ConformanceTestCase):
                 else:
                     adapter.step()
                 params = adapter.full_params()
-            for name, wanted in expected.steps[step].params.items():
+            for name, param in expected.steps[step].params.items():
                 got = params.get(name)
-                self.check_equal("R140", got, wanted.float(), check="parameter", step=step, phase="step", fqn=name)
+                self.check_equal("R140", got, param.float(), check="parameter", step=step, phase="step", fqn=name)
 
     def _stock_optimizers_see_gradients(self, workload: Workload) -> bool:
-        """Whether, in a fresh model, some rank finds a gradient in `.grad` of a parameter after a backward."""
+        """True if some rank of a fresh model has a gradient in `.grad` of a parameter after a backward."""
         adapter = self.subject()
         with self.blaming("implementation"):
             adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
@@ -204,11 +204,11 @@ class StockOptimizers(ConformanceTestCase):
             with adapter.microbatch(True):
                 adapter.backward(workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch))
         here = any(parameter.grad is not None for parameter in parameters)
-        found = torch.tensor([here], dtype=torch.int32, device=self.device)
-        dist.all_reduce(found)
+        anywhere = torch.tensor([here], dtype=torch.int32, device=self.device)
+        dist.all_reduce(anywhere)
         del parameters
         self.drop(adapter)
-        return bool(found)
+        return bool(anywhere)
 
     def _forward_once(self, adapter: Adapter, workload: Workload, *, training: bool) -> None:
         """One forward that no backward follows: in training mode, or as an evaluation."""
@@ -297,7 +297,7 @@ class InBackward(ConformanceTestCase):
 
 
 class UserWrites(ConformanceTestCase):
-    """What users write to parameters and gradients themselves."""
+    """Values that users write to parameters and gradients themselves."""
 
     @conformance_case(
         "R143",

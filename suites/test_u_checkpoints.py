@@ -291,8 +291,8 @@ class OtherWorlds(ConformanceTestCase):
         with self.blaming("suite"):
             torch.distributed.broadcast_object_list(final)
         ulps = _ulps(optimizer, ALL - 1)
-        wanted = expected[ALL].model
-        self.check(same_parameters(final[0], wanted, requirement="R149", rank=self.rank, step=ALL - 1, ulps=ulps))
+        model = expected[ALL].model
+        self.check(same_parameters(final[0], model, requirement="R149", rank=self.rank, step=ALL - 1, ulps=ulps))
 
     def _save_after_training(
         self, workload: Workload, optimizer: str, directory: Path, save: Callable[[Adapter, Path], object]
@@ -317,8 +317,8 @@ class OtherWorlds(ConformanceTestCase):
             load(adapter, directory)
             if self.declares("optim_state_dict"):
                 state = adapter.optim_state_dict()
-                wanted = expected[FIRST].optimizer
-                self.check(same_optimizer_state(state, wanted, moment="after the load", ulps=ulps, **where))
+                optimizer_state = expected[FIRST].optimizer
+                self.check(same_optimizer_state(state, optimizer_state, moment="after the load", ulps=ulps, **where))
 
         run = self.train(
             _otherwise(workload),

@@ -24,7 +24,7 @@ STEPS = 3
 
 
 class ShardedStateDicts(ConformanceTestCase):
-    """What torch.distributed.checkpoint saves and loads."""
+    """State dicts that torch.distributed.checkpoint saves and loads."""
 
     @conformance_case(
         "R148",
@@ -43,8 +43,8 @@ class ShardedStateDicts(ConformanceTestCase):
         with self.blaming("suite"):
             expected = plain_training(problem, (world_size,) * STEPS)[STEPS].model
         adapter = self.subject()
-        kept = {"reshard_after_forward": False} if self.declares("reshard_after_forward") else {}
-        self.train(problem, self.plan(problem, **kept), adapter=adapter)
+        options = {"reshard_after_forward": False} if self.declares("reshard_after_forward") else {}
+        self.train(problem, self.plan(problem, **options), adapter=adapter)
         for moment in ("after training", "after a forward"):
             if moment == "after a forward":
                 self._forward(adapter, problem)

@@ -88,8 +88,8 @@ class FullStateDicts(ConformanceTestCase):
             with self.blaming("implementation"), torch.no_grad():
                 got = adapter.forward(*placed.args, **placed.kwargs)
             with torch.no_grad():
-                wanted = local(*batch.args, **batch.kwargs)
-            self.check_equal("R146", got, wanted, check="output after the load")
+                output = local(*batch.args, **batch.kwargs)
+            self.check_equal("R146", got, output, check="output after the load")
 
     @conformance_case(
         "R146",
@@ -135,8 +135,10 @@ class FullStateDicts(ConformanceTestCase):
         with self.blaming("implementation"):
             state = adapter.full_state_dict()
         # Parity judges the live values (R130, R133); here only whether the state dict has them.
-        wanted = {name: live[name].to(value.dtype) for name, value in expected.items()}
-        self.check(same_state_dict(state, wanted, requirement="R146", rank=self.rank, moment="after training"))
+        expected_buffers = {name: live[name].to(value.dtype) for name, value in expected.items()}
+        self.check(
+            same_state_dict(state, expected_buffers, requirement="R146", rank=self.rank, moment="after training")
+        )
 
     @conformance_case(
         "R146",
@@ -160,9 +162,9 @@ class FullStateDicts(ConformanceTestCase):
 
         def judge(subject: Adapter, step: int) -> None:
             state = {name: value for name, value in subject.full_state_dict().items() if name in params}
-            wanted = expected.steps[step].params
+            after_step = expected.steps[step].params
             self.check(
-                same_state_dict(state, wanted, requirement="R146", rank=self.rank, moment="of the step", step=step)
+                same_state_dict(state, after_step, requirement="R146", rank=self.rank, moment="of the step", step=step)
             )
 
         self.train(workload, plan, regime, after_step=judge)
@@ -208,8 +210,8 @@ class FullStateDicts(ConformanceTestCase):
         self.train(workload, adapter=adapter)
         with self.blaming("implementation"):
             state = adapter.full_state_dict(rank0_only=True)
-        wanted: Mapping[str, Any] = expected[STEPS].model if self.rank == 0 else {}
-        self.check(same_state_dict(state, wanted, requirement="R147", rank=self.rank, moment="of rank 0 only"))
+        model: Mapping[str, Any] = expected[STEPS].model if self.rank == 0 else {}
+        self.check(same_state_dict(state, model, requirement="R147", rank=self.rank, moment="of rank 0 only"))
         for name, value in state.items():
             if isinstance(value, Tensor):
                 self.expect_equal("R147", "device", value.device.type, "cpu", fqn=name, check="state dict's device")
@@ -273,12 +275,14 @@ class FullStateDicts(ConformanceTestCase):
                     adapter.load_full_state_dict(_placed(state, self.device), strict=True)
                 continue
             with self.blaming("implementation"):
-                found = adapter.load_full_state_dict(_placed(state, self.device), strict=False)
+                mismatch = adapter.load_full_state_dict(_placed(state, self.device), strict=False)
                 params = adapter.full_params()
-            reported = {"missing": list(found[0]), "unexpected": list(found[1])}
+            reported = {"missing": list(mismatch[0]), "unexpected": list(mismatch[1])}
             for kind, names in reported.items():
-                wanted = [name] if kind == wrong else []
-                self.expect_equal("R147", f"{kind} names", names, wanted, check="reported names", phase="checkpoint")
+                expected_names = [name] if kind == wrong else []
+                self.expect_equal(
+                    "R147", f"{kind} names", names, expected_names, check="reported names", phase="checkpoint"
+                )
             loaded = {key: state.get(key, value) for key, value in before.items()}
             self.check(same_parameters(params, loaded, requirement="R147", rank=self.rank, phase="checkpoint"))
 

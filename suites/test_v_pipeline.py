@@ -118,14 +118,14 @@ class Pipelines(ConformanceTestCase):
         num_stages, _ = axis_sizes(mesh)
         workload = pipeline.pipeline(num_stages)
         plan, regime = self._stage_plan(workload, num_stages), schedule("1f1b")
-        kept: dict[str, Any] = {}
+        saved: dict[str, Any] = {}
 
         def judge(subject: Adapter, step: int) -> None:
             state = self._assembled(subject.full_state_dict(), num_stages)
             self._judge_state(state, workload, regime, step, f"after step {step}")
             if step == RESUMED - 1:
-                kept["optimizer"] = subject.optim_state_dict()
-                kept["model"] = state
+                saved["optimizer"] = subject.optim_state_dict()
+                saved["model"] = state
 
         adapter = self.subject()
         run = self.train(workload, plan, regime, adapter=adapter, after_step=judge)
@@ -140,9 +140,9 @@ class Pipelines(ConformanceTestCase):
 
         def load(subject: Adapter) -> None:
             own = plan.stages[self.rank // (self.world_size // num_stages)]
-            part = {name: value.to(self.device) for name, value in kept["model"].items() if name.startswith(f"{own}.")}
+            part = {name: value.to(self.device) for name, value in saved["model"].items() if name.startswith(f"{own}.")}
             subject.load_full_state_dict(part)
-            subject.load_optim_state_dict(kept["optimizer"])
+            subject.load_optim_state_dict(saved["optimizer"])
 
         others = with_values(workload, lambda value: value + 1)
         resumed = self.train(others, plan, regime, on_setup=load, first_step=RESUMED)
@@ -214,8 +214,8 @@ class Pipelines(ConformanceTestCase):
         self, state: Mapping[str, Any], workload: Workload, regime: Regime, step: int, moment: str
     ) -> None:
         params = self.references(workload, regime).expected.steps[step].params
-        wanted = {name: value.float() for name, value in params.items()}
-        self.check(same_state_dict(state, wanted, requirement="R154", rank=self.rank, moment=moment, step=step))
+        values = {name: value.float() for name, value in params.items()}
+        self.check(same_state_dict(state, values, requirement="R154", rank=self.rank, moment=moment, step=step))
 
 
 def _uneven_rows(workload: Workload) -> int:

@@ -51,11 +51,11 @@ class Hooks(ConformanceTestCase):
         seen: list[dict[str, int]] = []
 
         def register(adapter: Adapter) -> None:
-            found = hooks.marked_modules(adapter.module())
+            modules = hooks.marked_modules(adapter.module())
             for name in _MODULES:
-                self.expect(name in found, "R158", f"the module {name!r} is not in the wrapped model", fqn=name)
-                if name in found:
-                    counts.register(name, found[name])
+                self.expect(name in modules, "R158", f"the module {name!r} is not in the wrapped model", fqn=name)
+                if name in modules:
+                    counts.register(name, modules[name])
 
         self.train(
             hooks.marked(workload, _MODULES, counts if registered == "before" else None),

@@ -75,12 +75,12 @@ class OneRankFails(ConformanceTestCase):
             if step == 0 and self.rank == failed:
                 fuses[-1].arm(place, _CODE)
 
-        said = _outcome(lambda: self.train(workload, on_step=arm), self.note_refusal)
+        outcome = _outcome(lambda: self.train(workload, on_step=arm), self.note_refusal)
         if self.rank == failed:
             expected = f"{Interrupted.__name__}: {Interrupted(place, _CODE)}"
-            self.expect_equal("R160", f"what reached the caller of {place}", said, expected, phase=place, step=1)
+            self.expect_equal("R160", f"what reached the caller of {place}", outcome, expected, phase=place, step=1)
         else:
-            self.expect(said != "", "R160", f"this rank trained on without rank {failed}", phase=place, step=1)
+            self.expect(outcome != "", "R160", f"this rank trained on without rank {failed}", phase=place, step=1)
         fuses.clear()
         self.leave_peers()
 
@@ -226,8 +226,8 @@ class Structure(ConformanceTestCase):
             outcome.error = None  # its frames hold the engine
         else:
             # Others may compare themselves with this rank, which then hears of it when they are gone.
-            said = _outcome(partial(self.train, workload), self.note_refusal)
-            self.expect(said != "", "R162", f"this rank trained on, although rank 1 has another {difference}")
+            reached = _outcome(partial(self.train, workload), self.note_refusal)
+            self.expect(reached != "", "R162", f"this rank trained on, although rank 1 has another {difference}")
         self.leave_peers()
 
     def _set_up(self, workload: Workload) -> None:

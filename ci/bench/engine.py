@@ -177,13 +177,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, mic
 def storage_bytes() -> int:
     """Bytes of all live tensor storages in this process, each counted once."""
     gc.collect()
-    found = {}
+    sizes = {}
     for thing in gc.get_objects():
         # By exact type: wrapper subclasses own no storage, and the tensors they wrap are found anyway.
         if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu":
             storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def time_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, size: str, setting: str) -> None:
@@ -212,8 +212,8 @@ def time_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace,
             if number >= args.warmup:
                 times[name].append(1000 * (time.perf_counter() - began))
     if rank == 0:
-        found = {name: {"ms": statistics.median(took), "bytes": held[name]} for name, took in times.items()}
-        Path(args.result).write_text(json.dumps(found))
+        figures = {name: {"ms": statistics.median(took), "bytes": held[name]} for name, took in times.items()}
+        Path(args.result).write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 
@@ -229,9 +229,9 @@ def weigh_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace
     device.set_device(rank)
     dist.init_process_group("cpu:gloo,sim:simccl", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     module: Any = torch.get_device_module("sim")
-    found: dict[str, dict[str, float]] = {}
+    peaks: dict[str, dict[str, float]] = {}
     for name, build in engines(SETTINGS[setting]).items():
-        found[name] = {}
+        peaks[name] = {}
         for batch, shape in (("parameters", (1, 1)), ("batch", TOKENS)):
             torch.manual_seed(0)
             gc.collect()
@@ -244,10 +244,10 @@ def weigh_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace
             gc.collect()
             module.reset_peak_memory_stats()
             step(model, optimizer, tokens, SETTINGS[setting].micro_batches)
-            found[name][batch] = module.max_memory_allocated() - before
+            peaks[name][batch] = module.max_memory_allocated() - before
             del model, optimizer
     if rank == 0:
-        Path(args.result).write_text(json.dumps(found))
+        Path(args.result).write_text(json.dumps(peaks))
     dist.destroy_process_group()
 
 
@@ -258,8 +258,8 @@ def spawn(body: Callable[..., None], args: argparse.Namespace, size: str, ranks:
         rendezvous = str(Path(directory) / "rendezvous")
         processes: Any = torch.multiprocessing
         processes.spawn(body, (ranks, rendezvous, args, size, setting), nprocs=ranks)
-        found: Figures = json.loads(Path(args.result).read_text())
-        return found
+        figures: Figures = json.loads(Path(args.result).read_text())
+        return figures
 
 
 def ideal_bytes(size: str, ranks: int) -> float:
@@ -274,12 +274,12 @@ def ideal_bytes(size: str, ranks: int) -> float:
 def show_peaks(args: argparse.Namespace, size: str) -> None:
     """Print the table of peaks."""
     for setting in ("float32", "accumulation"):
-        found = spawn(weigh_steps, args, size, 2, setting)
+        peaks = spawn(weigh_steps, args, size, 2, setting)
         print(
             f"{size}, 2 ranks, {setting}, peaks: {'parameters MB':>21}{'of fsdp2':>10}{'batch MB':>10}{'of fsdp2':>10}"
         )
-        base = found["fsdp2"]
-        for name, row in found.items():
+        base = peaks["fsdp2"]
+        for name, row in peaks.items():
             figures = [f"{row[part] / 1e6:{width}.1f}{row[part] / base[part]:10.2f}" for part, width in _PARTS]
             print(f"  {name:44}{''.join(figures)}")
         print(f"  {'shards and the two largest units':44}{ideal_bytes(size, 2) / 1e6:8.1f}", flush=True)
@@ -302,12 +302,12 @@ def main() -> None:
     for size in args.sizes:
         for ranks in args.ranks:
             for setting in args.settings:
-                found = spawn(time_steps, args, size, ranks, setting)
+                figures = spawn(time_steps, args, size, ranks, setting)
                 print(f"{size}, {ranks} ranks, {setting}: {'ms/step':>28}{'of fsdp2':>10}{'held MB':>10}")
-                base = found["fsdp2"]["ms"]
-                for name, row in found.items():
+                base = figures["fsdp2"]["ms"]
+                for name, row in figures.items():
                     print(f"  {name:44}{row['ms']:8.1f}{row['ms'] / base:10.2f}{row['bytes'] / 1e6:10.1f}", flush=True)
-                ratios.append(found["engine"]["ms"] / base)
+                ratios.append(figures["engine"]["ms"] / base)
         if not args.no_peaks:
             show_peaks(args, size)
     print(f"engine: {math.exp(statistics.fmean(map(math.log, ratios))):.2f}")

@@ -1,5 +1,5 @@
 """
-What `sanitize --ordering-only` saves: a training step with numbers left out over one with all numbers.
+The time that `sanitize --ordering-only` saves: a training step with numbers left out over one with all numbers.
 
 Transformers of two sizes train on the simulated accelerator in one process, with the checker recording; steps with and
 without numbers take turns. Below them the same for a convolution and its gradients, in float16 over float32. Prints

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """
-What the parts of a case take on this machine, and how long a profile then takes on a node with several devices.
+Measure the parts of a case on this machine, and predict how long a profile takes on a node with several devices.
 
 Runs a few cases of each world size, one at a time, and splits the seconds of each: forking ranks and ending them, their
 settings and imports, the first group, training the engine, and judging (references and comparisons). With --prepare,
@@ -64,9 +64,9 @@ def measured(bound: BoundCase, following: int) -> Parts | None:
     test = bound.owner(bound.method)
     conclude = test.conclude
 
-    def keep(found: Any, exits: Any) -> None:
-        reports.extend(found)
-        conclude(found, exits)
+    def keep(new_reports: Any, exits: Any) -> None:
+        reports.extend(new_reports)
+        conclude(new_reports, exits)
 
     setattr(test, "conclude", keep)  # noqa: B010 - of this object alone
     prepared.expect(following)
@@ -93,11 +93,11 @@ def minutes(by_size: Mapping[int, float], sizes: Sequence[int], slots: Slots, wo
     return wall_time(cases, slots, num_workers=workers) / 60
 
 
-def row(name: object, found: Sequence[Parts]) -> str:
+def row(name: object, runs: Sequence[Parts]) -> str:
     """One line of the table: medians."""
     columns = ("total", "around", "start", "group", "training", "judging")
-    cells = (statistics.median(getattr(parts, column) for parts in found) for column in columns)
-    return f"{name!s:12}{len(found):7}" + "".join(f"{cell:10.3f}" for cell in cells)
+    cells = (statistics.median(getattr(parts, column) for parts in runs) for column in columns)
+    return f"{name!s:12}{len(runs):7}" + "".join(f"{cell:10.3f}" for cell in cells)
 
 
 def main() -> None:
@@ -117,28 +117,28 @@ def main() -> None:
     began = time.perf_counter()
     server_for().ensure_running()
     profile = {entry.id for entry in load_profile(args.profile).entries}
-    known = [bound for bound in bound_cases() if bound.case.id in profile]
-    first = next(bound for bound in known if bound.case.world_size == min(args.world_sizes))
+    bound_of_profile = [bound for bound in bound_cases() if bound.case.id in profile]
+    first = next(bound for bound in bound_of_profile if bound.case.world_size == min(args.world_sizes))
     measured(first, 0)
     print(f"until the first case has ended, once: {time.perf_counter() - began:.2f} s")
     columns = ("total", "around", "start", "group", "training", "judging")
     print(f"{'world size':12}{'cases':>7}" + "".join(f"{column:>10}" for column in columns))
     by_size: dict[int, float] = {}
     for size in args.world_sizes:
-        cases = [bound for bound in known if bound.case.world_size == size]
-        found: list[Parts] = []
+        cases = [bound for bound in bound_of_profile if bound.case.world_size == size]
+        runs: list[Parts] = []
         for bound in cases[:: max(1, len(cases) // args.cases)]:
             if args.prepare:
                 measured(bound, size)  # while it runs, the ranks of the next one get ready
             parts = measured(bound, size)
-            found += [parts] if parts is not None else []
-        if found:
-            print(row(size, found), flush=True)
-            by_size[size] = statistics.fmean(parts.total for parts in found)
+            runs += [parts] if parts is not None else []
+        if runs:
+            print(row(size, runs), flush=True)
+            by_size[size] = statistics.fmean(parts.total for parts in runs)
     prepared.close()
     if not by_size:
         parser.error(f"no case of these world sizes passes on {args.device}")
-    sizes = [bound.case.world_size for bound in known if bound.case.world_size <= args.num_devices]
+    sizes = [bound.case.world_size for bound in bound_of_profile if bound.case.world_size <= args.num_devices]
     smallest = min((size for size in sizes if size > 1), default=1)
     result = 0.0
     for slots in args.slots:

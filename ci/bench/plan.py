@@ -59,12 +59,12 @@ ADAM_BYTES_PER_ELEMENT = 28
 
 def ways(ranks: int) -> list[Candidate]:
     """The ways of sharding to compare."""
-    found = [
+    candidates = [
         Candidate(ShardingStrategy.FULL_SHARD, ranks, 1),
         Candidate(ShardingStrategy.SHARD_GRAD_OP, ranks, 1),
         Candidate(ShardingStrategy.NO_SHARD, 1, ranks),
     ]
-    return [*found, Candidate(ShardingStrategy.HYBRID_SHARD, 2, 2)] if ranks == 4 else found
+    return [*candidates, Candidate(ShardingStrategy.HYBRID_SHARD, 2, 2)] if ranks == 4 else candidates
 
 
 def median_us(function: Callable[[], object], repetitions: int) -> float:
@@ -100,7 +100,7 @@ def adam_us(model: nn.Module, repetitions: int) -> float:
 def predicted(
     model: Model, fit: CollectiveFit, ranks: int, width: int, depth: int, repetitions: int
 ) -> tuple[Decision, float]:
-    """What the planner says of every way, from measured parts; and the memory bandwidth that it assumes, in GB/s."""
+    """The planner's decision over all ways, from measured parts, and the memory bandwidth it assumes, in GB/s."""
     with torch.device("meta"):
         shape = Model(width, depth)
         units = plan_units(
@@ -193,8 +193,8 @@ def measure(args: argparse.Namespace, size: str, ranks: int) -> dict[str, Any]:
         rendezvous = str(Path(directory) / "rendezvous")
         processes: Any = torch.multiprocessing
         processes.spawn(rank_main, (ranks, rendezvous, args, size), nprocs=ranks)
-        found: dict[str, Any] = json.loads(Path(args.result).read_text())
-        return found
+        figures: dict[str, Any] = json.loads(Path(args.result).read_text())
+        return figures
 
 
 def _numbers(fit: LinkFit) -> dict[str, float]:
@@ -209,20 +209,20 @@ class Pair(NamedTuple):
     """Two ways to shard."""
 
     apart: bool
-    """Whether the planner tells them apart."""
+    """True if the planner tells them apart."""
     agrees: bool
-    """Whether it orders them as measured."""
+    """True if it orders them as measured."""
     clear: bool
-    """Whether the measured times differ clearly."""
+    """True if the measured times differ clearly."""
 
 
-def agreement(found: dict[str, Any]) -> list[Pair]:
+def agreement(figures: dict[str, Any]) -> list[Pair]:
     """All pairs."""
-    said, measured = found["predicted"], found["measured"]
+    predicted, measured = figures["predicted"], figures["measured"]
     return [
         Pair(
-            apart=sorted((one, other)) in found["apart"],
-            agrees=(said[one] < said[other]) == (measured[one] < measured[other]),
+            apart=sorted((one, other)) in figures["apart"],
+            agrees=(predicted[one] < predicted[other]) == (measured[one] < measured[other]),
             clear=max(measured[one], measured[other]) > CLEAR * min(measured[one], measured[other]),
         )
         for one, other in itertools.combinations(measured, 2)
@@ -238,15 +238,15 @@ def run(args: argparse.Namespace) -> list[Pair]:
     """Every size and number of ranks once. Prints predicted and measured times side by side; returns all pairs."""
     pairs: list[Pair] = []
     for size, ranks in itertools.product(args.sizes or (HELD_BACK if args.held_back else TUNED), args.ranks):
-        found = measure(args, size, ranks)
-        print(f"{size}, {ranks} ranks; Adam {found['memory_gb_per_s']:.3g} GB/s")
-        for name, numbers in found["links"].items():
+        figures = measure(args, size, ranks)
+        print(f"{size}, {ranks} ranks; Adam {figures['memory_gb_per_s']:.3g} GB/s")
+        for name, numbers in figures["links"].items():
             print(f"  {name:16}" + ", ".join(f"{what} {value:.3g}" for what, value in numbers.items()))
         print(f"  {'ms/step':24}{'measured':>10}{'predicted':>11}{'ratio':>8}")
-        for name, ms in found["measured"].items():
-            said = found["predicted"][name]
-            print(f"  {name:24}{ms:10.1f}{said:11.1f}{said / ms:8.2f}", flush=True)
-        pairs += agreement(found)
+        for name, ms in figures["measured"].items():
+            predicted = figures["predicted"][name]
+            print(f"  {name:24}{ms:10.1f}{predicted:11.1f}{predicted / ms:8.2f}", flush=True)
+        pairs += agreement(figures)
     return pairs
 
 

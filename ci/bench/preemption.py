@@ -61,8 +61,8 @@ def measured(world_size: int, calls: int, waits: bool) -> tuple[float, float]:
             process.join(DEADLINE_S)
         if any(process.exitcode != 0 for process in ranks):
             raise RuntimeError(f"exit statuses of the ranks: {[process.exitcode for process in ranks]}, expected zeros")
-    found = [answers.get() for _ in range(world_size)]
-    return max(seconds for seconds, _ in found), sum(cpu for _, cpu in found)
+    times = [answers.get() for _ in range(world_size)]
+    return max(seconds for seconds, _ in times), sum(cpu for _, cpu in times)
 
 
 def main() -> int:

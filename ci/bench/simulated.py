@@ -40,7 +40,7 @@ MB = 1e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What one case took."""
+    """The measurements of one case."""
 
     seconds: float
     """Seconds from starting the ranks to the verdict."""
@@ -72,13 +72,13 @@ def measured(implementation: str, ranks: str, world_size: int) -> Measured:
 
 
 def processes(record: CaseRecord) -> list[dict[str, Any]]:
-    """What each process used: the maximum over the readings of its ranks."""
-    found: dict[int, dict[str, Any]] = {}
+    """The resources that each process used: the maximum over the readings of its ranks."""
+    largest: dict[int, dict[str, Any]] = {}
     for rank in range(record.world_size):
         read = record.measurements[f"process of rank {rank}"][f"rank {rank}"]
-        known = found.setdefault(read["pid"], read)
-        found[read["pid"]] = {key: max(known[key], value) for key, value in read.items()}
-    return list(found.values())
+        earlier = largest.setdefault(read["pid"], read)
+        largest[read["pid"]] = {key: max(earlier[key], value) for key, value in read.items()}
+    return list(largest.values())
 
 
 def row(name: str, world_size: int, got: Measured) -> str:

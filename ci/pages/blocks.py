@@ -8,7 +8,7 @@ A comment on the line before a block says how it is checked:
     <!-- script: train.py -->       the same, and it is run as a program; what it prints is the next block
     <!-- output: train.py -->       what that program prints
     <!-- change: train.py -->       a difference, which is applied to that file before the commands that follow
-    <!-- fragment: REASON -->       code that is no program; the tests run it
+    <!-- fragment: REASON -->       code that is not a program; the tests run it
     <!-- smoke: my.py:Mine without METHOD -->   what `smoke` says of that adapter without one of its methods
     <!-- from: docs/PAGE.md -->     every line of the block is in a block of that page, where it is checked
     <!-- inside: FILE.py -->        its lines stand in that file, one after the other
@@ -65,11 +65,11 @@ class Block:
     language: str
     text: str
     word: str
-    """What the comment before it says: a member of WORDS, or empty."""
+    """The word of the comment before it: a member of WORDS, or empty."""
     said: str
     """The rest of the comment."""
     start: int
-    """Where its text begins on the page, in characters; for those that write it anew."""
+    """Where its text begins on the page, in characters; used to replace it."""
 
     @property
     def place(self) -> str:
@@ -78,14 +78,14 @@ class Block:
 
     def commands(self) -> list[Command]:
         """The commands of a console block."""
-        found: list[Command] = []
+        typed_commands: list[Command] = []
         for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]:
             typed, _, quoted = part.partition("\n")
             while typed.endswith("\\"):
                 more, _, quoted = quoted.partition("\n")
                 typed += "\n" + more
-            found.append(Command(line=typed, quoted=quoted))
-        return found
+            typed_commands.append(Command(line=typed, quoted=quoted))
+        return typed_commands
 
 
 def pages() -> list[str]:
@@ -105,15 +105,15 @@ def blocks_of(page: str) -> list[Block]:
 
 def blocks_in(text: str, page: str) -> Iterator[Block]:
     """The blocks of a page's text."""
-    for found in _FENCE.finditer(text):
+    for match in _FENCE.finditer(text):
         yield Block(
             page=page,
-            line=text.count("\n", 0, found.start("indent")) + 1,
-            language=found["language"],
-            text=textwrap.dedent(found["text"]),
-            word=found["word"] or "",
-            said=found["said"] or "",
-            start=found.start("text"),
+            line=text.count("\n", 0, match.start("indent")) + 1,
+            language=match["language"],
+            text=textwrap.dedent(match["text"]),
+            word=match["word"] or "",
+            said=match["said"] or "",
+            start=match.start("text"),
         )
 
 

@@ -1,5 +1,5 @@
 """
-What the kept runs show that engines do wrong: the part of docs/scoreboard.md that says why cases failed.
+The defects of engines that the stored runs show: the part of docs/scoreboard.md that says why cases failed.
 
 A failed case is known if ci/known-findings.toml has an entry for it. Its reason names the script under ci/findings that
 shows the defect without this package; entries of one engine that name the same script are one defect. A reason that
@@ -29,7 +29,7 @@ _THREAD = re.compile(r"https://github\.com/[\w.-]+/([\w.-]+)/(?:issues|pull)/(\d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defect:
-    """What one engine does wrong."""
+    """A defect of one engine."""
 
     engine: str
     reason: str
@@ -39,17 +39,17 @@ class Defect:
     cases: tuple[str, ...]
     """Those that fail because of it."""
     upstream: str
-    """What the script says of reports to the engine's authors."""
+    """The script's note on reports to the engine's authors."""
 
     @property
     def found_upstream(self) -> bool:
-        """Whether somebody has reported it, as far as a search shows."""
+        """True if a search found a report of it."""
         return not self.upstream.startswith("no ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
-    """What the runs of one engine show."""
+    """The failures in the runs of one engine."""
 
     engine: str
     passed: int
@@ -73,21 +73,21 @@ class Failures:
         return len(self.unknown) + sum(len(defect.cases) for defect in open_ones)
 
 
-def failures(tally: Tally, entries: Collection[Entry], known: Sequence[Expectation]) -> Failures:
+def failures(tally: Tally, entries: Collection[Entry], expectations: Sequence[Expectation]) -> Failures:
     """The engine's cases that are still what they were when it ran, and why they failed."""
     now = {entry.id: digest_of(entry) for entry in entries}
     verdicts = {case: shown.verdict for case, shown in tally.cases.items() if now.get(case) == shown.digest}
     failed = {case: verdict for case, verdict in verdicts.items() if verdict in _FAILED}
-    mine = [entry for entry in known if entry.is_for(tally.name, tally.torch)]
+    mine = [entry for entry in expectations if entry.is_for(tally.name, tally.torch)]
     defects: dict[tuple[str, str], tuple[str, list[str]]] = {}
     unknown = []
     for case, verdict in failed.items():
         entry = next((each for each in mine if fnmatchcase(case, each.case) and each.verdict == verdict), None)
-        named = _SCRIPT.search(entry.reason) if entry is not None else None
-        if entry is None or not (named or entry.reason.startswith((_BY_DESIGN, _UNSETTLED))):
+        reference = _SCRIPT.search(entry.reason) if entry is not None else None
+        if entry is None or not (reference or entry.reason.startswith((_BY_DESIGN, _UNSETTLED))):
             unknown.append(case)
             continue
-        key = (named[1], "") if named else ("", entry.reason)
+        key = (reference[1], "") if reference else ("", entry.reason)
         defects.setdefault(key, (_SCRIPT.sub("", entry.reason), []))[1].append(case)
     return Failures(
         engine=tally.name,
@@ -109,20 +109,20 @@ def failures(tally: Tally, entries: Collection[Entry], known: Sequence[Expectati
     )
 
 
-def markdown(found: Sequence[Failures]) -> str:
+def markdown(engines: Sequence[Failures]) -> str:
     """Two tables: the engines, and what they do wrong."""
-    return "\n".join(_lines(found)) + "\n"
+    return "\n".join(_lines(engines)) + "\n"
 
 
-def _lines(found: Sequence[Failures]) -> Iterator[str]:
-    defects = [defect for each in found for defect in each.defects]
+def _lines(engines: Sequence[Failures]) -> Iterator[str]:
+    defects = [defect for each in engines for defect in each.defects]
     scripts = {defect.script: defect for defect in defects if defect.script}
     new = sum(not defect.found_upstream for defect in scripts.values())
     yield f"{len(scripts)} defects, {new} of which were not found upstream. A defect that engines share counts once."
     yield ""
     yield "| engine | passed | declined | failed | not judged | failed, not settled | defects |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
-    for each in found:
+    for each in engines:
         counts = (each.passed, each.declined, each.failed, each.left, each.unsettled, each.proven)
         yield f"| {each.engine} | " + " | ".join(map(str, counts)) + " |"
     yield ""

@@ -140,7 +140,7 @@ def _requirement(requirement: Requirement, cases: list[str] | tuple[()], uncover
 def capabilities_page() -> str:
     """The text of docs/capabilities.md: every capability flag, by area, with the number of cases that name it."""
     core, components = load_profile(CORE), load_profile(COMPONENTS)
-    named = Counter(flag for entry in (*core.entries, *components.entries) for flag in entry.needs)
+    counts = Counter(flag for entry in (*core.entries, *components.entries) for flag in entry.needs)
     methods = _methods()
     page = _CAPABILITIES.format(
         plain=sum(not entry.needs for entry in core.entries),
@@ -150,7 +150,7 @@ def capabilities_page() -> str:
     )
     for area in dict.fromkeys(flag.area for flag in CAPABILITIES.values()):
         rows = [
-            f"| `{flag.name}` | {flag.sentence} | {flag.asked} | {extension_of(flag.name)} | {named[flag.name]} "
+            f"| `{flag.name}` | {flag.sentence} | {flag.asked} | {extension_of(flag.name)} | {counts[flag.name]} "
             f"| {methods.get(flag.name, '')} |"
             for flag in CAPABILITIES.values()
             if flag.area == area

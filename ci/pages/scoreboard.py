@@ -48,8 +48,8 @@ chapters of which it ran nothing. A failure counts for the requirements that its
 A column is one adapter, which is one mode of an engine: DeepSpeed's three stages are three columns. Chapters AA to AE
 judge parts of an engine by themselves: those of `reference-components` and `torch-dtensor`, and DDP's reducer.
 
-A column is no certificate: [reading a verdict](reading-a-verdict.md) says what that needs. To write the page from new
-runs, which replace those engines' former ones:
+A column is not a certificate: [reading a verdict](reading-a-verdict.md) says what that needs. To write the page from
+new runs, which replace those engines' former ones:
 
 <!-- parsed: a run of the whole profile takes many minutes -->
 ```console
@@ -74,8 +74,10 @@ without a script is by design, or not settled yet. *Upstream* is the nearest thr
 def kept() -> list[Tally]:
     """The tallies, in the order of the page."""
     order = {name: place for place, name in enumerate(_ORDER)}
-    found = [tally_from_json(path.read_text(encoding="utf-8"), where=path.name) for path in sorted(KEPT.glob("*.json"))]
-    return sorted(found, key=lambda each: (order.get(each.name, len(order)), each.name))
+    tallies = [
+        tally_from_json(path.read_text(encoding="utf-8"), where=path.name) for path in sorted(KEPT.glob("*.json"))
+    ]
+    return sorted(tallies, key=lambda each: (order.get(each.name, len(order)), each.name))
 
 
 #: Ours first, then torch's, then the others.
@@ -100,7 +102,7 @@ def _declared(name: str, device: str) -> frozenset[str]:
 
 @functools.cache
 def table() -> Coverage:
-    """The register and the suites as they are, beside what was kept of runs."""
+    """The current register and suites, and the stored results of runs."""
     return coverage.coverage(kept(), load_profile(FULL).entries, bundled())
 
 
@@ -112,7 +114,7 @@ def page() -> str:
 
 @functools.cache
 def failed() -> list[Failures]:
-    """What each engine's runs show that it does wrong."""
+    """The failures in each engine's runs."""
     entries = load_profile(FULL).entries
     return [failures.failures(each, entries, known_findings()) for each in kept()]
 
@@ -120,9 +122,9 @@ def failed() -> list[Failures]:
 def keep(tallies: Sequence[Tally]) -> None:
     """Write each engine's tally in the place of its former one, and drop cases that no suite has any longer."""
     KEPT.mkdir(exist_ok=True)
-    known = {entry.id for entry in load_profile(FULL).entries}
+    ids = {entry.id for entry in load_profile(FULL).entries}
     for each in {**{old.name: old for old in kept()}, **{new.name: new for new in tallies}}.values():
-        text = each.without(set(each.cases) - known).to_text()
+        text = each.without(set(each.cases) - ids).to_text()
         (KEPT / f"{each.name}.json").write_text(text, encoding="utf-8")
 
 
@@ -133,9 +135,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run_files", nargs="*", type=Path, metavar="RUN", help="a run file, or its directory")
     parsed = parser.parse_args(arguments)
     try:
-        found = tallies_of([verify(path) for path in parsed.run_files])
+        tallies = tallies_of([verify(path) for path in parsed.run_files])
         former = {each.name: each for each in kept()} if parsed.add else {}
-        keep([added(former[each.name], each) if each.name in former else each for each in found])
+        keep([added(former[each.name], each) if each.name in former else each for each in tallies])
         PAGE.write_text(page(), encoding="utf-8")
         unknown = [
             f"{each.engine}: {case} fails, and ci/known-findings.toml has no entry for it that names a script"

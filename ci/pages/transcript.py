@@ -34,10 +34,10 @@ class Ran:
     expected_status: int
     output: str
     quoted: str
-    """What the page says it prints."""
+    """The output that the page quotes."""
 
     def problem(self) -> str:
-        """What is not as the page says; empty if all is."""
+        """The difference from the page; empty if there is none."""
         where = f"{self.block.place}: $ {self.command.line}"
         if self.status != self.expected_status:
             return f"{where}\nexit status: expected {self.expected_status}, got {self.status}\n{self.output}"
@@ -67,7 +67,7 @@ def apply_change(block: Block, directory: Path) -> None:
 
 
 def is_run(block: Block) -> bool:
-    """Whether the commands of a block are run here."""
+    """True if the commands of a block are run here."""
     return block.language == "console" and block.word in ("", "status")
 
 
@@ -82,9 +82,9 @@ def run_page(page: str, directory: Path) -> Iterator[Ran]:
             expected = int(block.said) if block.word == "status" else 0
             for number, command in enumerate(block.commands()):
                 # The status of a block is that of its last command.
-                wanted = expected if number == len(block.commands()) - 1 else 0
+                expected_status = expected if number == len(block.commands()) - 1 else 0
                 status, output = _run([sys.executable, "-m", "fsdp_conformance", *command.words()[1:]], directory)
-                yield Ran(block, command, status, wanted, output, command.quoted)
+                yield Ran(block, command, status, expected_status, output, command.quoted)
     scripts = [block for block in blocks if block.word == "script"]
     if scripts:
         yield from _run_scripts(scripts, blocks, directory)
@@ -128,7 +128,7 @@ def _run(words: list[str], directory: Path) -> tuple[int, str]:
 
 
 def same_output(quoted: str, output: str) -> bool:
-    """Whether an output is the one quoted, apart from numbers; `...` in the quotation stands for any lines."""
+    """True if an output is the one quoted, apart from numbers; `...` in the quotation stands for any lines."""
     if not quoted.strip():
         return True
     pattern = " "

@@ -60,17 +60,17 @@ def _plain(evidence: Evidence) -> dict[str, Any]:
 
 def collected(directory: Path) -> dict[str, dict[str, Any]]:
     """The evidence in a directory by tag; the files are removed."""
-    found = {}
+    recordings = {}
     for path in sorted(directory.glob("*.pt")):
-        found[path.stem] = torch.load(path, weights_only=False)
+        recordings[path.stem] = torch.load(path, weights_only=False)
         path.unlink()
-    return found
+    return recordings
 
 
 def replayed(
     report: RankReport, evidence: Mapping[str, dict[str, Any]], explained: Callable[[Evidence], str | None]
 ) -> RankReport:
-    """The report with every recorded explanation made anew."""
+    """The report with every recorded explanation made again."""
     findings = []
     for finding in report.findings:
         tag = _TAG.search(finding.likely or "")

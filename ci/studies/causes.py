@@ -87,11 +87,11 @@ def scored(truth: str, likely: str | None) -> Score:
     """The score of an answer for a defect of a class."""
     if not likely or _NEUTRAL.match(likely):
         return Score.UNKNOWN
-    named = causes_in(likely)
-    right = [name for name in named if re.match(TRUTHS[truth], name)]
+    likely_causes = causes_in(likely)
+    right = [name for name in likely_causes if re.match(TRUTHS[truth], name)]
     if not right:
         return Score.WRONG
-    return Score.RIGHT if len(right) == len(named) else Score.BOTH
+    return Score.RIGHT if len(right) == len(likely_causes) else Score.BOTH
 
 
 def causes_in(likely: str) -> list[str]:
@@ -187,14 +187,14 @@ def _of_the_package() -> Iterable[Defect]:
     for name, truth in _MUTANTS.items():
         ordered = sorted(killing[name])
         smallest = ordered[0]
-        larger = [found for found in ordered if found[:2] > smallest[:2] and found[0] == smallest[0]][:1]
-        cases = tuple(found[2] for found in [smallest, *larger])
+        larger = [sized for sized in ordered if sized[:2] > smallest[:2] and sized[0] == smallest[0]][:1]
+        cases = tuple(sized[2] for sized in [smallest, *larger])
         yield Defect(name, truth, _OTHER_CASES.get(name, cases))
 
 
 def _of_the_small_engine() -> Iterable[Defect]:
     from studies import small_defects
 
-    for name, found in vars(small_defects).items():
-        if inspect.isclass(found) and issubclass(found, small_defects.Defect) and found.truth:
-            yield Defect(name, found.truth, found.cases)
+    for name, member in vars(small_defects).items():
+        if inspect.isclass(member) and issubclass(member, small_defects.Defect) and member.truth:
+            yield Defect(name, member.truth, member.cases)

@@ -45,7 +45,7 @@ _SEAMS = ("fsdp_conformance.mutants.base", "fsdp_conformance.mutants.engines", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What came of one known-wrong engine."""
+    """The result for one known-wrong engine."""
 
     mutant: str
     found: bool
@@ -64,7 +64,7 @@ class Answer:
     seconds: float = 0.0
 
 
-# --- one example in a process of its own ------------------------------------------------------------------------------
+# --- one example in its own process ---------------------------------------------------------------------------------
 
 
 class Forks:
@@ -76,7 +76,7 @@ class Forks:
     def __init__(self, spec: str, correct: str, timeout_s: float, *, counts_ends: bool) -> None:
         self.timeout_s = timeout_s
         self.counts_ends = counts_ends
-        """Whether a crash or a hang is the defect; otherwise it may be the machine's."""
+        """True if a crash or a hang counts as the defect; otherwise the machine may have caused it."""
         self.own: list[str] = []
         self._order, self._correct = (_order(each) for each in (spec, correct))
 
@@ -94,21 +94,21 @@ class Forks:
         return outcome
 
     def _outcome(self, order: RunOrder, example: Example) -> Outcome:
-        said, ending = in_fork(partial(_record_of, order, example), self.timeout_s)
-        if said is None:
+        answer, ending = in_fork(partial(_record_of, order, example), self.timeout_s)
+        if answer is None:
             record = empty_record(case_for(example), order.settings, order.device)
             record.verdict = Verdict.HANG if ending == "hung" else Verdict.CRASH
             return Outcome(record=record)
-        if "rejected" in said:
-            return Outcome(rejected=said["rejected"])
+        if "rejected" in answer:
+            return Outcome(rejected=answer["rejected"])
         try:
-            return outcome_of(case_record_from_json(said["record"]), 0.0)
+            return outcome_of(case_record_from_json(answer["record"]), 0.0)
         except ConformanceError as error:
             return Outcome(rejected=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
 
 
 def in_fork(body: Callable[[], dict[str, Any]], timeout_s: float) -> tuple[dict[str, Any] | None, str]:
-    """What a function returns in a fork of this process, or None and how the fork ended: "hung", or its status."""
+    """Call a function in a fork. Returns its result, or None and how the fork ended: "hung", or its status."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -137,16 +137,16 @@ def in_fork(body: Callable[[], dict[str, Any]], timeout_s: float) -> tuple[dict[
 
 
 def _read_all(descriptor: int, timeout_s: float) -> tuple[bytes, bool]:
-    """What comes until the other side closes, and whether that took too long."""
-    found, until = b"", time.monotonic() + timeout_s
+    """Read until the other side closes. The second value is True if that took too long."""
+    data, until = b"", time.monotonic() + timeout_s
     while True:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
         if not ready:
-            return found, True
+            return data, True
         part = os.read(descriptor, 1 << 16)
         if not part:
-            return found, False
-        found += part
+            return data, False
+        data += part
 
 
 def _record_of(order: RunOrder, example: Example) -> dict[str, Any]:
@@ -203,25 +203,25 @@ def tried(mutant: Mutant, examples: int, timeout_s: float) -> Answer:
         )
         declared = registry.describe_here(mutant.spec).declared("cpu")
         budget = Budget(max_examples=examples)
-        found = Explorer(forks, declared, budget, max_shrinks=0, max_failures=1).explore()
+        exploration = Explorer(forks, declared, budget, max_shrinks=0, max_failures=1).explore()
     except ConformanceError as error:
         return Answer(mutant=mutant.name, found=False, ran=0, how=f"{type(error).__name__}: {error}"[:300])
-    known: dict[str, Any] = {
+    common: dict[str, Any] = {
         "mutant": mutant.name,
-        "ran": found.ran,
+        "ran": exploration.ran,
         "own": tuple(sorted(set(forks.own))),
-        "unjudged": dict(found.rejected + Counter(declined=sum(found.declined.values()))),
+        "unjudged": dict(exploration.rejected + Counter(declined=sum(exploration.declined.values()))),
         "seconds": round(time.monotonic() - began, 1),
     }
-    if not found.failures:
-        return Answer(found=False, **known)
-    failure = found.failures[0]
+    if not exploration.failures:
+        return Answer(found=False, **common)
+    failure = exploration.failures[0]
     return Answer(
         found=True,
         signature=str(failure.signature),
         features=tuple(sorted(features(failure.drawn))),
         example=failure.drawn.to_json(),
-        **known,
+        **common,
     )
 
 
@@ -241,20 +241,20 @@ def main(words: list[str] | None = None) -> int:
     unknown = sorted(set(given.only or ()) - set(MUTANTS))
     if unknown:
         parser.error(f"--only must name known-wrong engines, got {', '.join(unknown)}")
-    known = read(given.output, given.max_examples)
+    answers = read(given.output, given.max_examples)
     chosen = [MUTANTS[name] for name in given.only] if given.only else hidden()
-    left = [mutant for mutant in chosen if mutant.name not in known and not out_of_reach(mutant)]
+    left = [mutant for mutant in chosen if mutant.name not in answers and not out_of_reach(mutant)]
     if not given.only_read:
         process_group.register_recording_backend("cpu")
     for mutant in [] if given.only_read else left[: given.limit]:
         answer = tried(mutant, given.max_examples, given.timeout)
         if not answer.how:
-            known[answer.mutant] = answer
+            answers[answer.mutant] = answer
         with given.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**asdict(answer), "budget": given.max_examples}) + "\n")
         word = "found" if answer.found else "NOTHING" if answer.how else "MISSED"
         print(f"{word:<8}{answer.mutant:<40} {answer.ran:>3} {answer.signature or answer.how}", flush=True)
-    print(figures(known, hidden()))
+    print(figures(answers, hidden()))
     return 0
 
 
@@ -263,13 +263,13 @@ def figures(known: Mapping[str, Answer], mutants: Iterable[Mutant]) -> str:
     mutants = list(mutants)
     reach = [mutant for mutant in mutants if not out_of_reach(mutant)]
     answers = {mutant.name: known[mutant.name] for mutant in reach if mutant.name in known}
-    found = sorted(answer.ran for answer in answers.values() if answer.found)
+    numbers = sorted(answer.ran for answer in answers.values() if answer.found)
     lines = [
         f"{len(mutants)} known-wrong engines are hidden, {len(reach)} of them within reach",
-        f"{len(found)} of the {len(answers)} that were tried were found",
+        f"{len(numbers)} of the {len(answers)} that were tried were found",
     ]
-    if found:
-        lines.append(f"examples until then: half within {found[(len(found) - 1) // 2]}, all within {found[-1]}")
+    if numbers:
+        lines.append(f"examples until then: half within {numbers[(len(numbers) - 1) // 2]}, all within {numbers[-1]}")
     lines.append(f"{'class':<20}{'found':>8}{'missed':>8}{'untried':>9}{'out of reach':>14}")
     for name in sorted({class_of(mutant) for mutant in mutants}):
         of = [mutant for mutant in mutants if class_of(mutant) == name]
@@ -302,13 +302,13 @@ def read(path: Path, examples: int) -> dict[str, Answer]:
     """
     if not path.exists():
         return {}
-    found: dict[str, Answer] = {}
+    answers: dict[str, Answer] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
         budget = data.pop("budget")
         if not data["how"] and (data["found"] or budget >= examples):
-            found[data["mutant"]] = Answer(**{**data, "features": tuple(data["features"]), "own": tuple(data["own"])})
-    return found
+            answers[data["mutant"]] = Answer(**{**data, "features": tuple(data["features"]), "own": tuple(data["own"])})
+    return answers
 
 
 if __name__ == "__main__":

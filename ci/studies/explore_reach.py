@@ -61,7 +61,7 @@ UNREACHED: dict[str, str] = {
     **dict.fromkeys(("R139", "R144", "R145", "R146", "R147", "R148"), _STATE),
     "R142": "the optimizer never steps in backward",
     "R152": "initial values are equal on all ranks",
-    "R153": "no unit has a group of its own",
+    "R153": "no unit has its own group",
     "R154": "neither tensor parallelism nor stages of a pipeline are drawn",
     "R157": "inputs and outputs are tensors",
     **dict.fromkeys(("R158", "R159"), "users' hooks are not registered"),

@@ -37,20 +37,20 @@ class Pair:
 
 
 def tried(case: str, mutant: str) -> Pair:
-    """What comes of a pair."""
-    known = MUTANTS[mutant]
+    """Run a pair and return it with its result."""
+    expected = MUTANTS[mutant]
     try:
-        record = run_case(bound_case(case), known.spec)
+        record = run_case(bound_case(case), expected.spec)
     except SuiteError as error:
         return Pair(case, mutant, "ERROR_SUITE", False, str(error))
-    found = kill.reason(record, known)
-    text = kill.survival(record, known) if found is None else found.sentence()
-    return Pair(case, mutant, str(record.verdict), found is not None, text)
+    killed = kill.reason(record, expected)
+    text = kill.survival(record, expected) if killed is None else killed.sentence()
+    return Pair(case, mutant, str(record.verdict), killed is not None, text)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one case is tried on, in this order."""
+    """The mutants that one case is tried on, in this order."""
 
     case: str
     named: tuple[str, ...]
@@ -78,10 +78,10 @@ class Task:
 
 def planned(cases: Sequence[BoundCase], others: int, there: Sequence[Pair] = ()) -> Iterator[Task]:
     """
-    What is to be tried: each case on the mutants that it names, and on at most `others` that it does not name.
+    Yield the tasks: each case on the mutants that it names, and on at most `others` that it does not name.
 
-    `there`: what was tried already, which is not tried again. A case that kills enough mutants which other methods name
-    or kill needs no others.
+    `there`: pairs that were tried already, which are not tried again. A case that kills enough mutants
+    which other methods name or kill needs no others.
     """
     done: dict[str, set[str]] = defaultdict(set)
     for pair in there:

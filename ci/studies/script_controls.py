@@ -108,7 +108,7 @@ for step in range(2):
 COLLECTIVES = (
     Script(
         name="groups-of-one",
-        what="each rank reduces in a group of its own",
+        what="each rank reduces in its own group",
         text="""
 groups = [dist.new_group([0]), dist.new_group([1])]
 value = torch.full((4,), float(rank), device=device)
@@ -231,7 +231,7 @@ print(value.sum().item())
 UNINITIALIZED = (
     Script(
         name="padding-gathered",
-        what="a flat buffer is gathered with its padding, which nobody reads",
+        what="a flat buffer is gathered with its padding, which is never read",
         text="""
 flat = torch.empty(8, device=device)
 flat[: 8 - 3 * rank] = 1.0

@@ -167,7 +167,7 @@ for _ in range(2 + rank):
     ),
     Script(
         name="group-differs",
-        what="a rank uses the default group where the other uses a group of its own",
+        what="a rank uses the default group where the other uses another group",
         kind=DisagreementKind.DEADLOCK,
         text="""
 group = dist.new_group([0, 1])
@@ -178,7 +178,7 @@ print(value.sum().item())
     ),
     Script(
         name="message-without-receiver",
-        what="a message that nobody receives",
+        what="a message that is never received",
         kind=_MISSING,
         text="""
 print(torch.ones(2, device=device).sum().item())

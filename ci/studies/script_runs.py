@@ -73,7 +73,7 @@ class Script:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What was found in a script."""
+    """The findings in a script."""
 
     script: Script
     status: ExitStatus
@@ -95,17 +95,17 @@ class Outcome:
 
     @property
     def is_found(self) -> bool:
-        """Whether the mistake was found, at its line, and nothing else."""
+        """True if the mistake was found, at its line, and nothing else."""
         return self.kinds == {self.script.kind} and bool(self.lines & self.script.lines)
 
     @property
     def is_silent(self) -> bool:
-        """Whether the script ran, and nothing was found."""
+        """True if the script ran and nothing was found."""
         return self.status is ExitStatus.CLEAN
 
     @property
     def is_right(self) -> bool:
-        """Whether it is what is expected: a mistake that the checker can find is found, and nothing else is."""
+        """True if it is as expected: a mistake that the checker can find is found, and nothing else is."""
         return self.is_found if self.script.kind and not self.script.beyond else self.is_silent
 
     def line(self) -> str:
@@ -114,14 +114,14 @@ class Outcome:
             word = "found" if self.is_found else "missed" if self.is_right else "MISSED"
         else:
             word = "silent" if self.is_silent else "FALSE ALARM"
-        said = f"  ({self.script.beyond})" if self.script.beyond else ""
-        said += "" if self.is_right else f"  [{self.verdict}; {', '.join(sorted(self.kinds))} at {sorted(self.lines)}]"
-        return f"{word:12}{self.script.name:34}{self.script.what}{said}"
+        note = f"  ({self.script.beyond})" if self.script.beyond else ""
+        note += "" if self.is_right else f"  [{self.verdict}; {', '.join(sorted(self.kinds))} at {sorted(self.lines)}]"
+        return f"{word:12}{self.script.name:34}{self.script.what}{note}"
 
 
 @dataclass(slots=True)
 class _Printed:
-    """What a script prints."""
+    """The output of a script."""
 
     lines: list[str] = field(default_factory=list)
 

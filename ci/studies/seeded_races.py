@@ -75,9 +75,9 @@ def _trained(name: str, defect: Defect) -> Program:
 def _without(kind: Wait, function: str, text: str = "") -> Defect:
     """Drop the waits that a function of torch requests in lines that contain `text`."""
 
-    def keep(asked: Wait, stream: int, device: int) -> bool:
+    def keep(wait: Wait, stream: int, device: int) -> bool:
         frame: Any = sys._getframe(1)
-        while asked is kind and frame is not None:
+        while wait is kind and frame is not None:
             code = frame.f_code
             if code.co_name == function and text in linecache.getline(code.co_filename, frame.f_lineno):
                 return False

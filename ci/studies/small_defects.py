@@ -113,8 +113,8 @@ class HalfTheWorld(Defect):
     cases = (NESTED_4, CODED_4)
 
     def reduce(self, unit: Unit, flat: Tensor) -> Tensor:
-        kept = flat if self.rank < 2 else torch.zeros_like(flat)
-        return super().reduce(unit, kept) * self.world_size / 2
+        own = flat if self.rank < 2 else torch.zeros_like(flat)
+        return super().reduce(unit, own) * self.world_size / 2
 
 
 class OneTooMany(Defect):
@@ -206,9 +206,9 @@ class SameShapesSwapped(Defect):
         for first in unit.names:
             for second in unit.names:
                 if first < second and parts[first].shape == parts[second].shape:
-                    kept = parts[first].clone()
+                    saved = parts[first].clone()
                     parts[first].copy_(parts[second])
-                    parts[second].copy_(kept)
+                    parts[second].copy_(saved)
                     return flat
         return flat
 
@@ -326,7 +326,7 @@ class StaleParameters(Defect):
         self._seen: dict[str, Tensor] = {}
 
     def is_stale(self, unit: Unit) -> bool:
-        """Whether the unit computes with what the last step saw."""
+        """True if the unit computes with the values of the last step."""
         return True
 
     def gathered(self, unit: Unit) -> Tensor:
@@ -463,10 +463,10 @@ class StepsStaleGradient(Defect):
 
     def update(self) -> None:
         views = list(self.views())
-        kept = [None if view.grad is None else view.grad.clone() for view in views]
+        grads = [None if view.grad is None else view.grad.clone() for view in views]
         for view, before in zip(views, self._kept, strict=False):
             view.grad = before
-        self._kept = kept
+        self._kept = grads
         super().update()
 
 

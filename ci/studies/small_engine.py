@@ -58,12 +58,12 @@ class SmallEngine(Adapter):
         self.model = model_fn()
         self.num_steps = self.num_micro = 0
         self._reduced = True
-        named = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         groups: dict[str, list[str]] = {}
-        for name in named:
+        for name in parameters:
             inside = [unit for unit in plan.units if any(name.startswith(f"{part}.") for part in unit.split("+"))]
             groups.setdefault(max(inside, key=len, default=""), []).append(name)
-        self.units = [self._unit(fqn, names, named) for fqn, names in groups.items()]
+        self.units = [self._unit(fqn, names, parameters) for fqn, names in groups.items()]
         views = [view for unit in self.units for view in unit.views.values()]
         self.optimizer = optim_fn(views or [nn.Parameter(torch.zeros(1))])
         self.began()
@@ -105,15 +105,15 @@ class SmallEngine(Adapter):
         return norm
 
     def full_params(self) -> dict[str, Tensor]:
-        found = {name: value for unit in self.units for name, value in unit.split(self._gather(unit.shard)).items()}
-        return {name: found[name].clone() for name, _ in self.model.named_parameters()}
+        values = {name: value for unit in self.units for name, value in unit.split(self._gather(unit.shard)).items()}
+        return {name: values[name].clone() for name, _ in self.model.named_parameters()}
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        found: dict[str, Tensor | None] = {}
+        grads: dict[str, Tensor | None] = {}
         for unit in self.units:
             whole = unit.split(self._gather(torch.zeros_like(unit.shard) if unit.grad is None else unit.grad))
-            found |= {name: value.clone() if name in unit.used else None for name, value in whole.items()}
-        return {name: found[name] for name, _ in self.model.named_parameters()}
+            grads |= {name: value.clone() if name in unit.used else None for name, value in whole.items()}
+        return {name: grads[name] for name, _ in self.model.named_parameters()}
 
     def full_buffers(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.model.named_buffers()}
@@ -148,7 +148,7 @@ class SmallEngine(Adapter):
         return shard / self.world_size
 
     def accumulate(self, unit: Unit, before: Tensor | None, shard: Tensor) -> Tensor:
-        """What is kept of the micro-batches so far and of this one."""
+        """The accumulated gradient of the micro-batches so far and of this one."""
         return shard if before is None else before + shard
 
     def norm(self) -> Tensor:
@@ -181,7 +181,7 @@ class SmallEngine(Adapter):
     # Parts.
 
     def views(self) -> Iterator[nn.Parameter]:
-        """What the optimizer steps."""
+        """The parameters that the optimizer updates."""
         for unit in self.units:
             yield from unit.views.values()
 
@@ -189,8 +189,8 @@ class SmallEngine(Adapter):
         """This rank's part of a flat tensor."""
         return flat.view(self.world_size, -1)[self.rank].clone()
 
-    def _unit(self, fqn: str, names: list[str], named: Mapping[str, nn.Parameter]) -> Unit:
-        params = [named[name] for name in names]
+    def _unit(self, fqn: str, names: list[str], parameters: Mapping[str, nn.Parameter]) -> Unit:
+        params = [parameters[name] for name in names]
         flat = torch.cat([p.detach().flatten() for p in params])
         rows = -(-flat.numel() // self.world_size)
         flat = torch.cat([flat, flat.new_zeros(rows * self.world_size - flat.numel())])

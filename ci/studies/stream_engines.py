@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters are on the CPU between their uses, with the computation elsewhere."""
+        """True if parameters are on the CPU between their uses, with the computation elsewhere."""
         return bool(self.training.offload) and self.device.type != "cpu"
 
     def wrap(self, model: Net) -> nn.Module:
@@ -275,8 +275,10 @@ class FSDP1Engine(Engine):
             state = self.model.state_dict()
             self.model.load_state_dict({name: value * 1.5 for name, value in state.items()})
             optimizer: Any = self.optimizer
-            found = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
-            optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(self.model, optimizer, found))
+            optim_state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
+            optimizer.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(self.model, optimizer, optim_state)
+            )
 
 
 class FSDP2Engine(Engine):

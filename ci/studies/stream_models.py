@@ -209,8 +209,8 @@ def chunked_loss(model: Any, features: Tensor, target: Tensor, num_chunks: int =
     """The loss of `FeatureNet`: the head runs once per chunk of the batch, and each chunk runs its own backward."""
     detached = features.detach().requires_grad_()
     losses = []
-    for chunk, wanted in zip(detached.chunk(num_chunks), target.chunk(num_chunks), strict=True):
-        loss = F.mse_loss(model.head(chunk).float(), wanted) / num_chunks
+    for chunk, part in zip(detached.chunk(num_chunks), target.chunk(num_chunks), strict=True):
+        loss = F.mse_loss(model.head(chunk).float(), part) / num_chunks
         loss.backward()
         losses.append(loss.detach())
     features.backward(detached.grad)

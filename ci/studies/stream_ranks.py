@@ -46,13 +46,13 @@ def run_on_ranks(
         preload=(*devices.preload(device_type), *_PRELOAD),
         preload_environment=devices.preload_environment(device_type),
     )
-    found = attribute(reports, exits)
-    if found.first is not None:
-        report, end = reports[found.first.rank], exits[found.first.rank]
+    failure = attribute(reports, exits)
+    if failure.first is not None:
+        report, end = reports[failure.first.rank], exits[failure.first.rank]
         if report is not None and report.error is not None:
-            raise errors.RankRaised(f"{found.headline}\n{report.error.traceback}", rank=found.first.rank)
-        kind = errors.RankTimedOut if found.is_hang else errors.RankDied
-        raise kind(f"{found.headline}\n{end.stack}\n{end.output}".rstrip(), rank=found.first.rank)
+            raise errors.RankRaised(f"{failure.headline}\n{report.error.traceback}", rank=failure.first.rank)
+        kind = errors.RankTimedOut if failure.is_hang else errors.RankDied
+        raise kind(f"{failure.headline}\n{end.stack}\n{end.output}".rstrip(), rank=failure.first.rank)
     return [report.measurements["answer"] for report in reports if report is not None]
 
 

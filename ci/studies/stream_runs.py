@@ -31,12 +31,12 @@ class Outcome:
 
     def differences(self, other: Outcome) -> list[str]:
         """The differences, in words."""
-        found = [
+        names = [
             f"loss {i}: {a} and {b}" for i, (a, b) in enumerate(zip(self.losses, other.losses, strict=True)) if a != b
         ]
         if self.parameters.keys() != other.parameters.keys():
-            return [*found, f"parameters {sorted(self.parameters)} and {sorted(other.parameters)}"]
-        return found + [name for name in self.parameters if self.parameters[name] != other.parameters[name]]
+            return [*names, f"parameters {sorted(self.parameters)} and {sorted(other.parameters)}"]
+        return names + [name for name in self.parameters if self.parameters[name] != other.parameters[name]]
 
 
 def run(
@@ -123,5 +123,5 @@ def _on_device(training: Training, device: torch.device, data: Any) -> Any:
 
 def _local_values(model: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each parameter and buffer."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name: getattr(value, "_local_tensor", value) for name, value in named}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: getattr(value, "_local_tensor", value) for name, value in tensors}

@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(slots=True)
 class Shown:
-    """What one run showed on one rank."""
+    """The results of one run on one rank."""
 
     hazards: list[str] = field(default_factory=list)
     """One line for each finding: its kind, and the origin of the two accesses."""
@@ -68,12 +68,12 @@ class Shown:
 
 
 def study(rank: int, device: torch.device, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """What each job shows on this rank; JSON-ready."""
-    found = []
+    """The results of each job on this rank; JSON-ready."""
+    results = []
     for job in jobs:
         with _separated(device):
-            found.append(asdict(_shown(rank, device, job)))
-    return found
+            results.append(asdict(_shown(rank, device, job)))
+    return results
 
 
 def reference(rank: int, device: torch.device, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -145,12 +145,12 @@ class Training:
 
 
 def _of(engine: str, *entries: tuple[str, dict[str, object]]) -> list[Training]:
-    found = []
+    trainings = []
     for name, given in entries:
         options = dict(given)
         words = frozenset(str(options.pop("words", "")).split())
-        found.append(Training(name=f"{engine}-{name}", words=words, **options))  # type: ignore[arg-type]
-    return found
+        trainings.append(Training(name=f"{engine}-{name}", words=words, **options))  # type: ignore[arg-type]
+    return trainings
 
 
 # In its second step DDP makes the host wait, to rebuild the buckets: only later steps show what that hides.

@@ -56,8 +56,8 @@ def _result(alert: Alert) -> dict[str, Any]:
 
 def _places(alert: Alert) -> list[tuple[str, str, int]]:
     """The operation, file and line, for the lines in the working directory."""
-    found = ((what, formats.relative(line.file), line.line) for what, line in alert.lines)
-    return [(what, file, line) for what, file, line in found if file is not None]
+    lines = ((what, formats.relative(line.file), line.line) for what, line in alert.lines)
+    return [(what, file, line) for what, file, line in lines if file is not None]
 
 
 def _escaped(text: str, *, is_property: bool = False) -> str:

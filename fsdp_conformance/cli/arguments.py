@@ -284,16 +284,16 @@ def _add_run(parser: Parser) -> None:
         "--no-smoke", dest="smoke", action="store_false", help="run the cases even if the adapter check fails"
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report, one HTML page, to this file")
-    named = _add_expected(parser)
-    named.add_argument("--no-expectations", action="store_true", help=f"ignore the {EXPECTATIONS} of this directory")
+    group = _add_expected(parser)
+    group.add_argument("--no-expectations", action="store_true", help=f"ignore the {EXPECTATIONS} of this directory")
     _add_workers(parser, "pytest workers; `auto` fits the available devices")
     _add_suites(parser, default=None)
 
 
 def _add_expected(parser: Parser) -> argparse._MutuallyExclusiveGroup:
     """Options for comparing a run with more than the contract. Returns the group of those about expectations."""
-    named = parser.add_mutually_exclusive_group()
-    named.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
         "--expectations",
         metavar="FILE",
         help="a list of known failures: exit with 0 if the run is exactly as expected, else with 1"
@@ -304,7 +304,7 @@ def _add_expected(parser: Parser) -> argparse._MutuallyExclusiveGroup:
         metavar="RUN",
         help="an earlier run: report new, fixed, unchanged and missing; exit with 1 only for new and missing ones",
     )
-    return named
+    return group
 
 
 def _add_options(parser: Parser, *names: str, **changes: Any) -> None:

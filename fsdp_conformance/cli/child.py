@@ -137,7 +137,7 @@ class Child:
     def _look(self) -> bool:
         """Wait a moment for new lines. False once the child has ended and all its lines have been read."""
         ended = self.has_ended()
-        # Its end is no end of the pipe: processes that it has forked have the pipe, too.
+        # Its end does not end the pipe: processes that it has forked have the pipe, too.
         if not self._lines and select.select([self._answers], [], [], 0.0 if ended else _LOOK_S)[0]:
             text = os.read(self._answers, 1 << 16)
             *lines, self._rest = (self._rest + text).split(b"\n")
@@ -158,7 +158,7 @@ class Child:
 
 
 class StartedChild(Child):
-    """A child in a fresh interpreter, in a session of its own: Ctrl-C reaches it only through us."""
+    """A child in a fresh interpreter, in its own session: Ctrl-C reaches it only through us."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ def answers(
     job: str, *, fork: bool = False, timeout_s: float | None = None, signals: Sequence[int] = (), **arguments: Any
 ) -> Iterator[Iterator[dict[str, Any]]]:
     """
-    The answers of a job in a child of its own (see `Child.read`), which is a fork of this process if asked for.
+    The answers of a job in a separate child (see `Child.read`), which is a fork of this process if asked for.
 
     When the block is left, nothing of the child is left.
     """

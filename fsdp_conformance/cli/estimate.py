@@ -34,14 +34,14 @@ def estimate(
         measured.get(case.id) or case.world_size * SECONDS_PER_RANK.get(device, SECONDS_PER_RANK["sim"])
         for case, device in cases
     ]
-    known = [case.id for case, _ in cases if case.id in measured]
+    timed = [case.id for case, _ in cases if case.id in measured]
     others = [case.id for case, _ in cases if case.id not in measured]
     if not others:
         source = "measured in the last run"
-    elif not known:
+    elif not timed:
         source = "estimated from typical durations on 2 cores"
     else:
-        source = f"{len(known)} measured in the last run, {len(others)} estimated from typical durations"
+        source = f"{len(timed)} measured in the last run, {len(others)} estimated from typical durations"
     workers = max(1, min(workers, len(cases)))
     if slots is None:
         return START_S + sum(seconds) / workers, source

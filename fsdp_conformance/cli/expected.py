@@ -69,9 +69,9 @@ class Expected:
 
     def page(self, verification: Verification, selected: Collection[str]) -> str:
         """The run as an HTML page, next to its baseline."""
-        named = str(self.baseline.path) if self.baseline is not None else ""
+        baseline = str(self.baseline.path) if self.baseline is not None else ""
         changes = self.changes(verification, selected)
-        return page(verification.run, verification.certificate, changes=changes, baseline=named)
+        return page(verification.run, verification.certificate, changes=changes, baseline=baseline)
 
     def _against_list(self, verification: Verification, profile: Profile, say: Callable[[str], object]) -> bool:
         today = dt.datetime.now(dt.UTC).date()

@@ -22,7 +22,7 @@ def say(text: str) -> None:
     """
     Print text for people: on a terminal, lines that are too long are folded. Programs such as grep get whole lines.
 
-    Not for commands, which are copied: they are printed as they are, on a line of their own.
+    Not for commands, which are copied: they are printed as they are, on a separate line.
     """
     width = terminal_width()
     for line in text.splitlines():

@@ -85,7 +85,7 @@ class Running:
 
 
 class Progress:
-    """What is finished, what runs, and what is left."""
+    """The cases that are finished, that run, and that are left."""
 
     def __init__(self, cases: Sequence[Case], will_run: Sequence[Case], clock: Any = time.monotonic) -> None:
         self._clock = clock

@@ -24,7 +24,7 @@ def suite_sha256() -> str:
 
 
 def _files() -> dict[str, Path]:
-    """By name inside the package. In a checkout, cases and fixtures lie beside the package and not within it."""
+    """By name inside the package. In a checkout, cases and fixtures lie next to the package and not within it."""
     roots = {"": Path(fsdp_conformance.__file__).parent}
     for part in ("suites", "fixtures"):
         spec = importlib.util.find_spec(f"fsdp_conformance.{part}")

@@ -76,7 +76,7 @@ class Entry:
     needs: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
     scope: tuple[str, ...] = BASE
-    """What part of a certificate the case belongs to: see `contract.scopes`."""
+    """The part of a certificate that the case belongs to: see `contract.scopes`."""
     title: str = ""
     """Not part of the hash."""
 
@@ -98,7 +98,7 @@ class Entry:
         )
 
     def hashed(self) -> dict[str, Any]:
-        """What the hash covers."""
+        """The fields that the hash covers."""
         return {key: value for key, value in asdict(self).items() if key != "title"}
 
 
@@ -157,7 +157,7 @@ def json_lines(facts: Mapping[str, Any], name: str, rows: Iterable[str], *, brac
 
 
 def names() -> list[str]:
-    """The profiles that have a name of their own; there is one more for each extension."""
+    """The profiles that have their own name; there is one more for each extension."""
     return sorted([*_files(), *(f"{kind}-{_date(core)}" for core in _cores() for kind in _DERIVED)])
 
 
@@ -166,8 +166,8 @@ def shipped(name: str) -> str | None:
     """
     The hash of the shipped profile with that name, or None if there is none. Only shipped profiles can certify.
     """
-    found = _shipped(name)
-    return found.sha256 if found is not None else None
+    profile = _shipped(name)
+    return profile.sha256 if profile is not None else None
 
 
 def known_cases(profile: Profile) -> list[str]:
@@ -183,15 +183,15 @@ def load_profile(name: str) -> Profile:
     """
     if name.endswith(".json"):
         return _read(Path(name), named=name)
-    found = _shipped(name) or _shipped(f"{name}-{_date(_cores()[-1])}")
-    if found is None:
-        known = [*names(), *(f"{extension}-{_date(core)}" for core in _cores() for extension in _extensions(core))]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    profile = _shipped(name) or _shipped(f"{name}-{_date(_cores()[-1])}")
+    if profile is None:
+        choices = [*names(), *(f"{extension}-{_date(core)}" for core in _cores() for extension in _extensions(core))]
+        near = difflib.get_close_matches(name, choices, n=1, cutoff=0.4)
         raise UsageError(
             f"profile must be one of {', '.join(names())}, an extension such as offload, or the path of a .json file, "
             f"got {name!r}.{f' Did you mean {near[0]!r}?' if near else ''}"
         )
-    return found
+    return profile
 
 
 def _read(path: Path, *, named: str) -> Profile:
@@ -270,17 +270,17 @@ def collect_cases(package: str = SUITES) -> list[Case]:
     Raises SuiteError for duplicate ids.
     """
     root = importlib.import_module(package)
-    found: dict[str, tuple[Case, str]] = {}
+    places: dict[str, tuple[Case, str]] = {}
     problems = []
     for module_info in sorted(pkgutil.iter_modules(root.__path__, f"{package}."), key=lambda info: info.name):
         module = importlib.import_module(module_info.name)
         for place, case in _cases_in(vars(module), module.__name__):
-            if case.id in found:
-                problems.append(f"{case.id} is bound to {found[case.id][1]} and to {place}")
-            found[case.id] = (case, place)
+            if case.id in places:
+                problems.append(f"{case.id} is bound to {places[case.id][1]} and to {place}")
+            places[case.id] = (case, place)
     if problems:
         raise SuiteError("; ".join(problems))
-    return [case for case, _ in (found[case_id] for case_id in sorted(found))]
+    return [case for case, _ in (places[case_id] for case_id in sorted(places))]
 
 
 def _cases_in(names_of_module: Mapping[str, Any], module: str) -> Iterable[tuple[str, Case]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from fsdp_conformance.contract.requirement import Level, Requirement
 
-#: The scope that nobody can decline.
+#: The scope that no engine can decline.
 BASE = ("base",)
 
 #: The scope of cases of SHOULD requirements, which are reported but certify nothing.

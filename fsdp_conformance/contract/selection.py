@@ -114,7 +114,7 @@ def _problems(profile: Profile, settings: RunSettings) -> list[str]:
         if name not in bound
     ]
     problems += [
-        f"chapter must be one of {_listed([known for known in CHAPTERS if known in chapters])}, got {letter!r}"
+        f"chapter must be one of {_listed([chapter for chapter in CHAPTERS if chapter in chapters])}, got {letter!r}"
         for letter in settings.chapters
         if letter not in chapters
     ]
@@ -133,8 +133,8 @@ def _problems(profile: Profile, settings: RunSettings) -> list[str]:
     return problems
 
 
-def _near(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
-    near = difflib.get_close_matches(word, sorted(known), n=3, cutoff=cutoff)
+def _near(word: str, choices: Iterable[str], *, cutoff: float = 0.5) -> str:
+    near = difflib.get_close_matches(word, sorted(choices), n=3, cutoff=cutoff)
     return f". Did you mean {', '.join(near)}?" if near else ""
 
 

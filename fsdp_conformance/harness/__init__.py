@@ -20,7 +20,7 @@ Ranks: starting them, watching them, ending them.
     single_process_world  a world in which only this process exists
     rendezvous           makes ranks meet at a store of ours
     deadlines            the nested deadlines of a case
-    accounting           whose code a rank runs, so that the suite's own work counts against nobody else
+    accounting           whose code a rank runs, so that the suite's own work is not counted as the engine's
     devices              the devices of this machine, and how many cases fit on them
     leases               how many cases use a GPU at the same time
     device_memory        the memory of GPUs, without starting CUDA

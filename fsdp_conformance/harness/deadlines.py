@@ -85,7 +85,7 @@ class Deadlines:
         )
 
     def without_hurry(self) -> Deadlines:
-        """Deadlines for a case that somebody debugs: a day and more for what may wait for a person."""
+        """Deadlines for a case that is debugged: a day and more for what may wait for a person."""
         return replace(self, collective_s=_DAY_S, rank_s=2 * _DAY_S, case_s=3 * _DAY_S, suite_s=2 * _DAY_S)
 
 

@@ -1,7 +1,7 @@
 """
 The memory of GPUs, as NVML counts it: whoever holds it, and without starting CUDA in this process.
 
-NVML comes with the driver. Without it nothing is known, and nobody is stopped.
+NVML comes with the driver. Without it the memory is unknown, and no case is refused.
 """
 
 from __future__ import annotations

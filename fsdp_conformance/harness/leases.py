@@ -2,12 +2,12 @@
 Leases on devices: how many cases use a GPU at the same time, whatever process runs them.
 
 A case takes a slot on each of as many devices as it has ranks, so no two of its ranks share one. By default a device
-has one slot. With more, ranks of different cases share a device: each has a context and an allocator of its own, and
+has one slot. With more, ranks of different cases share a device: each has its own context and allocator, and
 NCCL asks for distinct devices only within a case.
 
 A slot is a file lock, so it ends with its holder, however the holder ends. Locks are named after the device (its UUID
 if NVML tells it), not after its number in CUDA_VISIBLE_DEVICES: "device 0" of two callers may be two GPUs or one. A
-case gets devices from the caller's own list. Whoever counts on a device of its own shares it with no slot of another
+case gets devices from the caller's own list. A case that needs a whole device shares it with no slot of another
 run. The CPU and the simulated accelerator need no leases, because ranks share cores.
 
 Callers take their locks one at a time, so that small cases do not starve one that needs all devices, and so that two
@@ -89,20 +89,20 @@ def lease(
         with hold([f"{device_type}-all"], 1, directory=directory, timeout_s=timeout_s):
             yield Lease(devices=tuple(names))
         return
-    wanted = [name for name in names if not among or name in among]
+    candidates = [name for name in names if not among or name in among]
     slots = slots_of(device_type, slots)
 
     def shortage(index: int) -> str:
-        return _shortage(wanted[index], memory_of(device_type, wanted[index])) if slots > 1 else ""
+        return _shortage(candidates[index], memory_of(device_type, candidates[index])) if slots > 1 else ""
 
-    locks = lock_names(device_type, wanted)
+    locks = lock_names(device_type, candidates)
     with hold(locks, count, slots=slots, shortage=shortage, directory=directory, timeout_s=timeout_s) as held:
-        chosen = tuple(wanted[index] for index in held)
+        chosen = tuple(candidates[index] for index in held)
         yield Lease(devices=chosen, variables={variable: ",".join(chosen)})
 
 
 def again(device_type: str, before: Lease, *, slots: int = 1) -> ExitStack | None:
-    """A new lease on the same devices, to be closed; None if somebody else has one of them."""
+    """A new lease on the same devices, to be closed; None if another process has one of them."""
     with ExitStack() as held:
         count = len(before.devices)
         try:
@@ -193,7 +193,7 @@ def _free_slot(device: Path, slots: int) -> _Slot | None:
 
 
 def _locked(resources: ExitStack, path: Path, *, shared: bool) -> bool:
-    """Lock the file until `resources` end, unless somebody else has locked it."""
+    """Lock the file until `resources` end, unless another process has locked it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -215,34 +215,34 @@ def can_hide(device_type: str) -> bool:
     return device_type in _VISIBLE
 
 
-def slots_of(device_type: str, wanted: int) -> int:
+def slots_of(device_type: str, slots: int) -> int:
     """
     How many slots a device has: as many as wanted, or with 0 what the memory of the smallest device holds.
 
     Raises EnvironmentUnavailable if the memory of a device does not hold what is wanted.
     """
-    if wanted == 1 or not devices.is_scarce(device_type):
+    if slots == 1 or not devices.is_scarce(device_type):
         return 1
     if not can_hide(device_type):
-        if wanted > 1:
+        if slots > 1:
             raise EnvironmentUnavailable(
-                f"--slots-per-device must be 1 on devices of type {device_type!r}, got {wanted}: they cannot be hidden "
+                f"--slots-per-device must be 1 on devices of type {device_type!r}, got {slots}: they cannot be hidden "
                 "from ranks one by one, so one case at a time has all of them."
             )
         return 1
     memories = {name: memory_of(device_type, name) for name in visible_devices(device_type)}
     total_mib = {name: memory.total_mib for name, memory in memories.items() if memory is not None}
-    if wanted == 0:
+    if slots == 0:
         # A device of unknown memory has one.
         most = [total // RANK_MIB for total in total_mib.values()] if memories.keys() == total_mib.keys() else [1]
         return max(1, min([MOST_AUTO, *most]))
     for name, total in total_mib.items():
-        if wanted > max(1, total // RANK_MIB):
+        if slots > max(1, total // RANK_MIB):
             raise EnvironmentUnavailable(
-                f"--slots-per-device must be at most {max(1, total // RANK_MIB)} here, got {wanted}: device {name} has "
+                f"--slots-per-device must be at most {max(1, total // RANK_MIB)} here, got {slots}: device {name} has "
                 f"{total} MiB of memory, and a rank may take {RANK_MIB} MiB. Choose fewer, or auto."
             )
-    return wanted
+    return slots
 
 
 def memory_of(device_type: str, name: str) -> DeviceMemory | None:

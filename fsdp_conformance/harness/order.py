@@ -1,5 +1,5 @@
 """
-What the controller tells the ranks of a case: one order for the case, and a small one for each rank around it.
+The orders that the controller sends to the ranks of a case: one for the case, and a small one around it for each rank.
 
 A `CaseOrder` is complete: whoever launches a case (a test case, a probe, `sanitize`) makes one, and nothing else
 travels to the ranks. Each rank receives its `RankOrder` as the first message on its pipe. Orders name the test class
@@ -35,7 +35,7 @@ _NEVER_S = 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Debugged:
-    """The rank that has the terminal, while somebody debugs it. The others run past breakpoints."""
+    """The rank that has the terminal while it is debugged. The others run past breakpoints."""
 
     rank: int = 0
     post_mortem: bool = False
@@ -52,7 +52,7 @@ class FirstGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseOrder:
-    """What to run, on how many ranks, and how to start them."""
+    """The code to run, the number of ranks, and how to start them."""
 
     module: str
     qualname: str
@@ -73,11 +73,11 @@ class CaseOrder:
     variables: dict[str, str] = field(default_factory=dict)
     """Set in every rank, on top of the controller's environment."""
     preload: tuple[str, ...] = ()
-    """What the warm process imports, besides what every rank needs."""
+    """The modules that the warm process imports, besides those that every rank needs."""
     preload_environment: dict[str, str] = field(default_factory=dict)
     """Set when the warm process imports."""
     imports_main: bool = False
-    """Whether the class, or the function to call, is defined in the controller's `__main__`."""
+    """True if the class, or the function to call, is defined in the controller's `__main__`."""
     reuse: bool = False
     """Accept ranks that have run other cases. Only for ranks that are processes of one host."""
     simulated: bool = False
@@ -93,7 +93,7 @@ class CaseOrder:
     ahead: bool = False
     """Only get ready, and wait for another order (`processes.prepared`)."""
     debugged: Debugged | None = None
-    """One rank has the terminal, and nobody is in a hurry."""
+    """True if one rank has the terminal, so that no deadline is short."""
     first_part: Part = Part.ENGINE
     """Whose code a rank runs until it says otherwise (`harness.accounting`)."""
     name: str = ""
@@ -102,7 +102,7 @@ class CaseOrder:
     """The torchrun worker that starts one of the ranks; its peers may be on other hosts."""
 
     def is_debugged(self, rank: int) -> bool:
-        """Whether it is the rank that has the terminal."""
+        """True if it is the rank that has the terminal."""
         return self.debugged is not None and self.debugged.rank == rank
 
     @property
@@ -162,7 +162,7 @@ class RankFiles:
     """The files of one rank in the case's directory."""
 
     output: str
-    """What the rank writes to stdout and stderr."""
+    """The file with the rank's stdout and stderr."""
     stack: str
     """Python stacks, on STACK_SIGNAL and on a fatal signal."""
     collectives: str
@@ -179,7 +179,7 @@ class RankFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOrder:
-    """What one rank is told."""
+    """The order for one rank."""
 
     case: CaseOrder
     rank: int

@@ -137,7 +137,7 @@ class RankRun:
             self.report.not_run, code = str(skipped), _torch_skips()["generic"].exit_code
         except BaseException as error:  # noqa: BLE001 - it goes into the report
             self.note(error, case.describe_error(error))
-            # Before the report: peers may still wait for this rank, but nobody counts it as failed.
+            # Before the report: peers may still wait for this rank, but it does not count as failed.
             self.examine(error)
             code = ERROR_EXIT_CODE
         self.report.seconds["body"] = time.monotonic() - began
@@ -176,7 +176,7 @@ class RankRun:
             self.turn_to(Part.MEETING)
 
     def examine(self, error: BaseException) -> None:
-        """Somebody who debugs this rank may want to look at what ended its body, or at what the body judged wrong."""
+        """A person who debugs this rank may want to see what ended its body, or what the body judged wrong."""
 
     def note(self, error: BaseException, described: RankError) -> None:
         """Record in the report what ended the body."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-#: What cases compute in: the matrix products of each dtype may use handles of their own.
+#: What cases compute in: the matrix products of each dtype may use separate handles.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 #: Of the layer that is used for warming up, as small as the tests' own and aligned for every library.
@@ -15,7 +15,7 @@ def warm_up(device: torch.device) -> None:
     """
     One forward and backward of a layer in each dtype that a case computes in.
 
-    On CUDA, cuBLAS takes a workspace from the caching allocator for each of its handles and streams: megabytes, beside
+    On CUDA, cuBLAS takes a workspace from the caching allocator for each of its handles and streams: megabytes, besides
     bounds of a hundred kilobytes. A handle belongs to a thread, and a backward runs in one of autograd's.
     """
     for dtype in _DTYPES:

@@ -4,7 +4,7 @@ Links, measured: collectives of several sizes are timed, and the numbers of each
     measure    times the collectives along axes of meshes, and fits each
     fit_link   the link that explains a set of timings of one collective
 
-Each collective gets numbers of its own. Where one implementation of a collective is another one in disguise, as gloo's
+Each collective gets its own numbers. Where one implementation of a collective really is another one, as gloo's
 reduce-scatter is an all-reduce, one set of numbers for all of them would be wrong for some.
 """
 

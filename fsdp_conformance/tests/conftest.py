@@ -1,4 +1,4 @@
-"""What pytest does before and after the package's tests."""
+"""Setup and teardown of the package's tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRIVATE_STORE = "FSDP_CONFORMANCE_TEST_REFERENCES"
 
 def pytest_configure() -> None:
     """
-    Share no references with the user's store, and with other tests only in ci/test, but where a test says so.
+    Share no references with the user's store, and with other tests only in ci/test, except where a test asks for it.
 
     And restore SIGINT, which background jobs of a shell ignore together with their children: some tests send it.
     """

@@ -60,7 +60,7 @@ def test_the_engines_own_frames_come_innermost_first() -> None:
     ],
 )
 def test_frames_are_told_apart_by_their_files(file: str, is_of_engine: bool) -> None:
-    """On any machine: the run file may come from another one."""
+    """The comparison works on any machine: the run file may come from another one."""
     (frame,) = frames_of_stack(f'  File "{file}", line 3 in f')
 
     assert frame.is_of_engine is is_of_engine

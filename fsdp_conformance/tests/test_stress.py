@@ -32,17 +32,17 @@ def test_ranks_that_agree_and_ranks_that_differ() -> None:
         _record("edited"),
     ]
 
-    found = stress.strikes_of(records)
+    strikes = stress.strikes_of(records)
 
-    assert found == {name: {Provocation.LATE: 17, Provocation.SLOW: 2}.get(name, 0) for name in Provocation}
-    assert stress.in_words(found) == (
+    assert strikes == {name: {Provocation.LATE: 17, Provocation.SLOW: 2}.get(name, 0) for name in Provocation}
+    assert stress.in_words(strikes) == (
         "late completion 17 times, slow rank 2 times; never struck: completion out of order, poisoned output, "
         "input read late, freed memory poisoned, new memory poisoned"
     )
 
 
 def test_nothing_struck() -> None:
-    """A run of cases that never reached an engine says so."""
+    """The result states that the cases never reached an engine."""
     assert stress.in_words(stress.strikes_of([])).startswith("nothing struck; never struck: late completion, ")
 
 

@@ -1,5 +1,5 @@
 """
-What older versions of torch lack, for tests that need it: each such test says so when it is skipped.
+The features that older versions of torch lack. A test that needs one is skipped with that reason.
 
 Where only a run shows whether a test needs it, as with the many that train FSDP2 on the CPU, the error tells:
 `limit_of`.

@@ -30,7 +30,7 @@ class NestedParity(ConformanceTestCase):
         workload = PROBE()
         run = self.train(workload)
         self.check_parity(run, workload)
-        # Nobody exits before all have measured: shared pages are divided among the processes that are alive.
+        # No rank exits before all have measured: shared pages are divided among the processes that are alive.
         dist.barrier()
         self.report.measurements[f"process of rank {self.rank}"] = used()
         dist.barrier()
@@ -38,7 +38,7 @@ class NestedParity(ConformanceTestCase):
 
 def used() -> dict[str, Any]:
     """
-    What this process has used: CPU seconds, its largest resident set, and its proportional set now (Linux).
+    The resources this process has used: CPU seconds, its largest resident set, and its proportional set now (Linux).
 
     A page that n processes have counts for 1/n in the proportional set of each.
     """

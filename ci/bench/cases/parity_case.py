@@ -25,7 +25,7 @@ SIZES = (33, 64, 47, 8)
 
 
 class ParityBody:
-    """What a rank runs in both test cases."""
+    """The rank's body in both test cases."""
 
     world_size = WORLD_SIZE
 

@@ -2,7 +2,7 @@
 LowLevelZeroOptimizer: a parameter whose `.grad` is set to None before the step is stepped all the same, in silence.
 
 Expected: as in torch, it does not change, or an error says how to drop a gradient. Seen with colossalai 0.5.0 (torch
-2.13.0, gloo, CPU), in both stages: the engine has the gradient in a store of its own. An accelerator is pretended,
+2.13.0, gloo, CPU), in both stages: the engine stores the gradient elsewhere. An accelerator is pretended,
 because the engine refuses the CPU.
 Run: torchrun --nproc-per-node 2 ci/findings/colossalai/dropped_gradients_are_stepped.py
 Upstream: no report of the silence found (searched November 2026); that `.grad` is None after backward, and how to read

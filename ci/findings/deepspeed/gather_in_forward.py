@@ -28,7 +28,7 @@ CONFIG = {
 
 
 def main() -> None:
-    """Three steps; before the second layer of each forward somebody looks at the weight of the last one."""
+    """Three steps; before the second layer of each forward, user code looks at the weight of the last one."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     # Otherwise a C++ extension is compiled at first use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -7,7 +7,7 @@ send values from before the step; the simulated accelerator's checker reports "r
 loss or the norm on the host after the step waits for the update, and hides it. `overlap_comm` is stage 3's default.
 Needs: an accelerator
 Run: torchrun --nproc-per-node 2 ci/findings/deepspeed/gathers_before_the_update.py
-Upstream: no report found (searched November 2026). https://github.com/deepspeedai/DeepSpeed/pull/7898 (merged) mended
+Upstream: no report found (searched November 2026). https://github.com/deepspeedai/DeepSpeed/pull/7898 (merged) fixed
 the same kind of defect where gradients are reduced.
 """
 

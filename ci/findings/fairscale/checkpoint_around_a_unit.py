@@ -5,7 +5,7 @@ Expected: as with torch's own FullyShardedDataParallel, it is computed again and
 (torch 2.13.0, gloo, CPU): "expected to be in states [BACKWARD_PRE, BACKWARD_POST] but current state is FORWARD". A
 reentrant checkpoint works. CUDA's streams are replaced.
 Run: python ci/findings/fairscale/checkpoint_around_a_unit.py
-Upstream: no report found (searched November 2026); torch's own class had the same, now mended:
+Upstream: no report found (searched November 2026); torch's own class had the same, now fixed:
 https://github.com/pytorch/pytorch/issues/82203 (closed).
 """
 

@@ -30,7 +30,7 @@ root = FullyShardedDataParallel(torch.nn.ModuleList([unit]), compute_device=torc
 
 
 def forward(x):
-    """What the root computes."""
+    """The root's computation."""
     for _ in range(2):
         x = checkpoint(unit, x, use_reentrant=False)
     return x

@@ -6,7 +6,7 @@ Seen with megatron-fsdp 0.6.1 (torch 2.13.0, simulated accelerator): what is gat
 a model of less than 500 million elements is gathered together. The last unit comes last, and backward waits for all.
 Needs: an accelerator
 Run: torchrun --nproc-per-node 2 ci/findings/megatron_fsdp/backward_gathers_in_forward_order.py
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/7134 (merged September 2026) mends the limit, which was a floor. No
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/7134 (merged September 2026) fixes the limit, which was a floor. No
 report of the order found (searched November 2026).
 """
 

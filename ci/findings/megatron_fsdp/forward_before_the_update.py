@@ -5,7 +5,7 @@ Expected: the update is visible in the next forward, as without sharding. Got wi
 belongs to no unit stays gathered, and has its values from before the step. CUDA's streams are replaced, so that it runs
 on the CPU.
 Run: torchrun --nproc-per-node 2 ci/findings/megatron_fsdp/forward_before_the_update.py
-Upstream: no report found (searched November 2026); https://github.com/NVIDIA/Megatron-LM/pull/6336 mends another cause
+Upstream: no report found (searched November 2026); https://github.com/NVIDIA/Megatron-LM/pull/6336 fixes another cause
 of outdated weights, in its successor
 """
 

@@ -5,7 +5,7 @@ Expected: gradients accumulate, and the backward after no_sync reduces their sum
 Seen with torch 2.13.0 (gloo, CPU): RuntimeError, "expect_autograd_hooks_ INTERNAL ASSERT FAILED".
 Run: torchrun --nproc-per-node 2 ci/findings/torch-ddp/static_graph_with_no_sync.py
 Upstream: https://github.com/pytorch/pytorch/issues/143580 (open), https://github.com/pytorch/pytorch/pull/187732 (open)
-mends it.
+fixes it.
 """
 
 from datetime import timedelta

@@ -2,7 +2,7 @@
 FullyShardedDataParallel: with offloaded parameters, a second backward replaces the gradient, with CPUOffload.
 
 Expected: gradients of 1 and 1 add up to 2, or an error. Seen with torch 2.13.0 (simulated accelerator): 1.
-`_offload_grad` copies the new gradient over `_cpu_grad`. The documentation says so, but nothing raises. Without an
+`_offload_grad` copies the new gradient over `_cpu_grad`. The documentation mentions it, but nothing raises. Without an
 accelerator gradients add up, because an offloaded one is on the device that computes.
 Needs: an accelerator
 Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp1/accumulation_with_offload.py

@@ -6,7 +6,7 @@ Expected: what was saved loads, with as many ranks or others. Seen with torch 2.
 there (`_flatten_sharded_tensors`); DefaultLoadPlanner misses its key, takes the checkpoint for one from before
 torch 2.4, and looks for the names of that time.
 Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp1/checkpoint_with_empty_shards.py
-Upstream: https://github.com/pytorch/pytorch/pull/163480 (closed, not merged) describes and mends exactly this.
+Upstream: https://github.com/pytorch/pytorch/pull/163480 (closed, not merged) describes and fixes exactly this.
 """
 
 import tempfile

@@ -6,7 +6,7 @@ and 2.8.0 (gloo, CPU, use_orig_params=True): `Requires uniform dtype across all 
 torch.bfloat16}`.
 Torch: >=2.6,<2.11
 Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp1/clip_grad_norm_of_two_dtypes.py
-Upstream: https://github.com/pytorch/pytorch/issues/171517 is exact. pytorch/pytorch#173641 mended it.
+Upstream: https://github.com/pytorch/pytorch/issues/171517 is exact. pytorch/pytorch#173641 fixed it.
 """
 
 from datetime import timedelta

@@ -7,7 +7,7 @@ forward, so the output is that of the parameters before the step. With SHARD_GRA
 whole update is lost; after a forward with a graph, every .grad is None until the next backward.
 Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp1/forward_before_the_update.py
 Upstream: no report found (searched November 2026). That the root stays gathered after forward is by design:
-https://github.com/pytorch/pytorch/issues/131965 (closed) says so for fully_shard.
+https://github.com/pytorch/pytorch/issues/131965 (closed) reports it for fully_shard.
 """
 
 import contextlib

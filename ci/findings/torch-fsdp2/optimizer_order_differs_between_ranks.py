@@ -5,7 +5,7 @@ Expected: the state of each parameter under its name, or an error. Seen with tor
 their optimizers the parameters in different orders, they gather different tensors at once. Shapes that fit are mixed
 up, as here, and others end the process (gloo: SIGABRT).
 Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp2/optimizer_order_differs_between_ranks.py
-Upstream: no report for fully_shard found (searched November 2026). For FullyShardedDataParallel it was mended in
+Upstream: no report for fully_shard found (searched November 2026). For FullyShardedDataParallel it was fixed in
 https://github.com/pytorch/pytorch/pull/78599 and https://github.com/pytorch/pytorch/pull/84654.
 """
 

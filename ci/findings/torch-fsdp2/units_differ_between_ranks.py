@@ -1,7 +1,7 @@
 """
 fully_shard: ranks that run units in different orders, or different units, compute with each other's parameters.
 
-Expected: an error that says so, or the right output. Layer i multiplies by i + 1, and one is added.
+Expected: an error that reports it, or the right output. Layer i multiplies by i + 1, and one is added.
 Seen with torch 2.13.0 (gloo, CPU): no error. Each all-gather joins shards of different units, in backward, too.
 Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp2/units_differ_between_ranks.py
 Upstream: https://github.com/pytorch/pytorch/issues/75373 (open) is the same defect of FullyShardedDataParallel; no

@@ -4,7 +4,7 @@ torchtitan's SimpleFSDP forgets `requires_grad=False`: frozen parameters are tra
 Expected after data_parallel(): a frozen parameter is frozen. Got with torchtitan 0.3.0: it requires a gradient, gets
 one, and the optimizer changes it.
 Run: python ci/findings/torchtitan/frozen_parameters_train.py
-Upstream: https://github.com/pytorch/torchtitan/issues/3885; pull request 4282 (open in August 2026) mends it
+Upstream: https://github.com/pytorch/torchtitan/issues/3885; pull request 4282 (open in August 2026) fixes it
 """
 
 import sys

@@ -30,7 +30,7 @@ class MegatronFSDP(TorchAdapter):
 
     package: ClassVar[str] = "megatron-fsdp"
     capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "zero_size_shard"})
-    #: The package has no clipping of its own, and ranks have gradients of different parameters.
+    #: The package has no clipping, and ranks have gradients of different parameters.
     declines: ClassVar[frozenset[str]] = frozenset({"clip_grad_norm", "write_params", "wrap_again", "zero_grads"})
     shims: ClassVar[tuple[str, ...]] = (
         stub_cuda.SHIM,

@@ -1,4 +1,4 @@
-"""For engines that run only where each rank is a process, and for adapters that nobody has tried on a GPU."""
+"""For engines that run only where each rank is a process, and for adapters that were never tried on a GPU."""
 
 from __future__ import annotations
 

@@ -132,10 +132,10 @@ class EngineChunk:
         self.chunk.update_from_partner()
 
     def statistics(self) -> ShardStatistics:
-        found = self.chunk.statistics
-        if found is None:
+        statistics = self.chunk.statistics
+        if statistics is None:
             raise ChunkStateError("the chunk has no statistics: reduce it first", where=repr(self.chunk))
-        return ShardStatistics(float(found.squared_norm), bool(found.overflow))
+        return ShardStatistics(float(statistics.squared_norm), bool(statistics.overflow))
 
 
 class EnginePool:
@@ -180,8 +180,8 @@ class EnginePool:
         self.fetcher.end_compute(tensors)
 
     def statistics(self) -> ShardStatistics:
-        found = self.group.statistics()
-        return ShardStatistics(float(found.squared_norm), bool(found.overflow))
+        statistics = self.group.statistics()
+        return ShardStatistics(float(statistics.squared_norm), bool(statistics.overflow))
 
 
 def engine_chunk(chunk: ChunkStorage) -> Chunk:

@@ -86,8 +86,8 @@ class ReferenceDataParallel(TorchAdapter):
         sparse_flags: Sequence[bool] = (),
         order: Sequence[int] = (),
     ) -> Assignment:
-        found = bucket_assignment(tensors, limits, sparse_flags, order)
-        return Assignment([list(bucket) for bucket in found.buckets], list(found.limits))
+        assignment = bucket_assignment(tensors, limits, sparse_flags, order)
+        return Assignment([list(bucket) for bucket in assignment.buckets], list(assignment.limits))
 
 
 def reducer_options(options: ReducerOptions) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def install(plan: Plan, engine: str) -> None:
     refuse_gpus_and_simulated_ranks(plan, engine, because="its adapter changes torch, which simulated ranks share")
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
-    # A function of its own for each: torch._dynamo rejects one that has two names.
+    # A separate function for each: torch._dynamo rejects one that has two names.
     for name in ("current_stream", "default_stream"):
         setattr(cuda, name, _returns(Stream()))
     for name in ("stream", "device"):

@@ -108,7 +108,7 @@ class FutureSave:
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The containers of an optimizer's state dict anew: torch changes those that it is given."""
+    """Copy the containers of an optimizer's state dict: torch changes those that it is given."""
     return {
         "state": {name: dict(entries) for name, entries in state["state"].items()},
         "param_groups": [dict(group) for group in state["param_groups"]],

@@ -42,8 +42,8 @@ class TorchDDP(TorchCheckpoints):
             # DistributedDataParallel rejects a module without trainable parameters: "is not needed".
             return model
         # Renamed in torch 2.13. Either way, buffers are broadcast at init but not in each forward.
-        known = inspect.signature(DistributedDataParallel).parameters
-        option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        parameters = inspect.signature(DistributedDataParallel).parameters
+        option = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
         options: dict[str, Any] = {option: False}
         return DistributedDataParallel(
             model,

@@ -93,7 +93,7 @@ class TorchFSDP1(TorchCheckpoints):
         "cpu": frozenset({"sync_module_states", "cpu_offload_params"})
     }
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.FULL_SHARD
-    """What `Sharding.DEFAULT` means."""
+    """The meaning of `Sharding.DEFAULT`."""
 
     @classmethod
     def version(cls) -> str:

@@ -18,7 +18,7 @@ class TorchZeRO1(TorchDDP):
 
     name: ClassVar[str] = "torch-zero1"
     capabilities: ClassVar[frozenset[str]] = frozenset({"zero1"})
-    #: Each rank has the state of its own parameters only; torch gives the whole of it to one rank.
+    #: Each rank has only the state of its own parameters; torch gives the whole state to one rank.
     declines: ClassVar[frozenset[str]] = frozenset({
         "no_shard", "full_optim_state", "optim_state_dict", "checkpoint", "async_checkpoint", "reshard_load", "reducer",
         "copyable",

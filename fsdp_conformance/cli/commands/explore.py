@@ -29,8 +29,8 @@ _PROGRESS_S = 2.0
 
 def main(arguments: argparse.Namespace) -> int:
     """Explore, and return 0 if nothing fails, 1 if something does, otherwise 2, 3 or 4."""
-    with answers("explore", order=order_of(arguments)) as found:
-        return follow(found, scripts=arguments.script, as_json=arguments.json)
+    with answers("explore", order=order_of(arguments)) as child_answers:
+        return follow(child_answers, scripts=arguments.script, as_json=arguments.json)
 
 
 def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -56,12 +56,12 @@ def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def follow(found: Iterable[dict[str, Any]], *, scripts: bool = False, as_json: bool = False) -> Status:
+def follow(answers: Iterable[dict[str, Any]], *, scripts: bool = False, as_json: bool = False) -> Status:
     """Print what comes, and sum it up; as JSON, print it at the end."""
     shown = time.monotonic()
     failures: list[dict[str, Any]] = []
     counts: dict[str, Any] | None = None
-    for answer in found:
+    for answer in answers:
         match answer.pop("what"):
             case "begin" if not as_json:
                 print(f"exploring {answer['name']} {answer['version']}", flush=True)

@@ -18,7 +18,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     Print the run, or write it to a file. Returns 0, whatever the run shows, unless the file contradicts itself.
 
-    Raises RunFileError for a file that is no run, UsageError for cases that the run does not have, and
+    Raises RunFileError for a file that is not a run, UsageError for cases that the run does not have, and
     EnvironmentUnavailable for a file that cannot be written.
     """
     profile = load_profile(arguments.profile) if arguments.profile else None

@@ -42,7 +42,7 @@ from fsdp_conformance.run_settings import RunOrder, RunSettings
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
 
-#: The run in Markdown, beside the run file.
+#: The run in Markdown, next to the run file.
 SUMMARY = "summary.md"
 
 #: Seconds between two looks at the run file and at pytest.

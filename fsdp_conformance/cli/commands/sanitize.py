@@ -82,11 +82,11 @@ def main(arguments: argparse.Namespace) -> int:
         terminal.say(text, style)
     if output is not None:
         output.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    found = alerts_of(report)
+    report_alerts = alerts_of(report)
     if sarif is not None:
-        sarif.write_text(alerts.sarif(found, report), encoding="utf-8")
+        sarif.write_text(alerts.sarif(report_alerts, report), encoding="utf-8")
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in alerts.workflow_commands(found):
+        for line in alerts.workflow_commands(report_alerts):
             terminal.say(line)
     if interrupted is not None:
         raise interrupted
@@ -149,12 +149,12 @@ def _check(order: ScriptOrder, outputs: Mapping[str, Path | None]) -> None:
 
 def _bytes(word: str, problems: list[str]) -> int:
     """The number of bytes in "80GiB"."""
-    found = _SIZE.fullmatch(word.strip())
-    if found is None or float(found[1]) == 0:
+    match = _SIZE.fullmatch(word.strip())
+    if match is None or float(match[1]) == 0:
         problems.append(f"--memory must be a positive size such as 80GiB, got {word!r}")
         return 1
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** _POWERS.get((found[2] or "").lower(), 0))
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** _POWERS.get((match[2] or "").lower(), 0))
 
 
 def _number(word: str, name: str, kind: type, problems: list[str]) -> Any:

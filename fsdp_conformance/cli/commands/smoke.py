@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _status(results: Sequence[SmokeResult]) -> Status:
-    """A check that did not run is no check that passed."""
+    """A check that did not run does not count as passed."""
     if any(result.problems for result in results):
         return Status.NOT_CERTIFIED
     return Status.CERTIFIED if any(not result.not_run for result in results) else Status.ENVIRONMENT

@@ -59,7 +59,7 @@ def counted_in_a_child() -> Iterator[None]:
     """
     try:
         native = importlib.import_module("torch")._C
-    except ImportError:  # whoever needs torch will say so
+    except ImportError:  # code that needs torch will report it
         yield
         return
     count = getattr(native, _COUNT, None)

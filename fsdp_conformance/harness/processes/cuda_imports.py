@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from fsdp_conformance.harness.processes import preload
 from fsdp_conformance.harness.processes.forkserver import WarmServer, server_for, start_process
 
-#: Selects a server of its own: one that has imported a module cannot be without it.
+#: Selects a separate server: one that has imported a module cannot be without it.
 WITHOUT = "FSDP_CONFORMANCE_WARM_WITHOUT"
 
 #: What servers have said, by their modules and variables.
@@ -26,7 +26,7 @@ def server_without_cuda(modules: tuple[str, ...], variables: Mapping[str, str]) 
     """
     A server that has imported `modules`, except those that start CUDA.
 
-    What every rank needs is not left out: if torch itself starts the driver, the ranks say so.
+    What every rank needs is not left out: if torch itself starts the driver, the ranks report it.
     """
     harmless, left_out = modules, ""
     while True:

@@ -2,7 +2,7 @@
 The rank in the foreground: one that has the terminal of the command, so that a debugger in it can be talked to.
 
 A rank is forked by a server that has no terminal, so the controller sends it its own stdin, stdout and stderr over the
-rank's pipe. The rank stays in a session of its own: Ctrl-C reaches the controller, which passes it on.
+rank's pipe. The rank stays in its own session: Ctrl-C reaches the controller, which passes it on.
 """
 
 from __future__ import annotations

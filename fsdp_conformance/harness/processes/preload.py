@@ -130,7 +130,7 @@ def _exists(name: str) -> bool:
 
 
 def redirect_output(path: str) -> None:
-    """Write stdout and stderr of this process to a file that somebody else has open, and remove its name."""
+    """Write stdout and stderr of this process to a file that another process has open, and remove its name."""
     log = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.unlink(path)
     for stream in (1, 2):

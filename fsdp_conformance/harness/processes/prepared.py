@@ -7,8 +7,8 @@ case takes the set if all that the ranks have done holds for it: world size, ser
 devices that it can have at once. Otherwise the set is ended, and the case starts ranks as usual. So it does if a rank
 fails while it gets ready: a rank that belongs to a case then fails again, and says why.
 
-A waiting set holds no lease: nobody waits for devices that nobody uses. It takes memory, and is made only where there
-is plenty.
+A waiting set holds no lease, so no case waits for devices that are not in use. It takes memory, and is made only
+where there is plenty.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class _Waiting:
     """A set of ranks without a case."""
 
     case: CaseOrder
-    """What they were told to get ready for."""
+    """The case that they prepare for."""
     server: WarmServer
     environments: list[dict[str, str]]
-    """What they were given, of meaning to a rank."""
+    """The environment variables of each rank that matter to it."""
     ranks: RankSet
     """Its lease names the devices that they use, which they do not hold."""
 
@@ -160,7 +160,7 @@ def _environments(case: CaseOrder, lease: Lease) -> list[dict[str, str]]:
 
 
 def _are_ready(members: Sequence[Member], deadline: float) -> bool:
-    """True if all ranks say so before the deadline, and again when asked. If one of them ends, the answer is no."""
+    """True if all ranks report ready before the deadline, and again when asked. False if one of them ends."""
     ends = [process.sentinel for process, _ in members]
     try:
         if not all(_says_ready(connection, ends, deadline) for _, connection in members):

@@ -103,7 +103,7 @@ def main(pipe: Connection, directory: Path) -> NoReturn:
 
 
 def _get_ready(order: RankOrder, pipe: Connection, directory: Path) -> RankOrder:
-    """Do ahead what needs no case, say so, and wait for a case. A rank that cannot leaves, and nobody is blamed."""
+    """Prepare all that needs no case, report it, and wait for a case. A rank that cannot leaves without blame."""
     try:
         prepare_process(order)
         rank_startup.get_ready(order)

@@ -35,7 +35,7 @@ class RankSet:
     """The processes of one case, or of several in turn."""
 
     key: tuple[Any, ...]
-    """What a case must have in common with the one that the ranks were started for."""
+    """The settings that a case must share with the one that the ranks were started for."""
     members: tuple[Member, ...]
     lease: Lease
     shared_before: frozenset[str]

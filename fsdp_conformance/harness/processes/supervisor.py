@@ -78,7 +78,7 @@ class Seat:
     mute: bool = False
     """True once the rank is past its deadline: its messages are ignored."""
     at_prompt: bool = False
-    """True while a debugger in the rank waits for a person: nobody is terminated meanwhile."""
+    """True while a debugger in the rank waits for a person: no rank is terminated meanwhile."""
     part: Part = Part.ENGINE
     """Whose code the rank runs."""
     part_since: float = 0.0
@@ -108,7 +108,7 @@ class Seat:
 
     @property
     def failed(self) -> bool:
-        """True if the rank's body ended early, so that its peers may wait for it in vain."""
+        """True if the rank's body ended early, so that its peers may wait for it forever."""
         if self.report is None:
             return self.end is not None
         return bool(self.report.error or self.report.not_run or self.report.inconclusive)
@@ -217,7 +217,7 @@ class Supervisor:
                 self._release([seat for seat in self.seats if seat.failed])
             busy = Part.SUITE in self._parts() or any(seat.at_prompt for seat in waiting)
             if given_up < float("inf") and busy:
-                # Such a rank waits for nobody, and has a report of its own to make.
+                # Such a rank does not wait for others, and has its own report to make.
                 given_up = max(given_up, now + self.deadlines.grace_s)
             if now >= given_up or self._is_overdue(waiting):
                 self._end(waiting)

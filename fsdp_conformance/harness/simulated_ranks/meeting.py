@@ -157,7 +157,7 @@ class Meeting:
 
 def _write(output: Tensor, value: Tensor) -> None:
     # Through `data`: a backend writes below autograd, and does not change the version. The `data` of a sparse tensor
-    # has indices of its own, so what is written there stays there.
+    # has its own indices, so what is written there stays there.
     if output.layout is not torch.strided:
         output.copy_(value)
     elif output.data_ptr() != value.data_ptr():

@@ -4,8 +4,8 @@ Simulated ranks: N ranks of one world as threads of one process, for worlds larg
     losses = run_ranks(64, train, timeout_s=120)
 
 Each rank has its own world of torch.distributed, whose groups communicate in memory (`group`), its own random numbers,
-and whatever else `state` switches. The ranks take turns (`scheduler`), so every run is the same, and a rank that waits
-in vain learns so at once.
+and whatever else `state` switches. The ranks take turns (`scheduler`), so every run is the same, and a rank that can
+never stop waiting learns it at once.
 
 Unlike processes, these ranks share modules and their globals, warnings and the CPU's allocator, and a signal ends all
 of them. Autograd runs in the thread that calls `backward`, as in torch's own tests with threads.

@@ -153,7 +153,7 @@ class RankScheduler:
         """
         Call `work` once for all ranks, when each of them has called this or has left. Call it after `finish`, once.
 
-        For what a rank in a process of its own does for itself, but which costs as much as all ranks have.
+        For work that a rank in its own process does for itself, but which costs as much as all ranks have.
         """
         seat = self._seats[self.rank]
         self._expected.discard(self.rank)

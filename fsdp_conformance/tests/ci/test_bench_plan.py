@@ -20,10 +20,10 @@ pytestmark = [checkout.required, pytest.mark.nightly]
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names that the script defines; nothing is measured."""
     monkeypatch.syspath_prepend(str(ROOT / "ci/bench"))
-    found = runpy.run_path(str(ROOT / "ci/bench/plan.py"))
+    functions = runpy.run_path(str(ROOT / "ci/bench/plan.py"))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.4, 0.0, 0.0))
-    monkeypatch.setitem(found["main"].__globals__, "measure", measure)
-    yield found
+    monkeypatch.setitem(functions["main"].__globals__, "measure", measure)
+    yield functions
     sys.modules.pop("engine", None)
 
 
@@ -64,7 +64,7 @@ def test_four_runs_and_their_table(
 def test_one_run_has_no_table(
     script: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As before."""
+    """A single run prints the same lines without a table."""
     lines = printed(script, capsys, monkeypatch, "--sizes", "1M", "--ranks", "2")
 
     assert lines[-3:] == [

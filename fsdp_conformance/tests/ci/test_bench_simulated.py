@@ -32,11 +32,11 @@ def test_processes_are_counted_once(script: dict[str, Any]) -> None:
         {"pid": 7, "cpu seconds": 1.5, "peak bytes": 301, "proportional bytes": 120},
         {"pid": 9, "cpu seconds": 0.5, "peak bytes": 200, "proportional bytes": 60},
     ]
-    measurements = {f"process of rank {rank}": {f"rank {rank}": said} for rank, said in enumerate(read)}
+    measurements = {f"process of rank {rank}": {f"rank {rank}": reading} for rank, reading in enumerate(read)}
 
-    found = script["processes"](a_record("R005/nested-parity-ws3", measurements=measurements))
+    resources = script["processes"](a_record("R005/nested-parity-ws3", measurements=measurements))
 
-    assert [{"pid": 7, "cpu seconds": 1.5, "peak bytes": 301, "proportional bytes": 130}, read[2]] == found
+    assert [{"pid": 7, "cpu seconds": 1.5, "peak bytes": 301, "proportional bytes": 130}, read[2]] == resources
 
 
 @pytest.mark.slow

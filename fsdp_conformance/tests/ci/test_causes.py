@@ -26,23 +26,23 @@ pytestmark = pytest.mark.nightly
     ],
 )
 def test_answers_are_scored(truth: str, likely: str | None, score: Score) -> None:
-    """A cause that is named among others counts on its own, and a description is no cause."""
+    """A cause that is named among others counts separately, and a description is not a cause."""
     assert scored(truth, likely) is score
 
 
 def test_every_defect_has_a_truth_and_cases() -> None:
     """At least fifty known-wrong implementations, each once, in cases that exist."""
-    found = defects()
+    all_defects = defects()
 
-    assert len({defect.name for defect in found}) == len(found) >= 50
-    assert {defect.truth for defect in found} <= TRUTHS.keys()
-    for case in {case for defect in found for case in defect.cases}:
+    assert len({defect.name for defect in all_defects}) == len(all_defects) >= 50
+    assert {defect.truth for defect in all_defects} <= TRUTHS.keys()
+    for case in {case for defect in all_defects for case in defect.cases}:
         assert bound_case(case).case.id == case
 
 
 @pytest.mark.parametrize("case", [PROBE_3, NESTED_2, MICRO_2, DEFERRED_3, CLIP_3])
 def test_the_small_engine_is_right(case: str) -> None:
-    """What fails with a defect fails because of it."""
+    """The engine without a defect passes, so a failure is due to the defect."""
     spec = f"{small_engine.__file__}:{small_engine.SmallEngine.__name__}"
 
     record = run_case(bound_case(case), spec)

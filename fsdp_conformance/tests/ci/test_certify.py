@@ -1,4 +1,4 @@
-"""What ci/certify runs, and with which status it ends; the engines are not trained here."""
+"""The commands that ci/certify runs, and its exit status. The engines are not trained here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _components_call(directory: Path) -> str:
 
 
 def test_every_engine_has_a_quick_round_before_the_first_one_is_judged_in_full(tmp_path: Path) -> None:
-    """So that a first answer comes within minutes."""
+    """The first results arrive within minutes."""
     status, calls, output = certify(tmp_path)
 
     engines = ["torch-fsdp2", "torch-fsdp1", "reference"]
@@ -83,7 +83,7 @@ def test_what_is_asked_for_by_name_comes_first(tmp_path: Path) -> None:
 
 
 def test_an_extra_that_is_none_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
-    """Before anything runs."""
+    """The message comes before anything runs."""
     status, calls, output = certify(tmp_path, "--with", "deepsped")
 
     assert (status, calls) == (2, [])
@@ -92,7 +92,7 @@ def test_an_extra_that_is_none_is_refused_with_those_that_there_are(tmp_path: Pa
 
 @pytest.mark.parametrize("workers", [["-n", "1"], ["-n1"]])
 def test_workers_alone_change_nothing_else(workers: list[str], tmp_path: Path) -> None:
-    """Whether the number is a word of its own or not."""
+    """The number may be a separate word or part of the option."""
     _, calls, _ = certify(tmp_path, "--implementation", "x", *workers)
 
     assert calls == [
@@ -115,7 +115,7 @@ def test_another_version_of_torch_has_an_environment_of_its_own(tmp_path: Path) 
 
 @pytest.mark.parametrize(("options", "passed_on"), [(["--case", "R001"], ["--case", "R001"]), (["--whole"], [])])
 def test_who_says_what_to_run_gets_that(options: list[str], passed_on: list[str], tmp_path: Path) -> None:
-    """There is no quick round then."""
+    """With these options there is no quick round."""
     _, calls, _ = certify(tmp_path, "--implementation", "x", *options)
 
     assert calls == [" ".join([f"run --implementation x --report {tmp_path}/r/x -n auto", *passed_on])]

@@ -34,7 +34,7 @@ def script() -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def neighbours() -> Iterator[None]:
-    """A script finds the modules beside it."""
+    """A script finds the modules next to it."""
     sys.path.insert(0, str(ROOT / "ci"))
     yield
     sys.path.remove(str(ROOT / "ci"))
@@ -123,7 +123,7 @@ def test_kinds(script: dict[str, Any]) -> None:
 
 
 def test_the_largest_world(script: dict[str, Any]) -> None:
-    """Of the cases that are selected: so many workers torchrun starts."""
+    """The largest world of the selected cases is the number of workers that torchrun starts."""
     assert 4 == script["largest_world"]("torch-fsdp2", ["--case", "R001"])
     assert 2 == script["largest_world"]("torch-fsdp2", ["--case", FIRST, "--deadline-scale", "2"])
 
@@ -167,7 +167,7 @@ def test_a_run_that_fails_ends_the_comparison(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["torch-fsdp2", "--ranks", "processes"], "at least two kinds"),
         (["torch-fsdp2", "--case", "R999"], "R999"),
@@ -175,10 +175,12 @@ def test_a_run_that_fails_ends_the_comparison(
         (["torch-fsdp2", "--ranks", "processes,hosts", "--loss", "1", "--delay-ms", "-1"], "less than 1, got 1"),
     ],
 )
-def test_wrong_usage(script: dict[str, Any], words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before anything is run."""
+def test_wrong_usage(
+    script: dict[str, Any], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong usage is reported before anything runs."""
     assert 2 == script["main"](words)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 class Hosts:
@@ -243,7 +245,7 @@ def test_the_second_host_does_not_outlive_the_first(
 
 
 @pytest.mark.parametrize(
-    ("ip", "said"), [(None, "iproute2"), ("echo 'Operation not permitted' >&2; exit 1", "Operation not permitted")]
+    ("ip", "message"), [(None, "iproute2"), ("echo 'Operation not permitted' >&2; exit 1", "Operation not permitted")]
 )
 def test_a_machine_without_namespaces(
     script: dict[str, Any],
@@ -251,7 +253,7 @@ def test_a_machine_without_namespaces(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     ip: str | None,
-    said: str,
+    message: str,
 ) -> None:
     """NOT_RUN_ENV, with the reason, after the kinds before it have run."""
     (tmp_path / "bin").mkdir()
@@ -270,7 +272,7 @@ def test_a_machine_without_namespaces(
     assert script["main"](words) == 3
     complaint = capsys.readouterr().err
     assert "NOT_RUN_ENV" in complaint
-    assert said in complaint
+    assert message in complaint
 
 
 def allows_namespaces() -> str:
@@ -317,8 +319,10 @@ def test_the_link_between_two_hosts(script: dict[str, Any], link: dict[str, floa
             assert server.communicate(timeout=120)[0] == f"{1 << 20}\n"
         route = "from fsdp_conformance.harness.torchrun.interface import interface_towards; "
         route += f"print([interface_towards(host) for host in ('{hosts.addresses[0]}', 'localhost')])"
-        said = subprocess.run(hosts.words(0, [sys.executable, "-c", route]), check=True, capture_output=True, text=True)
-        assert said.stdout.strip() == "['link0', 'link0']"
+        result = subprocess.run(
+            hosts.words(0, [sys.executable, "-c", route]), check=True, capture_output=True, text=True
+        )
+        assert result.stdout.strip() == "['link0', 'link0']"
     left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
     assert not any(name in left for name in names)
 

@@ -122,10 +122,10 @@ def test_what_a_file_has_is_not_tried_again(tmp_path: Path, capsys: pytest.Captu
     assert set(explore_power.read(file, 60)) == {names[0], names[2]}
     assert set(explore_power.read(file, 10)) == {names[0], names[1], names[2]}
     assert explore_power.main(["--output", str(file), "--only-read"]) == 0
-    said = capsys.readouterr().out
-    assert "1 of the 2 that were tried were found" in said
-    assert f"missed: {names[2]} (" in said
-    assert "out of reach: " in said
+    output = capsys.readouterr().out
+    assert "1 of the 2 that were tried were found" in output
+    assert f"missed: {names[2]} (" in output
+    assert "out of reach: " in output
 
 
 def test_figures_by_class() -> None:
@@ -133,8 +133,11 @@ def test_figures_by_class() -> None:
     mutants = [
         MUTANTS[name] for name in ("averaged-twice", "bias-not-reduced", "shards-rotated", "all-reduce-and-slice")
     ]
-    known = {"averaged-twice": _answer("averaged-twice"), "bias-not-reduced": _answer("bias-not-reduced", found=False)}
-    text = explore_power.figures(known, mutants)
+    answers = {
+        "averaged-twice": _answer("averaged-twice"),
+        "bias-not-reduced": _answer("bias-not-reduced", found=False),
+    }
+    text = explore_power.figures(answers, mutants)
 
     (row,) = (line.split() for line in text.splitlines() if line.startswith("gradients"))
     assert row[1:] == ["1", "1", "1", "1"]

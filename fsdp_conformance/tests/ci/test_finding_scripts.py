@@ -28,27 +28,27 @@ def _script(root: Path, name: str, body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said", "status"),
+    ("body", "outcome", "status"),
     [
         ("print('WRONG')\nraise SystemExit(1)", "wrong as expected", 0),
-        ("print('right')", "right: mended?", 1),
+        ("print('right')", "right: fixed?", 1),
         ("raise ValueError('broken')", "ended otherwise", 1),
         ("print('WRONG')", "ended otherwise", 1),
         ("while True: pass", "ended otherwise", 1),
     ],
 )
-def test_outcomes(body: str, said: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outcomes(body: str, outcome: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Status and output are both asked for: an exception exits with 1, too."""
     _script(tmp_path, "a.py", body)
 
     assert _tool().main(["--deadline", "1" if "while" in body else "60"], root=tmp_path) == status
-    assert capsys.readouterr().out.startswith(f"{said}: ci/findings/engine/a.py\n")
+    assert capsys.readouterr().out.startswith(f"{outcome}: ci/findings/engine/a.py\n")
 
 
 def test_nothing_is_left_in_the_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script gets a directory of its own, which goes with it, even if the script is ended: torchrun leaves one."""
+    """A script gets its own directory, which is removed even if the script is killed: torchrun leaves one behind."""
     left = "import tempfile\nprint(tempfile.mkdtemp(), flush=True)\n"
     _script(tmp_path, "a.py", f"{left}raise SystemExit(3)")
     _script(tmp_path, "b.py", f"{left}while True: pass")
@@ -70,19 +70,19 @@ def test_a_script_that_needs_an_accelerator(
     path = tmp_path / "ci/findings/engine/a.py"
     path.write_text(path.read_text(encoding="utf-8").replace("Run:", "Needs: an accelerator\nRun:"), encoding="utf-8")
     tool = _tool()
-    for present, said, counted in (
+    for present, outcome, counted in (
         (False, "not run: it needs an accelerator", "findings: 0 of 1 defects show, 1 not run"),
         (True, "wrong as expected", "findings: 1 of 1 defects show"),
     ):
         monkeypatch.setattr(tool, "_has_accelerator", lambda present=present: present)
         assert tool.main([], root=tmp_path) == 0
-        assert capsys.readouterr().out == f"{said}: ci/findings/engine/a.py\n{counted}\n"
+        assert capsys.readouterr().out == f"{outcome}: ci/findings/engine/a.py\n{counted}\n"
 
 
 def test_a_script_runs_in_the_environment_of_its_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Engines have environments of their own, which ci/setup makes; without it, the script is not run."""
+    """Engines have their own environments, made by ci/setup; without one, the script is not run."""
     tool = _tool()
     monkeypatch.setattr(tool, "OTHER_ENGINES", {"engine": "extra"})
     _script(tmp_path, "a.py", "import os\nprint(os.environ['WHOSE'])\nraise SystemExit(1)")
@@ -99,17 +99,17 @@ def test_a_script_runs_in_the_environment_of_its_engine(
 
 
 @pytest.mark.parametrize(
-    ("versions", "body", "said", "status"),
+    ("versions", "body", "outcome", "status"),
     [
         ("<2", "print('right')", "right, as expected with this version of torch", 0),
         ("<2", "print('WRONG')\nraise SystemExit(1)", "ended otherwise", 1),
-        (">=2", "print('right')", "right: mended?", 1),
+        (">=2", "print('right')", "right: fixed?", 1),
         (">=2", "print('WRONG')\nraise SystemExit(1)", "wrong as expected", 0),
         ("<2", "raise ValueError('broken')", "ended otherwise", 1),
     ],
 )
 def test_a_defect_of_some_versions_of_torch(
-    versions: str, body: str, said: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    versions: str, body: str, outcome: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With other versions the script says that all is right; if not, the range is wrong."""
     _script(tmp_path, "a.py", body)
@@ -118,12 +118,12 @@ def test_a_defect_of_some_versions_of_torch(
 
     assert _tool().main([], root=tmp_path) == status
     said_of_it, *_, counted = capsys.readouterr().out.splitlines()
-    assert said_of_it == f"{said}: ci/findings/engine/a.py"
-    assert counted.endswith(", 1 of other versions of torch") == said.startswith("right, as")
+    assert said_of_it == f"{outcome}: ci/findings/engine/a.py"
+    assert counted.endswith(", 1 of other versions of torch") == outcome.startswith("right, as")
 
 
 def test_what_needs_an_accelerator_shows_on_the_simulated_one() -> None:
-    """So that no machine leaves these scripts unchecked."""
+    """Every machine can check these scripts."""
     tool = _tool()
     needing = [path for path in tool.scripts() if tool.read_script(path).needs_accelerator]
     installed = {path: tool.python_for(path.parent.name, tool.ROOT) for path in needing}
@@ -148,5 +148,5 @@ def test_a_name_that_no_script_has(tmp_path: Path) -> None:
 
 
 def test_every_defect_still_shows() -> None:
-    """With the torch that is installed."""
+    """Each script shows its defect with the installed torch."""
     assert _tool().main([]) == 0

@@ -1,4 +1,4 @@
-"""The night on GPUs: a machine with too few of them for some cases is no failure, one that runs nothing is."""
+"""The nightly run on GPUs: too few GPUs for some cases is not a failure, but running nothing is."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def test_a_device_without_known_findings(monkeypatch: pytest.MonkeyPatch, capsys
         monkeypatch.setitem(main.__globals__, name, value)
 
     assert main(["run.jsonl"]) == 1
-    said = capsys.readouterr().out
-    assert "known-findings.toml has no entry for device 'cuda'" in said
-    assert "update-expectations run.jsonl --file ci/known-findings.toml" in said
+    output = capsys.readouterr().out
+    assert "known-findings.toml has no entry for device 'cuda'" in output
+    assert "update-expectations run.jsonl --file ci/known-findings.toml" in output
     run.header["settings"]["device"] = "cpu"
     main(["run.jsonl"])
     assert "no entry for device" not in capsys.readouterr().out

@@ -32,9 +32,9 @@ def test_a_mutant_of_one_method_alone_does_not_count() -> None:
         _pair("R001/a-ws2", "named"),
         _pair("R001/a-ws2", "survivor", killed=False),
     ]
-    named = {"own": {"A"}, "shared": {"A"}, "named": {"A", "B"}, "survivor": {"A", "B"}}
+    methods_of = {"own": {"A"}, "shared": {"A"}, "named": {"A", "B"}, "survivor": {"A", "B"}}
 
-    assert kill_matrix.general_kills(pairs, _METHODS, named) == {
+    assert kill_matrix.general_kills(pairs, _METHODS, methods_of) == {
         "R001/a-ws2": {"shared", "named"},
         "R001/a-ws3": set(),
         "R002/b-ws2": {"shared"},
@@ -54,8 +54,8 @@ def test_the_plan() -> None:
     related, popular, _ = probe.others
     assert set(CASES[0].case.requirements).intersection(MUTANTS[related].requirements)
     naming = {(kill_matrix.method(bound), name) for bound in bound_cases() for name in bound.case.kills}
-    named = Counter(name for _, name in naming)
-    assert named[popular] > named[related]
+    counts = Counter(name for _, name in naming)
+    assert counts[popular] > counts[related]
     assert {MUTANTS[name].engine for name in axis.others} == {"reference-components"}
     assert [task.others for task in kill_matrix.planned(CASES, 0)] == [(), ()]
 
@@ -115,15 +115,15 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
     assert kill_matrix.main(["--output", str(file), "--only-read"]) == 1
-    said = capsys.readouterr().out
-    assert "SURVIVED not seen" in said
-    assert "R001/exact-probe-ws2 kills none" in said
-    assert "1 pairs, 0 kills, 1 survivors" in said
+    output = capsys.readouterr().out
+    assert "SURVIVED not seen" in output
+    assert "R001/exact-probe-ws2 kills none" in output
+    assert "1 pairs, 0 kills, 1 survivors" in output
 
 
 @pytest.mark.slow
 def test_a_pair_is_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the file has is not run again."""
+    """Pairs that the file has are not run again."""
     file = tmp_path / "pairs.jsonl"
     words = ["--output", str(file), "--case", "R006/*"]
     kill_matrix.main(words)

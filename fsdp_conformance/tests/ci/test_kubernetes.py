@@ -34,9 +34,9 @@ def manifest() -> dict[str, Any]:
 
 
 def container(manifest: dict[str, Any]) -> dict[str, Any]:
-    (found,) = manifest["Job"]["spec"]["template"]["spec"]["containers"]
-    assert isinstance(found, dict)
-    return found
+    (containers,) = manifest["Job"]["spec"]["template"]["spec"]["containers"]
+    assert isinstance(containers, dict)
+    return containers
 
 
 def test_pods_have_names(manifest: dict[str, Any]) -> None:
@@ -61,13 +61,13 @@ def test_a_lost_pod_is_not_replaced(manifest: dict[str, Any]) -> None:
 
 
 def test_numbers_agree(manifest: dict[str, Any]) -> None:
-    """As many pods as torchrun waits for, as many workers as GPUs, and each pod on a node of its own."""
-    spec, found = manifest["Job"]["spec"], container(manifest)
-    variables = {entry["name"]: entry["value"] for entry in found["env"]}
+    """There are as many pods as torchrun waits for, as many workers as GPUs, and one pod per node."""
+    spec, pod_container = manifest["Job"]["spec"], container(manifest)
+    variables = {entry["name"]: entry["value"] for entry in pod_container["env"]}
     (rule,) = spec["template"]["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
 
     assert spec["completions"] == spec["parallelism"] == int(variables["HOSTS"])
-    assert found["resources"]["limits"]["nvidia.com/gpu"] == int(variables["WORKERS"])
+    assert pod_container["resources"]["limits"]["nvidia.com/gpu"] == int(variables["WORKERS"])
     assert rule["topologyKey"] == "kubernetes.io/hostname"
     assert rule["labelSelector"]["matchLabels"] == manifest["Service"]["spec"]["selector"]
 
@@ -86,11 +86,11 @@ def start(manifest: dict[str, Any], place: Path, index: int, **variables: str) -
     for name, body in TOOLS.items():
         (place / name).write_text(f"#!/bin/sh\n{body}\n")
         (place / name).chmod(0o755)
-    found = container(manifest)
-    given = {entry["name"]: entry["value"] for entry in found["env"]}
+    pod_container = container(manifest)
+    given = {entry["name"]: entry["value"] for entry in pod_container["env"]}
     path = {"PATH": f"{place}{os.pathsep}{os.environ['PATH']}", "PLACE": str(place), "STATUS": "0", "KNOWN_AFTER": "2"}
     return subprocess.run(
-        found["command"], env={**path, **given, "JOB_COMPLETION_INDEX": str(index), **variables},
+        pod_container["command"], env={**path, **given, "JOB_COMPLETION_INDEX": str(index), **variables},
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_what_a_pod_starts(manifest: dict[str, Any], tmp_path: Path, index: int)
 
 
 def test_a_pod_that_fails(manifest: dict[str, Any], tmp_path: Path) -> None:
-    """The verdict is its status; without the Service it says so, and starts nothing."""
+    """The verdict is its status. Without the Service it prints an error and starts nothing."""
     assert start(manifest, tmp_path, 0, STATUS="1").returncode == 1
     lost = start(manifest, tmp_path, 1, KNOWN_AFTER="999", RETRY_S="0")
 

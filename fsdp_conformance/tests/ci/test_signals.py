@@ -23,7 +23,7 @@ pytestmark = checkout.required
 #: For what must happen, and happens in seconds; nothing is judged by it.
 DEADLINE_S = 240.0
 
-#: Stands for every command that the scripts run: it has a child in a session of its own, as ranks are.
+#: Stands for every command that the scripts run: it has a child in its own session, as ranks are.
 WAITING = """#!{python}
 import os, signal, subprocess, sys, threading
 

@@ -53,23 +53,23 @@ def submit(place: Path, *words: str, **variables: str) -> subprocess.CompletedPr
 
 def agents(done: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
     """The words of torchrun on each node."""
-    found: dict[str, list[str]] = {}
+    words_of_node: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
         if line.startswith("node "):
-            words = found.setdefault(line, [])
+            words = words_of_node.setdefault(line, [])
         elif line.startswith("  "):
             words.append(line[2:])
-    return found
+    return words_of_node
 
 
 def test_each_node_runs_the_same_agent(tmp_path: Path) -> None:
     """They meet at the first node; what is named reaches the command as it was typed, spaces included."""
     done = submit(tmp_path, "my adapters/mine.py:Mine", "--chapter", "A", SLURM_GPUS_ON_NODE="8")
-    found = agents(done)
+    words_of_node = agents(done)
 
-    assert (done.returncode, done.stderr, list(found)) == (0, "", ["node 0", "node 1"])
-    assert found["node 0"] == found["node 1"]
-    words = found["node 0"]
+    assert (done.returncode, done.stderr, list(words_of_node)) == (0, "", ["node 0", "node 1"])
+    assert words_of_node["node 0"] == words_of_node["node 1"]
+    words = words_of_node["node 0"]
     options = dict(zip(words[::2], words[1::2], strict=False))
     assert (options["--nnodes"], options["--nproc-per-node"], options["--max-restarts"]) == ("2", "8", "0")
     assert (options["--rdzv-endpoint"], options["--rdzv-id"]) == ("node1:20007", "120007")

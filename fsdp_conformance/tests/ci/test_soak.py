@@ -72,7 +72,7 @@ def test_goes_on_where_it_was(script: dict[str, Any], tmp_path: Path, monkeypatc
 def test_alarms(
     script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the list has for an engine is no alarm on it or its variants; anything else is, on whatever engine."""
+    """A listed failure of an engine raises no alarm on it or its variants; any other failure does, on any engine."""
     soak = Soak(script, tmp_path / "results.jsonl")
     names = ["torch-fsdp2", "sums-then-divides", "reference"]
 
@@ -91,7 +91,7 @@ def test_alarms(
 
 def test_base_cases_need_nothing(script: dict[str, Any]) -> None:
     """They are of the profile, and ask for no capability."""
-    found = script["base_cases"]()
+    cases = script["base_cases"]()
 
-    assert CASE in {bound.case.id for bound in found}
-    assert not [bound.case.id for bound in found if bound.case.needs]
+    assert CASE in {bound.case.id for bound in cases}
+    assert not [bound.case.id for bound in cases if bound.case.needs]

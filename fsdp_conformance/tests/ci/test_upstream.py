@@ -108,8 +108,8 @@ def test_sources(script: dict[str, Any], tests: Path, tmp_path: Path) -> None:
     script["copy_tests"](tests, tmp_path / "copied")
     script["unpack_tests"](archive, tmp_path / "unpacked")
     for name in ("copied", "unpacked"):
-        found = sorted(path.relative_to(tmp_path / name).as_posix() for path in (tmp_path / name).rglob("*.*"))
-        assert ["_composable/fsdp/test_b.py", "fsdp/common.py", "fsdp/test_a.py", "test_c10d_gloo.py"] == found
+        files = sorted(path.relative_to(tmp_path / name).as_posix() for path in (tmp_path / name).rglob("*.*"))
+        assert ["_composable/fsdp/test_b.py", "fsdp/common.py", "fsdp/test_a.py", "test_c10d_gloo.py"] == files
     with pytest.raises(UsageError, match="must be the directory test/distributed"):
         script["copy_tests"](tests / "fsdp", tmp_path / "wrong")
     with pytest.raises(UsageError, match="must be a source archive"):
@@ -155,9 +155,9 @@ def test_debian(script: dict[str, Any], tests: Path, tmp_path: Path, monkeypatch
 def test_selection(script: dict[str, Any], tests: Path) -> None:
     """A file belongs to one group; patterns select within it."""
     groups = list(script["GROUPS"])
-    found = script["files_of"](tests, groups, [])
-    assert {"fsdp1": ["fsdp/test_a.py"], "fsdp2": ["_composable/fsdp/test_b.py"]} == dict(list(found.items())[:2])
-    assert ["test_c10d_gloo.py"] == found["c10d"]
+    files = script["files_of"](tests, groups, [])
+    assert {"fsdp1": ["fsdp/test_a.py"], "fsdp2": ["_composable/fsdp/test_b.py"]} == dict(list(files.items())[:2])
+    assert ["test_c10d_gloo.py"] == files["c10d"]
     assert [[]] == list(script["files_of"](tests, ["fsdp1"], ["fsdp/test_z*"]).values())
 
 
@@ -170,7 +170,7 @@ def test_selection(script: dict[str, Any], tests: Path) -> None:
     ],
 )
 def test_wrong_usage(script: dict[str, Any], options: list[str], message: str) -> None:
-    """Combinations that make no sense."""
+    """Combinations of options that make no sense are refused."""
     with pytest.raises(UsageError, match=message):
         script["parse"](options)
 
@@ -213,8 +213,8 @@ def test_reasons(script: dict[str, Any], text: str, reason: str, kind: str) -> N
 
 def test_grouped(script: dict[str, Any]) -> None:
     """Reasons that differ in a number are one."""
-    found = script["grouped"](["ValueError: got 3", "ValueError: got 4.5", "TypeError: no"])
-    assert [(2, "other", "ValueError: got 3"), (1, "other", "TypeError: no")] == found
+    reasons = script["grouped"](["ValueError: got 3", "ValueError: got 4.5", "TypeError: no"])
+    assert [(2, "other", "ValueError: got 3"), (1, "other", "TypeError: no")] == reasons
 
 
 ENTRY = """
@@ -235,10 +235,10 @@ why = "it takes very long"
 
 def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
     """The list gives a failure its kind; what it does not say, and what it says wrongly, is news."""
-    known = script["upstream_known"]
+    upstream_known = script["upstream_known"]
     path = tmp_path / "known.toml"
     path.write_text(KNOWN, encoding="utf-8")
-    listed = known.load(path).tests
+    listed = upstream_known.load(path).tests
     outcome = script["Outcome"]("test_a.py", passed=["Test.test_works", "Test.test_times"])
     outcome.failed = {"Test.test_moved": "ValueError: no", "Test.test_new": "ValueError: no"}
 
@@ -250,8 +250,8 @@ def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
     assert [
         "test_a.py: Test.test_new failed, and is not in the list",
         "test_a.py: Test.test_times passed, and is in the list",
-    ] == known.news(listed, "test_a.py", set(outcome.passed), set(outcome.failed))
-    assert [] == known.news(listed, "test_b.py", {"Test.test_moved"}, set())
+    ] == upstream_known.news(listed, "test_a.py", set(outcome.passed), set(outcome.failed))
+    assert [] == upstream_known.news(listed, "test_b.py", {"Test.test_moved"}, set())
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 def test_wrong_lists(script: dict[str, Any], tmp_path: Path, text: str, message: str) -> None:
-    """What is wrong, and where."""
+    """The error names the mistake and its place."""
     path = tmp_path / "known.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
@@ -283,11 +283,11 @@ def test_wrong_lists(script: dict[str, Any], tmp_path: Path, text: str, message:
 @pytest.mark.parametrize("subject", ["torch", "reference"])
 def test_the_lists_themselves(script: dict[str, Any], subject: str) -> None:
     """They can be read, and name only files that belong to a group of their subject."""
-    known = script["upstream_known"].load(script["upstream_known"].LISTS[subject])
+    failures = script["upstream_known"].load(script["upstream_known"].LISTS[subject])
     chosen = list(script["GROUPS"]) if subject == "torch" else ["fsdp1"]
     groups = [pattern for group in chosen for pattern in script["GROUPS"][group]]
-    assert known.files
-    strays = {file for file in known.files if not any(fnmatch.fnmatch(file, pattern) for pattern in groups)}
+    assert failures.files
+    strays = {file for file in failures.files if not any(fnmatch.fnmatch(file, pattern) for pattern in groups)}
     assert set() == strays
 
 
@@ -325,14 +325,14 @@ class Test(unittest.TestCase):
 
 
 def test_time_limit(script: dict[str, Any], tests: Path) -> None:
-    """A file that does not end is ended, and the table says so."""
+    """A file that does not end is ended, and the table reports it."""
     path = tests / "test_endless.py"
     path.write_text(ENDLESS, encoding="utf-8")
     outcome = script["run_file"](tests, path.name, subject="torch", ranks="cpu", limit_s=0.5, options=[])
     assert outcome.broken.startswith("did not end within 0.5 s")
 
 
-#: A test that waits, and a child of it in a session of its own, as ranks have.
+#: A test that waits, and its child in a separate session, as ranks have.
 WAITING = """
 import os, pathlib, subprocess, sys, threading, unittest
 
@@ -419,21 +419,21 @@ def test_a_file_that_leaves(script: dict[str, Any], tmp_path: Path, code: int, s
         f"Traceback\n    sys.exit({code})\nSystemExit: {code}</error></testcase></testsuite></testsuites>",
         encoding="utf-8",
     )
-    found = script["read_report"](tmp_path / "report.xml", "test_a.py")
-    assert (list(found.skipped), list(found.failed)) == (
+    outcome = script["read_report"](tmp_path / "report.xml", "test_a.py")
+    assert (list(outcome.skipped), list(outcome.failed)) == (
         (["pytest.internal"], []) if skipped else ([], ["pytest.internal"])
     )
 
 
 def test_progress(script: dict[str, Any]) -> None:
-    """What `pytest -v` prints, line by line."""
-    said = """collecting ... collected 5 items
+    """The output of `pytest -v` is read line by line."""
+    output = """collecting ... collected 5 items
 
 test_a.py::Test::test_one PASSED        [ 20%]
 test_a.py::Test::test_two[x y] FAILED [ 40%]
 test_a.py::test_three SKIPPED (no GPU)  [ 60%]
 test_a.py::Test::test_four noise of the test
 """
-    found = script["read_progress"](said, "test_a.py")
-    assert (["Test.test_one"], ["Test.test_two[x y]"]) == (found.passed, list(found.failed))
-    assert (["test_three"], "it was in Test.test_four") == (list(found.skipped), found.broken)
+    outcome = script["read_progress"](output, "test_a.py")
+    assert (["Test.test_one"], ["Test.test_two[x y]"]) == (outcome.passed, list(outcome.failed))
+    assert (["test_three"], "it was in Test.test_four") == (list(outcome.skipped), outcome.broken)

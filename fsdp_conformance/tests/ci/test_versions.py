@@ -1,4 +1,4 @@
-"""What ci/versions runs on each version of torch, and the table that it makes of it."""
+"""The commands that ci/versions runs on each version of torch, and the table of their results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Versions:
 
 
 def test_each_version_is_set_up_tried_and_removed(tmp_path: Path, versions: Versions) -> None:
-    """Certified or not is no failure here; what is new is asked of the list of known findings."""
+    """A missing certificate is not a failure here; the list of known findings decides which failures are new."""
     (tmp_path / ".venvs/torch-2.6").mkdir(parents=True)
     status, calls = versions("2.6")
 
@@ -80,7 +80,7 @@ def test_one_version_that_fails_does_not_stop_the_others(version: str, versions:
 
 
 def test_the_other_parts_of_a_version_keep_their_results(tmp_path: Path, versions: Versions) -> None:
-    """What is run again is removed first, so that nothing old is taken for new."""
+    """Old results are removed before a part is run again, so that they are not taken for new ones."""
     place = tmp_path / "out/2.6"
     ran(place / "torch-fsdp2", a_record())
     for part in ("tests", "simulator"):

@@ -1,7 +1,7 @@
 """
 The command line as a user types it: its exit status, and all that it printed.
 
-    said        in a process of its own: signals, ranks, a terminal, the exit status of the process
+    said        in its own process: signals, ranks, a terminal, the exit status of the process
     answered    in this process, for commands that start no rank: the same without the seconds that imports take
 """
 
@@ -66,7 +66,7 @@ if "fsdp_conformance.cli.jobs" in sys.orig_argv:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a command left behind."""
+    """The result of a command."""
 
     status: int
     out: str
@@ -86,7 +86,7 @@ def words(*arguments: str) -> list[str]:
 def said(
     *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 240.0
 ) -> Said:
-    """Run the command to its end. A traceback is no message: it fails the test that sees one."""
+    """Run the command to its end. A traceback is not an error message: it fails the test."""
     done = subprocess.run(
         words(*arguments),
         cwd=cwd,
@@ -103,7 +103,7 @@ def said(
 
 
 def answered(*arguments: str, cwd: Path | None = None) -> Said:
-    """Run the command in this process. A traceback is no message here, either."""
+    """Run the command in this process. Here, too, a traceback fails the test."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,

@@ -48,7 +48,7 @@ def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 
 def test_answers_come_in_order_and_nothing_else(job: Write) -> None:
-    """What the job, its forks or a C library print is no answer, nor does it tear one apart."""
+    """Output of the job, its forks or a C library is neither taken for an answer nor mixed into one."""
     job("""
         import os, sys
         print("noise without an end", end="")
@@ -57,9 +57,9 @@ def test_answers_come_in_order_and_nothing_else(job: Write) -> None:
         answer("second", text="a\\nb")
         """)
     with answers("tried", number=2) as coming:
-        found = list(coming)
+        answers_read = list(coming)
 
-    assert found == [{"what": "first", "number": 2, "input": ""}, {"what": "second", "text": "a\nb"}]
+    assert answers_read == [{"what": "first", "number": 2, "input": ""}, {"what": "second", "text": "a\nb"}]
 
 
 @pytest.mark.parametrize(
@@ -111,19 +111,19 @@ def test_a_child_that_ends_early_has_a_last_answer(job: Write, fork: bool) -> No
         process = StartedChild(stderr=nothing, tail=lambda: b"last words\n")
         try:
             process.send("tried", fork=fork, dies=True)
-            found = list(process.read())
+            answers_read = list(process.read())
             if fork:
                 process.send("tried", dies=False)
-                found += process.read()
+                answers_read += process.read()
         finally:
             process.end()
 
     died = {"what": "died", "how": "ended with status 7", "output": "last words\n"}
-    assert found == [{"what": "begun"}, died, *([{"what": "still here"}] if fork else [])]
+    assert answers_read == [{"what": "begun"}, died, *([{"what": "still here"}] if fork else [])]
 
 
 def test_a_signal_and_the_deadline_end_a_child_with_what_it_started(job: Write) -> None:
-    """A process in a session of its own goes with it, although it holds the pipe of the answers."""
+    """A process in its own session is ended with it, although it holds the pipe of the answers."""
     job("""
         import os, signal, time
         if not (pid := os.fork()):

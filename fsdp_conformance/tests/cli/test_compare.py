@@ -39,13 +39,13 @@ def _old(tmp_path: Path) -> str:
 def test_equal_verdicts_are_status_0(old: str, tmp_path: Path) -> None:
     """Whatever else is in the files."""
     new = ran(tmp_path / "new", a_record("R003/once-ws2", seconds=9.0), a_record())
-    found = answered("compare", old, new)
+    result = answered("compare", old, new)
 
-    assert (found.status, found.last_line) == (0, "0 of 2 verdicts differ")
+    assert (result.status, result.last_line) == (0, "0 of 2 verdicts differ")
 
 
 def test_a_verdict_that_differs_is_status_1(old: str, tmp_path: Path) -> None:
-    """As text and as JSON."""
+    """A different verdict is reported as text and as JSON."""
     new = ran(tmp_path / "new", a_record(verdict=Verdict.FAIL, reason="gradients are summed"))
     text, data = answered("compare", old, new), answered("compare", old, new, "--json")
 
@@ -58,9 +58,9 @@ def test_a_verdict_that_differs_is_status_1(old: str, tmp_path: Path) -> None:
 
 def test_a_case_that_only_one_run_has_does_not_differ(old: str, tmp_path: Path) -> None:
     """It is reported all the same."""
-    found = answered("compare", ran(tmp_path / "new", a_record()), old)
+    result = answered("compare", ran(tmp_path / "new", a_record()), old)
 
-    assert (found.status, found.last_line) == (0, "0 of 1 verdicts differ; 1 case is in only one of the runs")
+    assert (result.status, result.last_line) == (0, "0 of 1 verdicts differ; 1 case is in only one of the runs")
 
 
 @pytest.mark.parametrize("name", ["implementation", "device"])
@@ -75,7 +75,7 @@ def test_runs_of_different_things_are_status_2(name: str, old: str, tmp_path: Pa
 
 
 def test_files_that_are_not_finished_runs_are_status_2(old: str, tmp_path: Path) -> None:
-    """Missing, foreign, aborted or edited."""
+    """A file that is missing, foreign, aborted or edited is refused."""
     (tmp_path / "foreign").write_text("{}", encoding="utf-8")
     edited = tmp_path / "edited"
     edited.write_text((Path(old) / "run.jsonl").read_text(encoding="utf-8").replace("R003", "R004"), encoding="utf-8")
@@ -87,5 +87,5 @@ def test_files_that_are_not_finished_runs_are_status_2(old: str, tmp_path: Path)
         (str(edited), "the file was edited"),
         (aborted, "the run did not finish"),
     ):
-        found = answered("compare", old, path)
-        assert (found.status, problem in found.err) == (2, True), found.err
+        result = answered("compare", old, path)
+        assert (result.status, problem in result.err) == (2, True), result.err

@@ -63,7 +63,7 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("shell", "begins"), [("bash", "# AUTOMATICALLY GENERATED"), ("zsh", "#compdef fsdp-conformance"), ("tcsh", "#")]
 )
 def test_each_shell_has_a_script(shell: str, begins: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With every command in it."""
+    """Each script has every command."""
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     commands = parser()._words()
@@ -80,9 +80,9 @@ def test_without_shtab_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "shtab", None)
 
     assert main(["completion", "bash"]) == 3
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "pip install 'fsdp-conformance[completion]'" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "pip install 'fsdp-conformance[completion]'" in captured.err
 
 
 def test_no_other_command_imports_shtab() -> None:

@@ -1,4 +1,4 @@
-"""The command `debug`: one rank has the terminal, nobody is in a hurry, and nothing is kept."""
+"""The command `debug`: one rank has the terminal, deadlines are long, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class Breaks(TorchFSDP2):
 
 
 def _debugged(
-    directory: Path, *options: str, said: str, raises: str = "", monkeypatch: pytest.MonkeyPatch
+    directory: Path, *options: str, typed: str, raises: str = "", monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, str]:
-    """Debug the case with `said` as the user's words. Returns the exit status and all that was printed."""
+    """Debug the case with `typed` as the user's words. Returns the exit status and all that was printed."""
     monkeypatch.setenv("RAISES", raises)
     spec = f"{with_adapter(directory, _ADAPTER)}:Stops"
     done = subprocess.run(
         words("debug", _CASE, "--implementation", spec, *options),
         cwd=directory,
-        input=said,
+        input=typed,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
@@ -107,7 +107,7 @@ def test_deadlines_without_hurry_nest_and_let_a_failure_end_the_case_as_usual() 
 @pytest.mark.slow
 def test_a_breakpoint_has_the_input_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chosen rank stops, the other runs past the breakpoint, and the case is judged; nothing is written."""
-    status, out = _debugged(tmp_path, "--rank", "1", said="p secret\nc\n", monkeypatch=monkeypatch)
+    status, out = _debugged(tmp_path, "--rank", "1", typed="p secret\nc\n", monkeypatch=monkeypatch)
 
     assert status == 0, out
     assert "(Pdb) 42" in out
@@ -119,8 +119,8 @@ def test_a_breakpoint_has_the_input_of_the_command(tmp_path: Path, monkeypatch: 
 @compiled
 def test_the_simulated_accelerator_can_be_debugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is on the simulated device when the rank stops, and the case is judged there."""
-    said = "p self.device.type\nc\n"
-    status, out = _debugged(tmp_path, "--device", "sim", said=said, monkeypatch=monkeypatch)
+    typed = "p self.device.type\nc\n"
+    status, out = _debugged(tmp_path, "--device", "sim", typed=typed, monkeypatch=monkeypatch)
 
     assert status == 0, out
     assert "'sim'" in out
@@ -131,7 +131,7 @@ def test_the_simulated_accelerator_can_be_debugged(tmp_path: Path, monkeypatch: 
 def test_a_rank_in_the_debugger_outlives_a_peer_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is neither called hung nor ended, however long it takes; then the peer's failure is the verdict."""
     wait = f"import time; time.sleep({Deadlines.nested(60.0).grace_s + 1.5})"
-    status, out = _debugged(tmp_path, said=f"{wait}\np 'still', secret\nc\n", raises="1", monkeypatch=monkeypatch)
+    status, out = _debugged(tmp_path, typed=f"{wait}\np 'still', secret\nc\n", raises="1", monkeypatch=monkeypatch)
 
     assert status == 1, out
     assert "('still', 41)" in out
@@ -141,7 +141,7 @@ def test_a_rank_in_the_debugger_outlives_a_peer_that_failed(tmp_path: Path, monk
 @pytest.mark.nightly
 def test_post_mortem_opens_where_the_rank_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The locals of the frame that raised are there."""
-    status, out = _debugged(tmp_path, "--pdb", said="p secret * 2\nq\n", raises="0", monkeypatch=monkeypatch)
+    status, out = _debugged(tmp_path, "--pdb", typed="p secret * 2\nq\n", raises="0", monkeypatch=monkeypatch)
 
     assert status == 1, out
     assert "(Pdb) 82" in out
@@ -171,7 +171,7 @@ def test_post_mortem_opens_where_a_case_has_caught_what_is_no_refusal(tmp_path: 
 def test_a_debugger_that_was_left_has_judged_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`quit` is no failure of the engine."""
+    """`quit` is not a failure of the engine."""
     left = CaseRecord(
         case=_CASE, requirements=["R001"], chapter="A", verdict=Verdict.FAIL, traceback="  raise BdbQuit\nbdb.BdbQuit\n"
     )

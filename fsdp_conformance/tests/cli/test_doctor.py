@@ -1,4 +1,4 @@
-"""`doctor` finds out what this machine can do by doing it, and says what it cannot."""
+"""The command `doctor` tries what cases need on this machine and reports what does not work."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WARM = {"what": "warm", "seconds": 1.9}
 
 
 def exact(world_size: int, **changes: Any) -> dict[str, Any]:
-    """What the child says of ranks that communicate as they should."""
+    """The child's answer about ranks that communicate correctly."""
     names = ["all_gather", "reduce_scatter", "all_reduce"]
     answer = {"world_size": world_size, "seconds": 0.06, "rendezvous": "", "wrong": {}, "operations": names}
     return {"what": "collectives", **answer, **changes}
@@ -67,7 +67,7 @@ def told(
 
 
 def line_of(text: str, what: str) -> str:
-    """What is said of it, in one line with the state at its end."""
+    """The lines about `what`, joined into one line that ends with the state."""
     lines = text.splitlines()
     at = next((index for index, line in enumerate(lines) if line.strip().startswith(what)), None)
     if at is None:
@@ -80,26 +80,26 @@ def line_of(text: str, what: str) -> str:
 @pytest.mark.slow
 def test_a_machine_that_can_run_cases_is_ready() -> None:
     """Real ranks, real collectives: every line is there, and none has failed."""
-    found = said("doctor")
+    result = said("doctor")
 
-    assert found.status == 0, found.out + found.err
+    assert result.status == 0, result.out + result.err
     for what in ("packages", "C++ compiler", "temporary files", "earlier runs", "devices", "backend", "cases"):
-        assert line_of(found.out, what) != ""
+        assert line_of(result.out, what) != ""
     for what in ("launch", "rendezvous", "collectives"):
-        assert line_of(found.out, what).endswith("  ok")
-    words = [word for word in found.out.split() if word != "ok"]  # which follows the first of several lines
+        assert line_of(result.out, what).endswith("  ok")
+    words = [word for word in result.out.split() if word != "ok"]  # which follows the first of several lines
     assert "exact on 2 and 4 ranks" in " ".join(words)
-    assert "ready (" in found.out
+    assert "ready (" in result.out
 
 
 @pytest.mark.slow
 def test_a_device_that_is_absent_is_told() -> None:
     """Status 3, and nothing is launched."""
-    found = said("doctor", "--device", "mtia")
+    result = said("doctor", "--device", "mtia")
 
-    assert found.status == 3
-    assert line_of(found.out, "devices").endswith("  failed")
-    assert line_of(found.out, "launch") == ""
+    assert result.status == 3
+    assert line_of(result.out, "devices").endswith("  failed")
+    assert line_of(result.out, "launch") == ""
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_simulated_accelerator_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whether it is there, and what it gives."""
+    """The output tells if it is available, and what it offers."""
     _, text = told(monkeypatch, capsys, {**_MACHINE, **changes}, _WARM, exact(2), exact(4))
 
     assert expected in line_of(text, "simulator")
@@ -220,11 +220,11 @@ def test_sharing_needs_devices_to_share(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.slow
 def test_ranks_that_share_a_device_are_launched() -> None:
     """On the simulated accelerator: as many as cases have, on one device."""
-    found = said("doctor", "--device", "sim", "--share-devices")
+    result = said("doctor", "--device", "sim", "--share-devices")
 
-    assert found.status == 0, found.out + found.err
-    assert "same single device" in line_of(found.out, "sharing")
-    assert line_of(found.out, "collectives").endswith("  ok")
+    assert result.status == 0, result.out + result.err
+    assert "same single device" in line_of(result.out, "sharing")
+    assert line_of(result.out, "collectives").endswith("  ok")
 
 
 def test_temporary_files_that_cannot_be_written_are_told(
@@ -239,23 +239,23 @@ def test_temporary_files_that_cannot_be_written_are_told(
 
 
 def test_a_child_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With its status and the end of what it wrote; other output of the child is no answer."""
+    """The answer has its status and the end of its output; other output of the child is not taken for an answer."""
     text = """echo noise; echo '{"what": "warm"}'; echo why >&2; exit 7"""
     monkeypatch.setattr("sys.executable", program(tmp_path, text))
     with answers("doctor", device="cpu", shared=False) as coming:
-        found = list(coming)
+        answers_read = list(coming)
 
-    assert found == [{"what": "warm"}, {"what": "died", "how": "ended with status 7", "output": "why\n"}]
+    assert answers_read == [{"what": "warm"}, {"what": "died", "how": "ended with status 7", "output": "why\n"}]
 
 
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With everything that it has started."""
+    """Everything that the child has started is ended with it."""
     monkeypatch.setattr("sys.executable", program(tmp_path, "sleep 300 & sleep 300"))
     with answers("doctor", timeout_s=0.2, device="cpu", shared=False) as coming:
-        (found,) = coming
+        (answer,) = coming
 
-    assert found["what"] == "died"
-    assert "was ended by SIGKILL" in found["how"]
+    assert answer["what"] == "died"
+    assert "was ended by SIGKILL" in answer["how"]
 
 
 class ForgetfulAllReduce(ExactCollectives):
@@ -278,19 +278,19 @@ class NobodyComes(ExactCollectives):
 @pytest.mark.slow
 def test_a_wrong_collective_is_seen() -> None:
     """Rank 0's element 0 of the sum is 1024 + 2048; alone it is 1024."""
-    found = check_collectives("cpu", 2, kind=ForgetfulAllReduce)
+    check = check_collectives("cpu", 2, kind=ForgetfulAllReduce)
 
-    assert found.wrong == {"all_reduce": "on rank 0 element 0: expected 3072, got 1024"}
-    assert found.rendezvous == ""
+    assert check.wrong == {"all_reduce": "on rank 0 element 0: expected 3072, got 1024"}
+    assert check.rendezvous == ""
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_seen() -> None:
     """It is the rendezvous that failed, not a collective."""
-    found = check_collectives("cpu", 2, kind=NobodyComes)
+    check = check_collectives("cpu", 2, kind=NobodyComes)
 
-    assert "rank 1" in found.rendezvous
-    assert found.wrong == {}
+    assert "rank 1" in check.rendezvous
+    assert check.wrong == {}
 
 
 def test_the_first_wrong_element_is_named() -> None:
@@ -299,7 +299,7 @@ def test_the_first_wrong_element_is_named() -> None:
 
 
 def test_ranks_without_a_parent_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only this user's, only those that a warm process has marked, only those whose parent has ended."""
+    """Only this user's marked ranks whose parent has ended are listed."""
     marked, mine = {"HOME": "/x", "FSDP_CONFORMANCE_PRELOAD": "{}"}, os.getuid()
     table = [
         (10, 1, marked, mine), (11, 10, marked, mine), (12, 1, {"HOME": "/x"}, mine), (1, 0, marked, mine),
@@ -317,14 +317,14 @@ def test_ranks_without_a_parent_are_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_warm_process_carries_the_mark() -> None:
-    """What is looked for is what the harness sets."""
+    """The harness sets the variable that `doctor` looks for."""
     from fsdp_conformance.harness.processes import preload
 
     assert preload.ORDERS_VARIABLE == leftovers._MARK
 
 
 def test_only_stale_entries_are_left_over(tmp_path: Path) -> None:
-    """What was touched within the hour may belong to a case that runs; leases are nobody's leftovers."""
+    """Files touched within the hour may belong to a running case, and leases are never leftovers."""
     for name, age_s in (("fsdp-conformance-old", 7200), ("fsdp-conformance-new", 60), ("other", 7200)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))

@@ -18,7 +18,7 @@ def a_run(*cases: str) -> RunFile:
 
 
 def test_without_an_earlier_run_typical_durations_count() -> None:
-    """By world size and device; an accelerator that was never measured is taken to be like the simulated one."""
+    """They depend on world size and device; an accelerator that was never measured counts as a simulated one."""
     seconds, source = estimate(CASES)
 
     assert seconds == pytest.approx(START_S + 2 * SECONDS_PER_RANK["cpu"] + 12 * SECONDS_PER_RANK["sim"])
@@ -46,9 +46,9 @@ def test_devices_that_ranks_own_are_divided() -> None:
     """Two cases of eight ranks follow one another on eight devices, whatever the workers; not with two slots."""
     cases = [(a_case(id=f"R001/{name}-ws8", world_size=8), "cuda") for name in ("probe", "other")]
     last = a_run("R001/probe-ws8", "R001/other-ws8")
-    found = [estimate(cases, workers=4, last=last, slots=Slots(8, slots))[0] for slots in (1, 2)]
+    seconds = [estimate(cases, workers=4, last=last, slots=Slots(8, slots))[0] for slots in (1, 2)]
 
-    assert found == [START_S + 60, START_S + 30]
+    assert seconds == [START_S + 60, START_S + 30]
 
 
 @pytest.mark.parametrize(

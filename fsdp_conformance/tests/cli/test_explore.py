@@ -46,20 +46,20 @@ def _done(**changes: Any) -> dict[str, Any]:
 )
 def test_the_status(answers: list[dict[str, Any]], status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """0 without a confirmed failure, 1 with one, and 4 if nothing was judged."""
-    found = explore.follow([dict(answer) for answer in (_BEGIN, *answers)])
+    returned = explore.follow([dict(answer) for answer in (_BEGIN, *answers)])
 
-    assert found == status
+    assert returned == status
     assert line in capsys.readouterr().out
 
 
 def test_a_failure_is_printed_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     """The text, the example or the file that it was saved to, and the script if asked for."""
     explore.follow([dict(_FAILURE), dict(_FAILURE, saved="tests/test_explored_1.py"), _done()], scripts=True)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
 
-    assert "example   {}" in said
-    assert "saved     tests/test_explored_1.py" in said
-    assert said.count("the script") == 2
+    assert "example   {}" in output
+    assert "saved     tests/test_explored_1.py" in output
+    assert output.count("the script") == 2
 
 
 def _order(*words: str) -> dict[str, Any]:
@@ -81,6 +81,6 @@ def test_the_order() -> None:
     [("--seconds", "soon"), ("--seconds", "0"), ("--max-examples", "-1"), ("--seed", "x"), ("--device", "cuda")],
 )
 def test_options_out_of_range(words: tuple[str, ...]) -> None:
-    """They are named."""
+    """The message names the options."""
     with pytest.raises(ConfigError, match=words[0].removeprefix("--")):
         _order(*words)

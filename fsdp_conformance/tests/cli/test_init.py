@@ -37,11 +37,11 @@ def contents(root: Path) -> dict[str, str]:
 
 
 def problems(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """What is told on stderr, without program and command; the status is 2 and nothing is on stdout."""
+    """The lines on stderr, without program and command. Asserts status 2 and an empty stdout."""
     status = main(["init", *words])
-    told = capsys.readouterr()
-    assert (status, told.out) == (2, "")
-    return [line.removeprefix("fsdp-conformance: ").removesuffix(" [init]") for line in told.err.splitlines()]
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "")
+    return [line.removeprefix("fsdp-conformance: ").removesuffix(" [init]") for line in captured.err.splitlines()]
 
 
 def test_every_file_is_written_and_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +61,7 @@ def test_every_file_is_written_and_named(root: Path, capsys: pytest.CaptureFixtu
 def test_the_texts_are_what_others_read(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Python, TOML without an entry, a test file of three lines, and a workflow whose command parses."""
     main(["init", "--adapter", SPEC])
-    told, written = capsys.readouterr().out, contents(root)
+    output, written = capsys.readouterr().out, contents(root)
     compile(written["acme/adapter.py"], "adapter.py", "exec")
     lines = [line for line in written[TESTS].splitlines() if line]
     run = " ".join(written[WORKFLOW].partition("fsdp-conformance run ")[2].partition("\n      - ")[0].split())
@@ -77,7 +77,7 @@ def test_the_texts_are_what_others_read(root: Path, capsys: pytest.CaptureFixtur
     assert f"path: {parsed.report_dir}\n" in written[WORKFLOW]
     assert f"fsdp-conformance[xdist]=={fsdp_conformance.__version__}" in written[WORKFLOW]
     assert f"the {quick} cases that find most" in written[WORKFLOW]
-    assert told.count(f"{quick} cases") == 1
+    assert output.count(f"{quick} cases") == 1
     assert not any(place in text for text in written.values() for place in ("[[ ", "{{ spec", str(root)))
 
 
@@ -87,16 +87,16 @@ def test_nothing_is_written_unless_all_is_new(root: Path, capsys: pytest.Capture
     (root / TESTS).write_text("mine", encoding="utf-8")
     (root / EXPECTATIONS).symlink_to("nowhere.toml")
 
-    found = problems(capsys, "--adapter", SPEC)
+    messages = problems(capsys, "--adapter", SPEC)
 
-    assert found[:2] == [f"{TESTS} exists already", f"{EXPECTATIONS} exists already"]
-    assert "--force" in found[2]
+    assert messages[:2] == [f"{TESTS} exists already", f"{EXPECTATIONS} exists already"]
+    assert "--force" in messages[2]
     assert contents(root) == {TESTS: "mine"}
     assert not (root / "acme").exists()
 
 
 def test_force_overwrites(root: Path) -> None:
-    """All of them."""
+    """`--force` overwrites all files."""
     main(["init", "--adapter", SPEC])
     before = contents(root)
     (root / TESTS).write_text("mine", encoding="utf-8")
@@ -133,9 +133,9 @@ def test_an_adapter_that_cannot_be_is_refused(
     (root / "taken.py").touch()
     (root / "package").mkdir()
 
-    (found,) = problems(capsys, "--adapter", spec)
+    (message,) = problems(capsys, "--adapter", spec)
 
-    assert expected in found
+    assert expected in message
     assert sorted(contents(root)) == ["taken.py"]
 
 
@@ -175,22 +175,22 @@ def test_where_an_adapter_belongs(
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
     wrong: list[str] = []
-    found = adapter_of(spec, tmp_path, wrong)
+    place = adapter_of(spec, tmp_path, wrong)
 
     assert wrong == []
-    assert found is not None
-    assert (found.path, found.packages) == (path, packages)
+    assert place is not None
+    assert (place.path, place.packages) == (path, packages)
 
 
 def test_a_package_is_found_where_it_is_imported_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An editable install of a repository with a layout of its own."""
+    """An editable install of a repository may have its own layout."""
     (tmp_path / "python" / "acme").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "python"))
 
-    found = adapter_of("acme.adapter:A", tmp_path, [])
+    place = adapter_of("acme.adapter:A", tmp_path, [])
 
-    assert found is not None
-    assert found.path == "python/acme/adapter.py"
+    assert place is not None
+    assert place.path == "python/acme/adapter.py"
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_a_disk_that_refuses_a_file_leaves_none(
     """Status 3; what was written before is gone again."""
     real: Any = Path.open
 
-    def full(path: Path, *given: object, **named: object) -> Any:
+    def full(path: Path, *given: object, **options: object) -> Any:
         if path.name == EXPECTATIONS:
             raise OSError(28, "No space left on device", str(path))
-        return real(path, *given, **named)
+        return real(path, *given, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", full)

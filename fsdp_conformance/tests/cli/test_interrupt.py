@@ -20,7 +20,7 @@ from fsdp_conformance.report import runfile
 from fsdp_conformance.tests.cli.cli_runs import ADAPTER, children_of, with_adapter, with_quick_survey, words
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 
-#: Each test is a run in processes of its own.
+#: Each test is a run in its own processes.
 pytestmark = pytest.mark.slow
 
 #: For what must happen, and happens in a second.
@@ -152,7 +152,7 @@ def test_a_run_that_is_ended_while_it_compiles_leaves_no_process(
     assert [pid for pid in before if family(pid)] == []
 
 
-#: Takes no notice of SIGINT; neither does the process that it has started, which has a session of its own, as ranks do.
+#: Takes no notice of SIGINT; neither does the process that it has started, which has its own session, as ranks do.
 _STUBBORN = """
 import os, signal, subprocess, sys, threading
 
@@ -171,7 +171,7 @@ def test_stubborn():
 def test_a_pytest_that_does_not_end_is_ended_with_all_that_it_started(
     calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first interrupt it has its time; a second one does not wait. Its group goes with it."""
+    """After the first interrupt pytest has time to end; the second one kills it and its group at once."""
     monkeypatch.setenv("REACHED", str(tmp_path / "reached"))
     monkeypatch.setattr("fsdp_conformance.cli.pytest_process.INTERRUPT_S", 0.2 if calls == 1 else 300.0)
     (tmp_path / "test_stubborn.py").write_text(_STUBBORN, encoding="utf-8")

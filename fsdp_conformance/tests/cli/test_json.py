@@ -48,17 +48,17 @@ MACHINE = Machine(
 
 
 def both(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str]:
-    """What a command prints with --json and without; the status is the same."""
+    """Run a command with --json and without, and return both outputs; the status must be the same."""
     status = main([*words, "--json"])
-    found = json.loads(capsys.readouterr().out)
+    content = json.loads(capsys.readouterr().out)
     assert main([*words]) == status
-    assert found.get("status", status) == status
-    return found, capsys.readouterr().out
+    assert content.get("status", status) == status
+    return content, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", REPORTING)
 def test_every_command_that_reports_has_it(command: str) -> None:
-    """As a flag: `sanitize --json FILE` is older."""
+    """`--json` is a flag; only `sanitize --json FILE`, which is older, takes a file."""
     assert arguments.parse([command, *REPORTING[command], "--json"]).json is True
     assert arguments.parse([command, *REPORTING[command]]).json is False
 
@@ -66,9 +66,9 @@ def test_every_command_that_reports_has_it(command: str) -> None:
 @pytest.fixture
 def _two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     described = AdapterDescription(spec="mine", name="mine", version="1", capabilities=("zero3",))
-    told = Survey(machine=MACHINE, description=described)
-    monkeypatch.setattr("fsdp_conformance.cli.commands.listing.survey", lambda device, spec: told)
-    monkeypatch.setattr("fsdp_conformance.cli.single.survey", lambda device, spec, fork: told)
+    adapter_survey = Survey(machine=MACHINE, description=described)
+    monkeypatch.setattr("fsdp_conformance.cli.commands.listing.survey", lambda device, spec: adapter_survey)
+    monkeypatch.setattr("fsdp_conformance.cli.single.survey", lambda device, spec, fork: adapter_survey)
     monkeypatch.setattr("fsdp_conformance.harness.processes.forkserver.import_and_fork", lambda: None)
 
 
@@ -76,18 +76,18 @@ def _two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("more", [[], ["--not-run"]])
 def test_list(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The same cases in the same order, with the same verdicts."""
-    found, text = both(capsys, "list", "--implementation", "mine", "--profile", "quick", *more)
+    content, text = both(capsys, "list", "--implementation", "mine", "--profile", "quick", *more)
     lines = [line.split() for line in text.splitlines() if line.startswith("  R")]
 
-    assert [case["id"] for case in found["cases"]] == [line[0] for line in lines]
-    assert [case["verdict"] or "runs" for case in found["cases"]] == [line[3] for line in lines]
-    assert all(case["reason"] for case in found["cases"] if case["verdict"])
-    assert found["implementation"]["name"] == "mine"
+    assert [case["id"] for case in content["cases"]] == [line[0] for line in lines]
+    assert [case["verdict"] or "runs" for case in content["cases"]] == [line[3] for line in lines]
+    assert all(case["reason"] for case in content["cases"] if case["verdict"])
+    assert content["implementation"]["name"] == "mine"
     assert len(lines) > 3
 
 
 def test_list_of_words(capsys: pytest.CaptureFixture[str]) -> None:
-    """Requirements and flags."""
+    """Requirements and flags are listed in JSON as in the text."""
     requirements, text = both(capsys, "list", "--requirements")
     flags, _ = both(capsys, "list", "--capabilities")
 
@@ -117,7 +117,7 @@ def test_explain_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_verify_tells_of_an_edited_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what differs from a list of expectations, which does not disturb the JSON."""
+    """Differences from a list of expectations do not disturb the JSON."""
     ran(tmp_path, cases=tuple(SMOKE.by_id), profile=SMOKE, **{SMOKE.entries[0].primary: Verdict.FAIL})
     file, listed = tmp_path / "run.jsonl", tmp_path / "known.toml"
     listed.touch()
@@ -133,13 +133,13 @@ def test_verify_tells_of_an_edited_file(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.usefixtures("_two_devices")
 @pytest.mark.parametrize("problems", [(), ("the shape is wrong",)])
 def test_smoke(problems: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """Each check with its problems."""
+    """The JSON has each check with its problems."""
     results = [SmokeResult(check="ADAPTER-01", title="the class", problems=problems)]
     with mock.patch("fsdp_conformance.driver.smoke.smoke", return_value=results):
-        found, text = both(capsys, "smoke", "mine.py")
+        content, text = both(capsys, "smoke", "mine.py")
 
-    assert [(check["check"], check["problems"]) for check in found["checks"]] == [("ADAPTER-01", list(problems))]
-    assert found["status"] == len(problems)
+    assert [(check["check"], check["problems"]) for check in content["checks"]] == [("ADAPTER-01", list(problems))]
+    assert content["status"] == len(problems)
     assert all(problem in text for problem in problems)
 
 
@@ -152,12 +152,12 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         yield iter([dict(died)])
 
     monkeypatch.setattr(doctor, "answers", answers)
-    found, text = both(capsys, "doctor")
-    (launch,) = [finding for finding in found["findings"] if finding["what"] == "launch"]
+    content, text = both(capsys, "doctor")
+    (launch,) = [finding for finding in content["findings"] if finding["what"] == "launch"]
 
-    assert (found["status"], launch["state"], launch["output"]) == (3, "failed", "no torch")
+    assert (content["status"], launch["state"], launch["output"]) == (3, "failed", "no torch")
     assert [line.split()[0] for line in text.splitlines() if re.match(r"  \S", line)] == [
-        finding["what"].split()[0] for finding in found["findings"]
+        finding["what"].split()[0] for finding in content["findings"]
     ]
 
 
@@ -169,21 +169,21 @@ def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
     @contextlib.contextmanager
     def answers(job: str, *, timeout_s: float, order: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        found: list[dict[str, Any]] = []
-        run_job(job, lambda what, **content: found.append({"what": what, **content}), {"order": order})
-        yield iter(found)
+        content_read: list[dict[str, Any]] = []
+        run_job(job, lambda what, **content: content_read.append({"what": what, **content}), {"order": order})
+        yield iter(content_read)
 
     monkeypatch.setattr(plan, "answers", answers)
     assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    content_read = json.loads(capsys.readouterr().out)
     main(words)
     (marked,) = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("> ")]
-    times = [candidate["time_us"]["step"] for candidate in found["candidates"]]
+    times = [candidate["time_us"]["step"] for candidate in content_read["candidates"]]
 
-    assert found["candidates"][found["chosen"]]["strategy"] == marked
-    assert found["candidates"][found["chosen"]]["fits"] is True
+    assert content_read["candidates"][content_read["chosen"]]["strategy"] == marked
+    assert content_read["candidates"][content_read["chosen"]]["fits"] is True
     assert times == sorted(times)
-    assert (found["units"], found["numel"]) == (3, 10432)
+    assert (content_read["units"], content_read["numel"]) == (3, 10432)
 
 
 @pytest.mark.parametrize(("confirmed", "ran", "status"), [(True, 5, 1), (False, 5, 0), (True, 0, 4)])
@@ -191,24 +191,24 @@ def test_explore(confirmed: bool, ran: int, status: int, capsys: pytest.CaptureF
     """Every failure, with its script, and the counts."""
     failure = {"what": "failure", "confirmed": confirmed, "text": "the text", "script": "import torch", "saved": None}
     counts = {"what": "done", "ran": ran, "rejected": {}, "declined": {}}
-    found = explore.follow(
+    returned = explore.follow(
         [{"what": "begin", "name": "mine", "version": "1"}, dict(failure), dict(counts)], as_json=True
     )
-    told = json.loads(capsys.readouterr().out)
+    content = json.loads(capsys.readouterr().out)
 
-    assert found == status == told["status"]
-    assert told["counts"]["ran"] == ran
-    assert [one["script"] for one in told["failures"]] == ["import torch"]
+    assert returned == status == content["status"]
+    assert content["counts"]["ran"] == ran
+    assert [one["script"] for one in content["failures"]] == ["import torch"]
 
 
 def test_a_child_that_dies_leaves_no_half_of_a_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it said goes to stderr, like every error."""
+    """Its output goes to stderr, like every error."""
     died = {"what": "died", "how": "was ended by SIGKILL", "output": "said before"}
 
     assert explore.follow([dict(died)], as_json=True) == 4
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "said before" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "said before" in captured.err
 
 
 def test_what_json_does_not_know_is_a_word(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,10 +240,10 @@ def test_selftest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         yield iter([dict(answer) for answer in (trial_plan, *results)])
 
     monkeypatch.setattr(selftest, "answers", answers)
-    found, text = both(capsys, "selftest")
+    content, text = both(capsys, "selftest")
 
-    assert found["status"] == 1
-    assert found["all"]["survivors"] == found["classes"]["gradients"]["survivors"] == ["two"]
-    assert found["not_run"] == {"four": "no C++ compiler"}
-    assert found["correct_engines"] == {"reference": 1}
+    assert content["status"] == 1
+    assert content["all"]["survivors"] == content["classes"]["gradients"]["survivors"] == ["two"]
+    assert content["not_run"] == {"four": "no C++ compiler"}
+    assert content["correct_engines"] == {"reference": 1}
     assert "1 of 2" in text

@@ -44,33 +44,33 @@ def machine(*, device: str = "cuda", num_ranks: int | None = 2, backend: str = "
 
 @pytest.mark.slow
 def test_every_case_is_listed_once_with_what_it_would_do(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """By chapter; the last line counts."""
-    found = listed(suite, tmp_path)
-    cases = [line.split() for line in found.out.splitlines() if line.startswith("  R")]
+    """Cases are listed by chapter, and the last line has their number."""
+    result = listed(suite, tmp_path)
+    cases = [line.split() for line in result.out.splitlines() if line.startswith("  R")]
 
-    assert found.status == 0
+    assert result.status == 0
     assert sorted(entry.id for entry in suite.profile.entries) == sorted(case[0] for case in cases)
     assert {"R017/elsewhere-ws2"} == {case[0] for case in cases if case[3] != "runs"}
     assert (
-        found.out.rstrip().splitlines()[-1] == "7 of 7 cases in mini, for mine 1.2 on cpu: 6 would run · 1 NOT_RUN_ENV"
+        result.out.rstrip().splitlines()[-1] == "7 of 7 cases in mini, for mine 1.2 on cpu: 6 would run · 1 NOT_RUN_ENV"
     )
 
 
 @pytest.mark.slow
 def test_the_list_takes_the_options_that_select(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """The same as `run`."""
-    found = listed(suite, tmp_path, "--requirement", "R001,R017", "--case", "*-ws2")
+    """The command takes the same options as `run`."""
+    result = listed(suite, tmp_path, "--requirement", "R001,R017", "--case", "*-ws2")
 
-    assert [line.split()[0] for line in found.out.splitlines() if line.startswith("  R")] == [
+    assert [line.split()[0] for line in result.out.splitlines() if line.startswith("  R")] == [
         "R001/probe-ws2",
         "R017/elsewhere-ws2",
     ]
-    assert found.last_line.startswith("2 of 7 cases in mini")
+    assert result.last_line.startswith("2 of 7 cases in mini")
 
 
 @pytest.mark.slow
 def test_why_tells_the_reason(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """What a case expects if it runs, and what is missing if not; --not-run leaves the others out."""
+    """The reason is what a case expects if it runs, or what is missing; --not-run lists only the latter."""
     why, not_run = listed(suite, tmp_path, "--why"), listed(suite, tmp_path, "--not-run")
 
     assert "Each rank holds its share." in why.out
@@ -81,44 +81,44 @@ def test_why_tells_the_reason(suite: mini_suite.MiniSuite, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_an_accelerator_holds_as_many_ranks_as_it_has_devices(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Cases of more ranks would not run."""
-    found = listed(suite, tmp_path, "--device", "mtia", "--why")
+    result = listed(suite, tmp_path, "--device", "mtia", "--why")
 
-    assert "needs 4 devices of type mtia, but 2 are present" in found.out
+    assert "needs 4 devices of type mtia, but 2 are present" in result.out
 
 
 @pytest.mark.slow
 def test_what_is_declared_is_asked_of_the_adapter(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """A real adapter, described in a process of its own: no_sync is not declared, so its case is UNSUPPORTED."""
+    """A real adapter is described in its own process: no_sync is not declared, so its case is UNSUPPORTED."""
     text = (
         "from fsdp_conformance.adapters.torch_like import TorchAdapter\nclass Mine(TorchAdapter):\n    name = 'mine'\n"
     )
     text += "    def wrap(self, model, plan):\n        return model\n"
     spec = with_adapter(tmp_path, text)
-    found = said("list", "--profile", str(suite.profile_path), "--implementation", spec, "--not-run")
+    result = said("list", "--profile", str(suite.profile_path), "--implementation", spec, "--not-run")
 
-    assert found.status == 0
-    assert "no_sync not declared by" in found.out
-    assert "for mine" in found.out
+    assert result.status == 0
+    assert "no_sync not declared by" in result.out
+    assert "for mine" in result.out
 
 
 def test_requirements_are_listed_with_their_cases(suite: mini_suite.MiniSuite) -> None:
     """All of the contract, whether bound or not."""
-    found = said("list", "--requirements", "--profile", str(suite.profile_path))
+    result = said("list", "--requirements", "--profile", str(suite.profile_path))
 
-    assert found.status == 0
-    assert "(3 cases)" in next(line for line in found.out.splitlines() if line.startswith("  R001"))
-    assert "(no cases)" in next(line for line in found.out.splitlines() if line.startswith("  R002"))
-    assert "6 of them covered by the 7 cases in mini" in found.out
+    assert result.status == 0
+    assert "(3 cases)" in next(line for line in result.out.splitlines() if line.startswith("  R001"))
+    assert "(no cases)" in next(line for line in result.out.splitlines() if line.startswith("  R002"))
+    assert "6 of them covered by the 7 cases in mini" in result.out
 
 
 def test_explain_tells_a_requirement_with_its_source(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Text, source, where to look, cases; and nothing of a run where there is none."""
-    found = said("explain", "R003", "--profile", str(suite.profile_path), cwd=tmp_path)
+    result = said("explain", "R003", "--profile", str(suite.profile_path), cwd=tmp_path)
 
-    assert found.status == 0
+    assert result.status == 0
     for expected in ("requires", "source", "look at", "R001/probe-ws{1,2,4}   3 cases"):
-        assert expected in found.out
-    assert found.last_line.startswith("no results: there is no earlier run in .fsdp-conformance/last")
+        assert expected in result.out
+    assert result.last_line.startswith("no results: there is no earlier run in .fsdp-conformance/last")
 
 
 def test_the_machine_is_judged_before_anything_is_started(suite: mini_suite.MiniSuite) -> None:
@@ -144,9 +144,11 @@ def test_the_machine_is_judged_before_anything_is_started(suite: mini_suite.Mini
 
 def test_what_is_foreseen_is_what_the_gate_decides(suite: mini_suite.MiniSuite) -> None:
     """The same function decides in the run, so the list cannot promise what the run does not keep."""
-    told = AdapterDescription(spec="mine", name="mine", version="1", capabilities=())
+    description = AdapterDescription(spec="mine", name="mine", version="1", capabilities=())
     cases = chosen_cases.cases_of(suite.profile)
-    foreseen = chosen_cases.foreseen(cases, RunSettings(device="cuda"), Survey(machine=machine(), description=told))
+    foreseen = chosen_cases.foreseen(
+        cases, RunSettings(device="cuda"), Survey(machine=machine(), description=description)
+    )
     records = [gated.record for gated in foreseen]
 
     verdicts = {case.id: record.verdict for case, record in zip(cases, records, strict=True) if record is not None}

@@ -29,7 +29,7 @@ def word_for(option: Option) -> str:
 
 @pytest.fixture(autouse=True)
 def _each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option may need another one, which is tested elsewhere; and there is no last run."""
+    """An option may need another one, which is tested elsewhere, and no last run exists."""
 
     def with_last_failed(settings: RunSettings) -> RunSettings:
         return replace(settings, last_failed=("R001/failed-ws2",))

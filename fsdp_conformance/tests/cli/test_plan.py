@@ -67,11 +67,11 @@ def test_a_plan(place: Path) -> None:
 @pytest.mark.nightly
 def test_nothing_fits(place: Path) -> None:
     """Status 1, and what is needed; a model without lists is one unit, which is said."""
-    found = said("plan", "--model", "my_model:build", "--world-size", "2", "--memory", "1KiB", cwd=place)
+    result = said("plan", "--model", "my_model:build", "--world-size", "2", "--memory", "1KiB", cwd=place)
 
-    assert found.status == Status.NOT_CERTIFIED
-    assert "one unit: the model has no module lists" in found.out
-    assert "needs the least, 44.2 KiB, but the device has 1.0 KiB" in found.out
+    assert result.status == Status.NOT_CERTIFIED
+    assert "one unit: the model has no module lists" in result.out
+    assert "needs the least, 44.2 KiB, but the device has 1.0 KiB" in result.out
 
 
 @pytest.mark.slow
@@ -85,21 +85,21 @@ def test_nothing_fits(place: Path) -> None:
     ],
 )
 def test_a_model_that_is_none(place: Path, model: str, expected: str) -> None:
-    """Status 2 and one message."""
-    found = said("plan", "--model", model, "--world-size", "2", cwd=place)
+    """The command ends with status 2 and one message."""
+    result = said("plan", "--model", model, "--world-size", "2", cwd=place)
 
-    assert (found.status, found.out) == (Status.USAGE, "")
-    assert expected in found.err
+    assert (result.status, result.out) == (Status.USAGE, "")
+    assert expected in result.err
 
 
 def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
-    """Before anything is started."""
-    found = said(
+    """All problems are reported before anything starts."""
+    result = said(
         "plan", "--model", "model", "--world-size", "x", "--ranks-per-host", "0", "--link", "nvlin+ib",
         "--device", "h10", "--memory", "80", "--utilisation", "2", "--rows", "-1", cwd=tmp_path,
     )  # fmt: skip
 
-    assert (found.status, found.out) == (Status.USAGE, "")
+    assert (result.status, result.out) == (Status.USAGE, "")
     for expected in (
         "world_size must be a positive integer, got 'x'",
         "ranks_per_host must be a positive integer, got '0'",
@@ -111,7 +111,7 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
         "utilisation must be above 0 and at most 1, got '2'",
         "rows must be a positive integer, got '-1'",
     ):
-        assert expected in found.err
+        assert expected in result.err
 
 
 @pytest.mark.parametrize(

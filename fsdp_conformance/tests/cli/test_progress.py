@@ -23,7 +23,7 @@ class Clock:
 
 
 def a_case(name: str, *, chapter: str = "A", world_size: int = 2) -> Case:
-    """A case that nobody runs."""
+    """A case that is never run."""
     return Case(id=name, requirements=("R001",), chapter=chapter, world_size=world_size, title="It holds.")
 
 

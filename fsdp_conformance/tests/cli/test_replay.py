@@ -88,7 +88,7 @@ def test_what_differs_is_named(changes: dict[str, Any], line: str) -> None:
 
 
 def test_a_verdict_and_a_finding_that_are_gone() -> None:
-    """Both are told."""
+    """The report mentions both."""
     verdict, finding = differences(_FAIL, _PASS)
 
     assert verdict == "verdict: FAIL, now PASS"
@@ -109,11 +109,11 @@ def test_a_verdict_and_a_finding_that_are_gone() -> None:
 )
 def test_flaky_is_told_from_certain(then: CaseRecord, again: list[CaseRecord], word: str) -> None:
     """The last line says which it is; the one before has the counts."""
-    told = text(then, again)
+    report = text(then, again)
 
-    assert word in told.splitlines()[-1]
+    assert word in report.splitlines()[-1]
     failed = sum(record.verdict is Verdict.FAIL for record in again)
-    assert f"failed {failed} of {len(again)} times" in told
+    assert f"failed {failed} of {len(again)} times" in report
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_it_is_run_as_in_the_run(
 ) -> None:
     """With the run's settings, but not its selection, which may leave out the case by now."""
     path = _run(tmp_path, stress_seed=7, num_threads=3)
-    found, used = _replayed(monkeypatch, again, path, _CASE, "--times", "2")
+    returned, used = _replayed(monkeypatch, again, path, _CASE, "--times", "2")
 
-    assert found == status
+    assert returned == status
     assert [(each.implementation, each.stress_seed, each.num_threads, each.world_sizes) for each in used] == [
         ("torch-ddp", 7, 3, ())
     ] * 2
@@ -157,7 +157,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.nightly
 def test_a_failure_that_is_gone_is_told(tmp_path: Path) -> None:
-    """On real ranks: torch's DDP passes what the run says it failed."""
+    """On real ranks, torch's DDP passes a case that it failed according to the run."""
     done = said("replay", _run(tmp_path), _CASE)
 
     assert done.status == 1, done.err

@@ -16,7 +16,7 @@ from fsdp_conformance.report import runfile
 from fsdp_conformance.tests.cli.cli_runs import Said, said, with_adapter, with_quick_survey, words
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 
-#: Each test is a run in processes of its own.
+#: Each test is a run in its own processes.
 pytestmark = pytest.mark.slow
 
 
@@ -46,15 +46,15 @@ def run(
 
 def test_a_run_in_which_all_holds_is_certified(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Status 0, the verdict, and as last line where the run file is; `verify` derives the same from it."""
-    found = run(suite, tmp_path)
+    result = run(suite, tmp_path)
 
-    assert found.status == 0, found.out + found.err
-    assert "\nCERTIFIED base + accumulation (1 of 2 extensions)  mini" in found.out
-    assert f"run file: {tmp_path / 'report' / 'run.jsonl'}" == found.last_line
+    assert result.status == 0, result.out + result.err
+    assert "\nCERTIFIED base + accumulation (1 of 2 extensions)  mini" in result.out
+    assert f"run file: {tmp_path / 'report' / 'run.jsonl'}" == result.last_line
     assert {"run.jsonl", "pytest.log", "junit.xml", "summary.md", "report.html"} == {
         path.name for path in (tmp_path / "report").iterdir()
     }
-    assert f"report: {tmp_path / 'report' / 'report.html'}" in found.out
+    assert f"report: {tmp_path / 'report' / 'report.html'}" in result.out
     copy = tmp_path / "pages" / "copy.html"
     verified = said("verify", str(tmp_path / "report"), "--html", str(copy), env=suite.environment())
     assert (tmp_path / "report" / "report.html").read_text() == copy.read_text()
@@ -66,27 +66,27 @@ def test_a_run_in_which_all_holds_is_certified(suite: mini_suite.MiniSuite, tmp_
 
 def test_a_failure_is_not_certified_and_says_why(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Status 1; the finding names requirement, case and a line that shows it again; `explain` finds it."""
-    found = run(suite, tmp_path, acts={"R001/probe-ws2": "FAIL"})
+    result = run(suite, tmp_path, acts={"R001/probe-ws2": "FAIL"})
 
-    assert found.status == 1
-    assert "FAIL  R001/probe-ws2" in found.out
-    assert "NOT CERTIFIED  mini" in found.out
-    assert "repro " in found.out
+    assert result.status == 1
+    assert "FAIL  R001/probe-ws2" in result.out
+    assert "NOT CERTIFIED  mini" in result.out
+    assert "repro " in result.out
     explained = said("explain", "R001/probe-ws2", "--report", str(tmp_path / "report"))
     assert (explained.status, "✗ FAIL" in explained.out) == (0, True)
 
 
 @pytest.mark.nightly
 def test_workers_come_to_the_same_verdicts(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """With -n 2 every case has the verdict that it has without."""
+    """Every case has the same verdict with -n 2 as without."""
     pytest.importorskip("xdist")
     acts = {"R001/probe-ws2": "FAIL", "R070/order-ws2": "HANG"}
     verdicts = []
     for name, more in (("one", ()), ("two", ("-n", "2"))):
         (tmp_path / name).mkdir()
-        found = run(suite, tmp_path / name, *more, acts=acts)
+        result = run(suite, tmp_path / name, *more, acts=acts)
         records = runfile.read(tmp_path / name / "report").records
-        verdicts.append((found.status, {record.case: record.verdict for record in records}))
+        verdicts.append((result.status, {record.case: record.verdict for record in records}))
 
     assert verdicts[0] == verdicts[1]
     assert verdicts[0][0] == 1
@@ -95,11 +95,11 @@ def test_workers_come_to_the_same_verdicts(suite: mini_suite.MiniSuite, tmp_path
 
 def test_a_partial_profile_cannot_certify(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """--case runs what it names; all that ran may pass, and the status is 1."""
-    found = run(suite, tmp_path, "--case", "R188", "--world-size", "2")
+    result = run(suite, tmp_path, "--case", "R188", "--world-size", "2")
 
-    assert found.status == 1
-    assert "1/1" in found.out
-    assert "No failures, but a partial profile cannot certify." in found.out
+    assert result.status == 1
+    assert "1/1" in result.out
+    assert "No failures, but a partial profile cannot certify." in result.out
 
 
 def test_the_selection_and_its_duration_are_announced(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
@@ -148,19 +148,19 @@ def test_fail_fast_and_last_failed(suite: mini_suite.MiniSuite, tmp_path: Path) 
 
 def test_an_error_of_the_suite_is_status_4(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """A case that stumbles over itself says nothing about the implementation."""
-    found = run(suite, tmp_path, acts={"R001/probe-ws2": "raise"})
+    result = run(suite, tmp_path, acts={"R001/probe-ws2": "raise"})
 
-    assert found.status == 4
-    assert "ERROR_SUITE" in found.out
+    assert result.status == 4
+    assert "ERROR_SUITE" in result.out
 
 
 def test_a_pytest_that_dies_is_told_with_the_end_of_its_log(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Status 4; what was judged before stays readable."""
-    found = run(suite, tmp_path, acts={"R188/it-shards-ws2": "exit"})
+    result = run(suite, tmp_path, acts={"R188/it-shards-ws2": "exit"})
 
-    assert found.status == 4
-    assert "pytest ended with status 3 before the run was complete" in found.err
-    assert "pytest.log" in found.err
+    assert result.status == 4
+    assert "pytest ended with status 3 before the run was complete" in result.err
+    assert "pytest.log" in result.err
     left = runfile.read(tmp_path / "report")
     assert left.aborted
     assert left.problems == []
@@ -172,10 +172,10 @@ def test_the_users_own_pytest_settings_have_no_part_in_it(suite: mini_suite.Mini
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n", encoding="utf-8")
     (tmp_path / "conftest.py").write_text("raise RuntimeError('read')\n", encoding="utf-8")
 
-    found = run(suite, tmp_path, "--case", "R188", PYTEST_ADDOPTS="--no-such-option", PYTEST_PLUGINS="no_such_plugin")
+    result = run(suite, tmp_path, "--case", "R188", PYTEST_ADDOPTS="--no-such-option", PYTEST_PLUGINS="no_such_plugin")
 
-    assert found.status == 1
-    assert "1 PASS" in found.out
+    assert result.status == 1
+    assert "1 PASS" in result.out
 
 
 def test_the_package_need_not_be_installed(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_the_package_need_not_be_installed(suite: mini_suite.MiniSuite, tmp_path
     )
     path = os.pathsep.join([str(hidden), suite.environment()["PYTHONPATH"]])
 
-    found = run(suite, tmp_path, "--case", "R188", "--implementation", with_adapter(tmp_path), PYTHONPATH=path)
+    result = run(suite, tmp_path, "--case", "R188", "--implementation", with_adapter(tmp_path), PYTHONPATH=path)
 
-    assert "1 PASS" in found.out, found.err
+    assert "1 PASS" in result.out, result.err
 
 
 @pytest.mark.nightly
@@ -200,9 +200,9 @@ def test_the_default_directory_is_named_by_implementation_and_time(suite: mini_s
     words_of_run = typed(suite, tmp_path, "--case", "R188", "--report", "x")
     env = with_quick_survey(suite.environment(), tmp_path)
 
-    found = said(*words_of_run[:-2], cwd=tmp_path, env=env)
+    result = said(*words_of_run[:-2], cwd=tmp_path, env=env)
 
-    assert found.last_line.startswith("run file: .fsdp-conformance/")
+    assert result.last_line.startswith("run file: .fsdp-conformance/")
     assert (tmp_path / ".fsdp-conformance" / "last" / "run.jsonl").is_file()
     assert (tmp_path / ".fsdp-conformance" / ".gitignore").read_text(encoding="utf-8") == "*\n"
     explained = said("explain", "R188", cwd=tmp_path)
@@ -210,20 +210,20 @@ def test_the_default_directory_is_named_by_implementation_and_time(suite: mini_s
 
 
 def test_an_earlier_run_is_kept_and_not_taken_for_this_one(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """A run that ends before it has a file of its own does not find the certificate of the last one."""
+    """A run that ends before it has its own file does not report the certificate of the last one."""
     report = tmp_path / "report"
     report.mkdir()
     (report / "run.jsonl").write_text("the last one\n", encoding="utf-8")
     (suite.package / "conftest.py").rename(suite.package / "conftest.kept")
     try:
         (suite.package / "conftest.py").write_text("import os\nos._exit(9)\n", encoding="utf-8")
-        found = run(suite, tmp_path)
+        result = run(suite, tmp_path)
     finally:
         (suite.package / "conftest.kept").replace(suite.package / "conftest.py")
 
-    assert found.status == 4
+    assert result.status == 4
     assert (report / "run.previous.jsonl").read_text(encoding="utf-8") == "the last one\n"
-    assert "run file:" not in found.out
+    assert "run file:" not in result.out
 
 
 @pytest.mark.parametrize("no_color", ["", pytest.param("1", marks=pytest.mark.nightly)], ids=["colours", "NO_COLOR"])
@@ -276,30 +276,30 @@ def test_an_adapter_that_cannot_be_used_is_wrong_usage(
     file, colon, attribute = name.partition(":")
     spec = with_adapter(tmp_path, text, file) + colon + attribute
 
-    found = run(suite, tmp_path, "--implementation", spec)
+    result = run(suite, tmp_path, "--implementation", spec)
 
-    assert found.status == 2
-    assert expected in found.err
+    assert result.status == 2
+    assert expected in result.err
     assert not (tmp_path / "report").exists()
 
 
-def _smoke_result(**found: list[str]) -> str:
-    result = {"check": "ADAPTER-03", "title": "", "problems": [], "breaches": [], "not_run": "", **found}
+def _smoke_result(**changes: list[str]) -> str:
+    result = {"check": "ADAPTER-03", "title": "", "problems": [], "breaches": [], "not_run": "", **changes}
     return json.dumps({"results": [result]})
 
 
 def test_a_run_does_not_start_with_an_adapter_that_is_wrong(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Its verdicts would blame the engine. The first problems are told, nothing is written; --no-smoke runs."""
     wrong = [f"full_params()['w{number}'] must have the full shape (2,), got (1,)" for number in range(7)]
-    told = _smoke_result(problems=wrong, breaches=wrong)
+    smoke = _smoke_result(problems=wrong, breaches=wrong)
 
-    found = run(suite, tmp_path, MINI_SUITE_SMOKE=told)
+    result = run(suite, tmp_path, MINI_SUITE_SMOKE=smoke)
 
-    assert found.status == 2
-    assert found.err.count("ERROR_ADAPTER: ADAPTER-03 full_params()['w") == 5
-    assert "2 more such problems: fsdp-conformance smoke mine.py" in found.err
+    assert result.status == 2
+    assert result.err.count("ERROR_ADAPTER: ADAPTER-03 full_params()['w") == 5
+    assert "2 more such problems: fsdp-conformance smoke mine.py" in result.err
     assert not (tmp_path / "report").exists()
-    assert run(suite, tmp_path, "--no-smoke", MINI_SUITE_SMOKE=told).status == 0
+    assert run(suite, tmp_path, "--no-smoke", MINI_SUITE_SMOKE=smoke).status == 0
 
 
 @pytest.mark.parametrize(
@@ -317,45 +317,45 @@ def test_a_run_starts_with_problems_that_may_be_the_engines(
     told: str, line: str, suite: mini_suite.MiniSuite, tmp_path: Path
 ) -> None:
     """They are printed, and the cases judge."""
-    found = run(suite, tmp_path, MINI_SUITE_SMOKE=told)
+    result = run(suite, tmp_path, MINI_SUITE_SMOKE=told)
 
-    assert found.status == 0, found.out + found.err
-    assert line in found.out
+    assert result.status == 0, result.out + result.err
+    assert line in result.out
 
 
 def test_real_ranks_try_a_real_adapter_before_a_run(tmp_path: Path) -> None:
     """One that returns shards is stopped in its own terms, before any case."""
     spec = "fsdp_conformance.tests.adapters.wrong_adapters:ShardsForFull"
 
-    found = said("run", "--implementation", spec, "--case", "R001/exact-probe-ws2", cwd=tmp_path)
+    result = said("run", "--implementation", spec, "--case", "R001/exact-probe-ws2", cwd=tmp_path)
 
-    assert found.status == 2, found.out
-    assert "must have the full shape (7, 5), got (4, 5); these are rows 0 to 3: this rank's shard?" in found.err
+    assert result.status == 2, result.out
+    assert "must have the full shape (7, 5), got (4, 5); these are rows 0 to 3: this rank's shard?" in result.err
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_an_implementation_that_nobody_has_is_wrong_usage(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Status 2, with the names that are near."""
-    found = run(suite, tmp_path, "--implementation", "torch-fspd2")
+    result = run(suite, tmp_path, "--implementation", "torch-fspd2")
 
-    assert found.status == 2
-    assert "Did you mean 'torch-fsdp2'" in found.err
+    assert result.status == 2
+    assert "Did you mean 'torch-fsdp2'" in result.err
 
 
 def test_a_device_that_is_absent_is_the_environment(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """Status 3."""
-    found = run(suite, tmp_path, "--device", "mtia", "--implementation", with_adapter(tmp_path))
+    """The command ends with status 3."""
+    result = run(suite, tmp_path, "--device", "mtia", "--implementation", with_adapter(tmp_path))
 
-    assert found.status == 3
-    assert "no device of type 'mtia' was found" in found.err
+    assert result.status == 3
+    assert "no device of type 'mtia' was found" in result.err
 
 
 def test_a_world_size_without_devices_is_the_environment(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """Each rank needs an accelerator of its own; here are two, and nothing is started."""
-    found = run(suite, tmp_path, "--device", "mtia", "--world-size", "4")
+    """Each rank needs its own accelerator; there are only two, so nothing is started."""
+    result = run(suite, tmp_path, "--device", "mtia", "--world-size", "4")
 
-    assert found.status == 3
-    assert "--world-size 4 needs 4 devices, one for each rank, but found 2 devices of type 'mtia'" in found.err
+    assert result.status == 3
+    assert "--world-size 4 needs 4 devices, one for each rank, but found 2 devices of type 'mtia'" in result.err
     assert not (tmp_path / "report").exists()
 
 
@@ -366,11 +366,11 @@ def test_a_directory_that_cannot_be_written_is_the_environment(
     """Status 3, with what to do."""
     (tmp_path / "file").write_text("", encoding="utf-8")
 
-    found = run(suite, tmp_path, "--report", str(tmp_path / place))
+    result = run(suite, tmp_path, "--report", str(tmp_path / place))
 
-    assert found.status == 3
-    assert f"the report directory {tmp_path / place} cannot be written" in found.err
-    assert "--report" in found.err
+    assert result.status == 3
+    assert f"the report directory {tmp_path / place} cannot be written" in result.err
+    assert "--report" in result.err
 
 
 def test_missing_workers_are_the_environment(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
@@ -378,10 +378,10 @@ def test_missing_workers_are_the_environment(suite: mini_suite.MiniSuite, tmp_pa
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['xdist'] = None\n", encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), suite.environment()["PYTHONPATH"]])
 
-    found = run(suite, tmp_path, "-n", "2", "--implementation", "mine.py", PYTHONPATH=path)
+    result = run(suite, tmp_path, "-n", "2", "--implementation", "mine.py", PYTHONPATH=path)
 
-    assert found.status == 3
-    assert "-n 2 needs pytest-xdist" in found.err
+    assert result.status == 3
+    assert "-n 2 needs pytest-xdist" in result.err
 
 
 #: A case whose record is larger than the room that is left.
@@ -458,16 +458,16 @@ def test_known_failures_make_a_run_as_expected(suite: mini_suite.MiniSuite, tmp_
     written = said("update-expectations", "report", cwd=tmp_path, env=suite.environment())
     assert (written.status, written.last_line) == (0, "conformance.toml: 1 added, 0 removed")
 
-    known = run(suite, tmp_path, acts=acts)
-    assert (known.status, "NOT CERTIFIED" in known.out) == (0, True)
-    assert "as expected: 1 known, nothing new (conformance.toml)" in known.out
+    result = run(suite, tmp_path, acts=acts)
+    assert (result.status, "NOT CERTIFIED" in result.out) == (0, True)
+    assert "as expected: 1 known, nothing new (conformance.toml)" in result.out
     assert run(suite, tmp_path, "--no-expectations", acts=acts).status == 1
 
     fixed = run(suite, tmp_path)
     assert (fixed.status, "CHANGED   R001/probe-ws2: expected FAIL, got PASS" in fixed.out) == (1, True)
     assert said("verify", "report", cwd=tmp_path, env=suite.environment()).status == 0
-    named = ("--expectations", "conformance.toml")
-    assert said("verify", "report", *named, cwd=tmp_path, env=suite.environment()).status == 1
+    options = ("--expectations", "conformance.toml")
+    assert said("verify", "report", *options, cwd=tmp_path, env=suite.environment()).status == 1
 
 
 def test_a_run_next_to_its_baseline(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:

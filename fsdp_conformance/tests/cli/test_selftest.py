@@ -81,7 +81,7 @@ def test_a_trial_without_a_result_is_no_kill(
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Known-wrong engines are counted, not trials; the losses stand beside them."""
+    """Known-wrong engines are counted, not trials; the losses are given next to them."""
     results = [
         _result("kill", engine="one"),
         _result("kill", engine="one", good=False),
@@ -159,9 +159,9 @@ class Some(ConformanceTestCase):
 '''
 
 
-def _answering(monkeypatch: pytest.MonkeyPatch, found: list[Any]) -> None:
+def _answering(monkeypatch: pytest.MonkeyPatch, child_answers: list[Any]) -> None:
     @contextlib.contextmanager
     def answers(job: str, **arguments: Any) -> Iterator[Iterator[dict[str, Any]]]:
-        yield iter([dict(answer) for answer in found])
+        yield iter([dict(answer) for answer in child_answers])
 
     monkeypatch.setattr(selftest, "answers", answers)

@@ -36,8 +36,8 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
         num_devices=2,
         num_ranks=None,
     )
-    told = Survey(machine=machine, description=AdapterDescription(spec="mine.py", name="mine", version="1"))
-    monkeypatch.setattr("fsdp_conformance.cli.single.survey", lambda device, spec, fork: told)
+    adapter_survey = Survey(machine=machine, description=AdapterDescription(spec="mine.py", name="mine", version="1"))
+    monkeypatch.setattr("fsdp_conformance.cli.single.survey", lambda device, spec, fork: adapter_survey)
     monkeypatch.setattr("fsdp_conformance.harness.processes.forkserver.import_and_fork", lambda: None)
 
 
@@ -53,14 +53,14 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_status_says_whether_the_adapter_is_ready(
     results: list[SmokeResult], status: int, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A check that did not run is no check that passed."""
+    """A check that did not run does not count as passed."""
     with mock.patch("fsdp_conformance.driver.smoke.smoke", return_value=results):
-        found = main(["smoke", "mine.py"])
+        returned = main(["smoke", "mine.py"])
     out = capsys.readouterr().out
 
-    assert found == status
-    told = [line for line in out.splitlines() if not line.startswith("see ")]
-    assert told[-1].startswith(last)
+    assert returned == status
+    lines = [line for line in out.splitlines() if not line.startswith("see ")]
+    assert lines[-1].startswith(last)
 
 
 def test_every_problem_of_every_check_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,17 +81,17 @@ def test_every_problem_of_every_check_is_told(capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 def test_a_real_adapter_that_shards_nothing_is_judged_on_real_ranks(tmp_path: Path) -> None:
     """A wrap that returns the module as it is: ranks are started, and each check has its line."""
-    found = said("smoke", with_adapter(tmp_path))
+    result = said("smoke", with_adapter(tmp_path))
 
-    assert found.status in (0, 1), found.err
-    assert "ADAPTER-01 " in found.out
-    assert "ADAPTER-05 " in found.out
+    assert result.status in (0, 1), result.err
+    assert "ADAPTER-01 " in result.out
+    assert "ADAPTER-05 " in result.out
 
 
 @pytest.mark.slow
 def test_an_adapter_that_cannot_be_imported_is_wrong_usage(tmp_path: Path) -> None:
     """Status 2, before a rank is started."""
-    found = said("smoke", with_adapter(tmp_path, "import no_such_engine\n"))
+    result = said("smoke", with_adapter(tmp_path, "import no_such_engine\n"))
 
-    assert (found.status, found.out) == (2, "")
-    assert "no_such_engine" in found.err
+    assert (result.status, result.out) == (2, "")
+    assert "no_such_engine" in result.err

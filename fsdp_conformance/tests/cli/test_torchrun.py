@@ -81,7 +81,7 @@ def _await_listener(port: int) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(POLL_S)
-    raise AssertionError(f"nobody listens at port {port}")
+    raise AssertionError(f"no process listens at port {port}")
 
 
 def records(report: Path) -> list[dict[str, Any]]:
@@ -107,12 +107,12 @@ def test_two_agents(tmp_path: Path) -> None:
     with agents(report, "--case", "R001/exact-probe-ws2", "--case", "R001/exact-probe-ws4") as (first, _):
         await_end(first, tmp_path / "agent0.log")
 
-    found = {record["case"]: record for record in records(report)}
+    by_case = {record["case"]: record for record in records(report)}
     assert {"R001/exact-probe-ws2": "PASS", "R001/exact-probe-ws4": "PASS"} == {
-        case: record["verdict"] for case, record in found.items()
+        case: record["verdict"] for case, record in by_case.items()
     }, "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in sorted(tmp_path.glob("agent*.log")))
-    assert {"torchrun"} == {record["ranks"] for record in found.values()}
-    assert 4 == len({end["pid"] for end in found["R001/exact-probe-ws4"]["exits"]})
+    assert {"torchrun"} == {record["ranks"] for record in by_case.values()}
+    assert 4 == len({end["pid"] for end in by_case["R001/exact-probe-ws4"]["exits"]})
     # A partial profile cannot certify, and torchrun got the reason.
     assert "--case left cases out" in (tmp_path / "agent0.log").read_text()
     assert "PASS" not in (tmp_path / "agent1.log").read_text()

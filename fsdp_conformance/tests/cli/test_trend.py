@@ -27,18 +27,18 @@ def test_a_new_failure_is_status_1(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_runs_is_status_2(tmp_path: Path) -> None:
-    """It is named."""
-    found = answered("trend", str(tmp_path))
+    """The message names the directory."""
+    result = answered("trend", str(tmp_path))
 
-    assert found.status == 2
-    assert f"expected run files (run.jsonl) below {tmp_path}, found none" in found.err
+    assert result.status == 2
+    assert f"expected run files (run.jsonl) below {tmp_path}, found none" in result.err
 
 
 def test_an_edited_run_is_refused(tmp_path: Path) -> None:
-    """History is evidence as well."""
+    """The history of runs is evidence, too."""
     path = Path(ran(tmp_path / "a", a_record())) / runfile.NAME
     path.write_text(path.read_text(encoding="utf-8").replace("PASS", "FAIL", 1), encoding="utf-8")
-    found = answered("trend", str(tmp_path))
+    result = answered("trend", str(tmp_path))
 
-    assert found.status == 2
-    assert "does not match its hash" in found.err
+    assert result.status == 2
+    assert "does not match its hash" in result.err

@@ -1,4 +1,4 @@
-"""What is typed wrongly is said in one message, with status 2, before anything is started."""
+"""Mistyped commands are reported in one message, with status 2, before anything starts."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def _suite(tmp_path_factory: pytest.TempPathFactory) -> mini_suite.MiniSuite:
 )
 def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str, tmp_path: Path) -> None:
     """The message names what was wrong and what it should be."""
-    found = answered(*typed, cwd=tmp_path)
+    result = answered(*typed, cwd=tmp_path)
 
-    assert (found.status, found.out) == (2, "")
-    assert expected in found.err
+    assert (result.status, result.out) == (2, "")
+    assert expected in result.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,39 +74,39 @@ def test_a_selection_that_chooses_nothing_is_wrong_usage(
     typed: list[str], expected: str, suite: mini_suite.MiniSuite, tmp_path: Path
 ) -> None:
     """A case or world size that the profile does not have is said, with those that it has."""
-    found = answered("run", "--profile", str(suite.profile_path), *typed, cwd=tmp_path)
+    result = answered("run", "--profile", str(suite.profile_path), *typed, cwd=tmp_path)
 
-    assert found.status == 2
-    assert expected in found.err
+    assert result.status == 2
+    assert expected in result.err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
     """Two options out of range make two lines."""
-    found = answered("run", "--world-size", "0", "--deadline-scale", "nan", cwd=tmp_path)
+    result = answered("run", "--world-size", "0", "--deadline-scale", "nan", cwd=tmp_path)
 
-    assert [line.split()[1] for line in found.err.splitlines()] == ["world_size", "deadline_scale"]
+    assert [line.split()[1] for line in result.err.splitlines()] == ["world_size", "deadline_scale"]
 
 
 @pytest.mark.parametrize("typed", [["--help"], ["--version"], ["run", "--help"], ["list", "--help"]], ids=" ".join)
 def test_help_and_version_go_to_stdout(typed: list[str]) -> None:
     """They are what was asked for: status 0."""
-    found = answered(*typed)
+    result = answered(*typed)
 
-    assert (found.status, found.err) == (0, "")
-    assert found.out.strip() != ""
+    assert (result.status, result.err) == (0, "")
+    assert result.out.strip() != ""
 
 
 def test_the_help_documents_every_exit_status() -> None:
     """Statuses are an interface: scripts read them."""
-    found = answered("run", "--help")
+    result = answered("run", "--help")
 
-    assert all(f"\n  {status} " in found.out for status in (0, 1, 2, 3, 4, 130))
+    assert all(f"\n  {status} " in result.out for status in (0, 1, 2, 3, 4, 130))
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "plan", "sanitize", "verify"])
 def test_the_help_has_the_statuses_of_the_command(command: str) -> None:
-    """From the one table."""
+    """The statuses come from a single table."""
     assert answered(command, "--help").out.endswith(status.table(command))
 
 
@@ -161,7 +161,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 
 
 def test_a_file_that_is_no_run_file_is_refused(tmp_path: Path) -> None:
-    """`verify` and `explain` say so, with status 2."""
+    """`verify` and `explain` report it, with status 2."""
     file = tmp_path / "run.jsonl"
     file.write_text(json.dumps({"type": "something else"}) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What the pages say that commands print is what they print, and the code on them runs."""
+"""Commands print the output that the pages quote, and the code on the pages runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [checkout.required, pytest.mark.slow]
 
 ADAPTERS = "docs/writing-an-adapter.md"
 
-#: Pages whose commands take long, and whose features have tests of their own.
+#: Pages whose commands take long, and whose features have their own tests.
 NIGHTLY = frozenset(
     f"docs/{name}.md"
     for name in ("engine", "exploring", "planner", "sanitize", "simulated-cuda", "simulated-ranks", "tutorial")
@@ -96,7 +96,7 @@ def test_what_smoke_says_of_an_adapter_without_a_method(tmp_path: Path, monkeypa
     ("case", "verdict"), [("R003/every-rank-contributes-once-ws2", Verdict.PASS), ("R188/it-shards-ws2", Verdict.FAIL)]
 )
 def test_an_engine_that_does_not_shard_trains_correctly(case: str, verdict: Verdict, tmp_path: Path) -> None:
-    """What the page says of the adapter that averages gradients by hand."""
+    """The page's statements about the adapter that averages gradients by hand are true."""
     write_files(ADAPTERS, tmp_path)
 
     record = run_case(bound_case(case), f"{tmp_path / 'by_hand.py'}:ByHand")
@@ -105,7 +105,7 @@ def test_an_engine_that_does_not_shard_trains_correctly(case: str, verdict: Verd
 
 
 def test_fragments_run() -> None:
-    """Each piece of code that is no program: imports succeed, and the check finds what it should."""
+    """Code that is not a program: imports succeed, and the check finds what it should."""
     names: dict[str, object] = {}
     for block in blocks_with("fragment"):
         exec(compile(block.text, block.place, "exec"), names)

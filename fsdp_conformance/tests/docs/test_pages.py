@@ -70,9 +70,9 @@ MAX_ADAPTER_LINES = 12
 
 def section(page: str, title: str) -> str:
     """The part of a page under a heading, whatever its level."""
-    found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,6}} |\Z)", text_of(page), re.DOTALL | re.MULTILINE)
-    assert found is not None, f"{page} has no section {title!r}"
-    return found[2]
+    match = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,6}} |\Z)", text_of(page), re.DOTALL | re.MULTILINE)
+    assert match is not None, f"{page} has no section {title!r}"
+    return match[2]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -85,8 +85,8 @@ def anchors(page: str) -> set[str]:
     """Where a link into a page can go: the headings, as GitHub names them, and explicit anchors."""
     text = text_of(page)
     headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
-    named = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-    return named | set(re.findall(r'<a id="([^"]+)">', text))
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', text))
 
 
 @pytest.mark.parametrize("page", pages())
@@ -107,9 +107,9 @@ def test_every_link_leads_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", pages())
 def test_every_path_exists(page: str) -> None:
     """Paths in backquotes that belong to the checkout are there."""
-    named = re.findall(r"`((?:ci|docs|suites|fixtures|fsdp_conformance)/[\w./-]*)", text_of(page))
+    paths = re.findall(r"`((?:ci|docs|suites|fixtures|fsdp_conformance)/[\w./-]*)", text_of(page))
 
-    assert sorted({name for name in named if not (ROOT / name).exists()}) == []
+    assert sorted({name for name in paths if not (ROOT / name).exists()}) == []
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -181,24 +181,24 @@ def test_the_workflow_for_others_has_the_inputs_of_the_page() -> None:
         r"^ {6}([\w-]+):\n {8}description: .*\n {8}required: (\w+)\n {8}type: string\n(?: {8}default: (.*)\n)?",
         workflow, re.MULTILINE,
     )  # fmt: skip
-    told = {row[0].strip("`"): row[1].strip("`") for row in rows(section(page, "GitHub"))[1:]}
+    defaults = {row[0].strip("`"): row[1].strip("`") for row in rows(section(page, "GitHub"))[1:]}
     (called,) = [block.text for block in blocks_of(page) if "uses: OWNER/" in block.text]
     given = re.findall(r"^      ([\w-]+):", called.partition("with:")[2], re.MULTILINE)
     words = {"": ("", "the newest", "none"), "that version": f"fsdp-conformance[xdist]=={fsdp_conformance.__version__}"}
 
-    assert list(told) == [name for name, _, _ in inputs]
+    assert list(defaults) == [name for name, _, _ in inputs]
     assert [name for name, required, _ in inputs if required == "true"] == ["adapter"]
     for name, _, default in inputs:
         plain = default.strip('"')
-        assert told[name] == plain or told[name] in words[""] or words[told[name]] == plain, name
+        assert defaults[name] == plain or defaults[name] in words[""] or words[defaults[name]] == plain, name
     assert given
-    assert set(given) <= set(told)
+    assert set(given) <= set(defaults)
 
 
 def test_the_commands_that_print_json_are_listed() -> None:
     """All that have the flag, and no other; that of `sanitize` names a file."""
-    told = section("docs/continuous-integration.md", "What a program reads").partition(". ")[0]
-    found = [
+    sentence = section("docs/continuous-integration.md", "What a program reads").partition(". ")[0]
+    commands = [
         name
         for action in arguments.parser()._actions
         if isinstance(action, argparse._SubParsersAction)
@@ -206,7 +206,7 @@ def test_the_commands_that_print_json_are_listed() -> None:
         if any("--json" in option.option_strings and option.nargs == 0 for option in command._actions)
     ]
 
-    assert set(re.findall(r"`([a-z]+)`", told)) == set(found)
+    assert set(re.findall(r"`([a-z]+)`", sentence)) == set(commands)
 
 
 @pytest.mark.usefixtures("capsys")
@@ -233,9 +233,9 @@ def test_what_is_quoted_twice_is_the_same(page: str) -> None:
             assert missing == [], f"{block.place}: not on {block.said}"
         elif block.word == "inside":
             source = [line.strip() for line in text_of(block.said).splitlines()]
-            wanted = [line.strip() for line in block.text.splitlines()]
-            found = any(source[at : at + len(wanted)] == wanted for at in range(len(source)))
-            assert found, f"{block.place}: not in {block.said}"
+            quoted = [line.strip() for line in block.text.splitlines()]
+            is_there = any(source[at : at + len(quoted)] == quoted for at in range(len(source)))
+            assert is_there, f"{block.place}: not in {block.said}"
 
 
 def test_python_that_is_not_run_compiles() -> None:
@@ -248,10 +248,10 @@ def test_python_that_is_not_run_compiles() -> None:
 
 def test_files_of_the_diagram_exist() -> None:
     """The page that says which file to open names files that are there: below the package, or in the checkout."""
-    named = set(re.findall(r"[\w/]+/[\w/]*\.py|\w+\.py", text_of("docs/how-it-works.md")))
+    files = set(re.findall(r"[\w/]+/[\w/]*\.py|\w+\.py", text_of("docs/how-it-works.md")))
 
     assert {
-        name for name in named if not (ROOT / "fsdp_conformance" / name).exists() and not (ROOT / name).exists()
+        name for name in files if not (ROOT / "fsdp_conformance" / name).exists() and not (ROOT / name).exists()
     } == set()
 
 
@@ -307,7 +307,7 @@ def test_the_exit_statuses_are_those_of_the_code() -> None:
 
 
 def test_reasons_against_a_certificate_are_those_of_the_code() -> None:
-    """What the table quotes is in the text of the module that gives the reasons, but for numbers and names."""
+    """The module that gives the reasons contains the texts of the table, except for numbers and names."""
     source = (ROOT / "fsdp_conformance/report/certificate.py").read_text(encoding="utf-8")
     quoted = [
         words
@@ -339,7 +339,7 @@ def test_every_field_of_the_plan_is_described() -> None:
 def test_every_method_of_an_adapter_is_described() -> None:
     """Each public method and each class variable of the two base classes is on the page."""
     text = text_of("docs/writing-an-adapter.md")
-    named = set(re.findall(r"`(\w+)\(", text)) | {row[0].strip("`") for row in rows(section(
+    methods = set(re.findall(r"`(\w+)\(", text)) | {row[0].strip("`") for row in rows(section(
         "docs/writing-an-adapter.md", "Class variables"))}  # fmt: skip
     public = {
         name
@@ -349,7 +349,7 @@ def test_every_method_of_an_adapter_is_described() -> None:
         and (callable(value) or isinstance(value, classmethod) or name in base.__annotations__)
     }
 
-    assert public - named - set(TorchAdapter.__annotations__) - {"capabilities", "optional"} == set()
+    assert public - methods - set(TorchAdapter.__annotations__) - {"capabilities", "optional"} == set()
 
 
 def test_every_check_of_smoke_is_described() -> None:
@@ -360,7 +360,7 @@ def test_every_check_of_smoke_is_described() -> None:
 
 
 def test_every_class_variable_is_described() -> None:
-    """With the default that it has."""
+    """The page has every class variable with its default."""
     described = {row[0].strip("`") for row in rows(section("docs/writing-an-adapter.md", "Class variables"))[1:]}
 
     assert described == set(Adapter.__annotations__)

@@ -40,7 +40,7 @@ def test_what_is_kept_is_of_cases_that_exist() -> None:
 
 
 def test_every_engine_that_was_run_is_bundled() -> None:
-    """A column of somebody's own adapter would be nobody's to repeat."""
+    """Others could not repeat a column of a user's own adapter."""
     assert {each.name for each in scoreboard.kept()} - scoreboard.bundled().keys() == set()
 
 
@@ -67,7 +67,7 @@ def run_of(directory: Path, name: str, **verdicts: Verdict) -> str:
 
 
 def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other engines keep theirs. A failure that nobody has judged is a problem."""
+    """Other engines keep their lines. A failure without an entry is a problem."""
     primary = SMOKE.entries[0].primary
     paths = [run_of(elsewhere / name, name) for name in ("reference", "torch-fsdp2")]
     assert scoreboard.main(paths) == 0
@@ -87,20 +87,20 @@ def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureF
 
 
 def test_cases_that_are_gone_are_dropped(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a run to be named."""
+    """Removed cases are dropped even if no run file is given."""
     assert scoreboard.main([run_of(elsewhere / "a", "reference")]) == 0
-    kept = scoreboard.kept()[0]
+    tally = scoreboard.kept()[0]
     left = SMOKE.entries[1:]
     monkeypatch.setattr(scoreboard, "load_profile", lambda name: type("Fewer", (), {"entries": left}))
 
     assert scoreboard.table().stale[0][1] == 1
     scoreboard.main([])
 
-    assert kept.cases.keys() - scoreboard.kept()[0].cases.keys() == {SMOKE.entries[0].id}
+    assert tally.cases.keys() - scoreboard.kept()[0].cases.keys() == {SMOKE.entries[0].id}
 
 
 def test_what_was_edited_by_hand_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tally, and a run."""
+    """A tally or a run that was edited is refused."""
     path = Path(run_of(elsewhere / "a", "reference"))
     assert scoreboard.main([str(path)]) == 0
     file = elsewhere / "verdicts/reference.json"
@@ -130,19 +130,19 @@ def test_failures_of_one_script_are_one_defect() -> None:
     changed = SMOKE.entries[5]
     cases[changed.id] = Shown(verdict=Verdict.FAIL, digest="00000000")
     script = "ci/findings/torch-fsdp2/units_differ_between_ranks.py"
-    known = [
+    expectations = [
         Expectation(case=entry.id, verdict="FAIL", reason=f"It is wrong ({script}).", implementation="torch-*")
         for entry in (first, second, third)
     ]
     tally = replace(scoreboard.kept()[0], name="torch-fsdp2", cases=cases)
 
-    found = failures.failures(tally, SMOKE.entries, known)
-    text = failures.markdown([found])
+    summary = failures.failures(tally, SMOKE.entries, expectations)
+    text = failures.markdown([summary])
 
-    assert (found.passed, found.declined, found.failed, found.left) == (1, 1, 3, 0)
-    (defect,) = found.defects
+    assert (summary.passed, summary.declined, summary.failed, summary.left) == (1, 1, 3, 0)
+    (defect,) = summary.defects
     assert (defect.reason, defect.script, defect.cases) == ("It is wrong.", script, (first.id, second.id))
-    assert found.unknown == (third.id,)
+    assert summary.unknown == (third.id,)
     assert "| torch-fsdp2 | 1 | 1 | 3 | 0 | 1 | 1 |" in text
     assert "[pytorch#75373](https://github.com/pytorch/pytorch/issues/75373)" in text
 
@@ -151,12 +151,12 @@ def test_what_is_by_design_or_not_settled_is_no_defect() -> None:
     """Neither needs a script; what is not settled is counted as such."""
     entries = SMOKE.entries[:3]
     reasons = ["By design: it replicates.", "Not settled: it may be the simulator.", "It is wrong, they say."]
-    known = [Expectation(case=e.id, verdict="FAIL", reason=r) for e, r in zip(entries, reasons, strict=True)]
+    expectations = [Expectation(case=e.id, verdict="FAIL", reason=r) for e, r in zip(entries, reasons, strict=True)]
     cases = {entry.id: Shown(verdict=Verdict.FAIL, digest=digest_of(entry)) for entry in entries}
-    found = failures.failures(replace(scoreboard.kept()[0], name="mine", cases=cases), SMOKE.entries, known)
-    text = failures.markdown([found])
+    summary = failures.failures(replace(scoreboard.kept()[0], name="mine", cases=cases), SMOKE.entries, expectations)
+    text = failures.markdown([summary])
 
-    assert (found.failed, found.proven, found.unsettled, found.unknown) == (3, 0, 2, (entries[2].id,))
+    assert (summary.failed, summary.proven, summary.unsettled, summary.unknown) == (3, 0, 2, (entries[2].id,))
     assert "0 defects, 0 of which" in text
     assert "| mine | 0 | 0 | 3 | 0 | 2 | 0 |" in text
     assert "| mine | Not settled: it may be the simulator. | 1 |  |  |" in text

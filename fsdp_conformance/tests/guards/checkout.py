@@ -1,7 +1,7 @@
 """
 The checkout as the guard tests see it: its files, its modules under their installed names, and what each one imports.
 
-The guards judge a checkout. Where the package is installed from a wheel there is none, and they say so.
+The guards judge a checkout. They are skipped, with that reason, where the package is installed from a wheel.
 """
 
 from __future__ import annotations
@@ -93,24 +93,24 @@ def files() -> tuple[Path, ...]:
 @functools.cache
 def modules() -> tuple[Module, ...]:
     """Every Python file that belongs to the package."""
-    found = []
+    result = []
     for file in files():
         top, *rest = file.parts
         if top in PACKAGE_DIRS and file.suffix == ".py":
             names = [PACKAGE_DIRS[top], *rest[:-1], *([] if file.stem == "__init__" else [file.stem])]
-            found.append(Module(".".join(names), ROOT / file))
-    return tuple(found)
+            result.append(Module(".".join(names), ROOT / file))
+    return tuple(result)
 
 
 def imports(module: Module) -> list[Import]:
-    """What `module` imports, in the order of its lines."""
+    """The imports of `module`, in the order of its lines."""
     is_package = module.path.name == "__init__.py"
-    return sorted(_imports(module.tree(), module.name, is_package=is_package), key=lambda found: found.line)
+    return sorted(_imports(module.tree(), module.name, is_package=is_package), key=lambda item: item.line)
 
 
 def imports_of(source: str, name: str) -> list[str]:
     """The names that `source` imports if it is the module `name`."""
-    return [found.name for found in _imports(ast.parse(source), name, is_package=False)]
+    return [item.name for item in _imports(ast.parse(source), name, is_package=False)]
 
 
 def _imports(tree: ast.Module, name: str, *, is_package: bool) -> Iterator[Import]:
@@ -133,7 +133,7 @@ def _imports(tree: ast.Module, name: str, *, is_package: bool) -> Iterator[Impor
 
 
 def called_name(node: ast.Call) -> str:
-    """The dotted name that a call is written with: `torch.load`; empty if it is no name."""
+    """The dotted name that a call is written with: `torch.load`; empty if it is not a name."""
     return dotted(node.func)
 
 
@@ -149,5 +149,5 @@ def dotted(node: ast.AST) -> str:
 
 
 def is_below(name: str, *packages: str) -> bool:
-    """Whether `name` is one of `packages` or lies in one of them."""
+    """True if `name` is one of `packages` or lies in one of them."""
     return any(name == package or name.startswith(package + ".") for package in packages)

@@ -31,11 +31,11 @@ def cases() -> tuple[Case, ...]:
     return tuple(profile.collect_cases())
 
 
-def coverage_problems(judged: Contract, found: Iterable[Case], excused: Mapping[str, str]) -> list[str]:
-    """What is wrong between the contract, the cases and the list of excuses."""
-    bound = {requirement for case in found for requirement in case.requirements}
+def coverage_problems(judged: Contract, cases: Iterable[Case], excused: Mapping[str, str]) -> list[str]:
+    """Contradictions between the contract, the cases and the list of excuses."""
+    bound = {requirement for case in cases for requirement in case.requirements}
     problems = [
-        f"{name} is bound by a case, but is no requirement" for name in sorted(bound - judged.requirements.keys())
+        f"{name} is bound by a case, but is not a requirement" for name in sorted(bound - judged.requirements.keys())
     ]
     for requirement in judged.requirements.values():
         if requirement.id in excused and requirement.id in bound:
@@ -44,26 +44,26 @@ def coverage_problems(judged: Contract, found: Iterable[Case], excused: Mapping[
             problems.append(f"{requirement.id} ({requirement.name}) has neither a case nor an entry in {UNCOVERED}")
     for name, reason in excused.items():
         if name not in judged.requirements:
-            problems.append(f"{name} is in {UNCOVERED}, but is no requirement")
+            problems.append(f"{name} is in {UNCOVERED}, but is not a requirement")
         if len(reason.split()) < 4:
             problems.append(f"{name}: reason in {UNCOVERED} must be a sentence, got {reason!r}")
     return problems
 
 
-def case_problems(judged: Contract, found: Iterable[Case], wrong: Iterable[str]) -> list[str]:
-    """What is wrong with cases on their own: names that do not exist, ids that come twice, cases that nothing fails."""
-    known = frozenset(wrong)
+def case_problems(judged: Contract, cases: Iterable[Case], wrong: Iterable[str]) -> list[str]:
+    """Problems of single cases: names that do not exist, duplicate ids, cases that no mutant fails."""
+    mutants = frozenset(wrong)
     problems = [
-        f"{name}: the id comes {count} times" for name, count in Counter(case.id for case in found).items() if count > 1
+        f"{name}: the id comes {count} times" for name, count in Counter(case.id for case in cases).items() if count > 1
     ]
-    for case in found:
+    for case in cases:
         problems += [
-            f"{case.id}: needs={flag!r}, but is no capability" for flag in case.needs if flag not in CAPABILITIES
+            f"{case.id}: needs={flag!r}, which is not a capability" for flag in case.needs if flag not in CAPABILITIES
         ]
         problems += [
             f"{case.id}: environment={name!r} is unknown" for name in case.environment if name not in ENVIRONMENTS
         ]
-        problems += [f"{case.id}: kills={name!r}, but is no mutant" for name in case.kills if name not in known]
+        problems += [f"{case.id}: kills={name!r}, which is not a mutant" for name in case.kills if name not in mutants]
         if not case.kills:
             problems.append(
                 f"{case.id}: kills nothing, but a case that no known-wrong implementation fails proves nothing"

@@ -39,21 +39,21 @@ def test_every_entry_names_its_script() -> None:
     _, without = _readme()
     wrong = []
     for entry in _entries():
-        named = _NAMED.search(entry.reason)
+        script = _NAMED.search(entry.reason)
         exempt = f"{entry.case.partition('/')[0]} {entry.implementation}" in without
-        if exempt == bool(named) or (named and not (ROOT / named[1]).is_file()):
+        if exempt == bool(script) or (script and not (ROOT / script[1]).is_file()):
             wrong.append((entry.implementation, entry.case))
 
     assert wrong == []
 
 
 def test_every_script_is_named_by_an_entry_or_the_readme() -> None:
-    """Not by both: the README lists those of which the suite knows nothing."""
-    named = {match[1] for e in _entries() if (match := _NAMED.search(e.reason))}
+    """A script is named by only one of them: the README lists those that no case of the suite finds."""
+    scripts = {match[1] for e in _entries() if (match := _NAMED.search(e.reason))}
     present = {str(path.relative_to(ROOT)) for path in _tools("finding_scripts").scripts()}
     alone, _ = _readme()
 
-    assert present - named == alone
+    assert present - scripts == alone
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ci/findings").glob("*/*.py")), ids=lambda path: path.stem)

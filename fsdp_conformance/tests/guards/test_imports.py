@@ -42,9 +42,9 @@ LAYERS: tuple[frozenset[str], ...] = (
 WORDS = frozenset().union(*LAYERS[:6])
 PARTS = frozenset().union(*LAYERS)
 
-#: Beside the layers: fixtures know nothing but words, suites reach an engine through its adapter, tests see everything.
+#: Besides the layers: fixtures know only words, suites reach an engine through its adapter, tests see everything.
 MAY_IMPORT: dict[str, frozenset[str]] = {
-    # Under its own name only, and not before somebody asks for it.
+    # Under its own name only, and not before it is used.
     "": frozenset({"pytest_plugin"}),
     "fixtures": WORDS,
     "suites": PARTS - {"engine", "planner", "simulator", "cli", "__main__", "pytest_plugin", "selftest"} | {"fixtures"},
@@ -77,7 +77,7 @@ ONLY: dict[tuple[str, str], frozenset[str]] = {
 
 #: What only some parts may touch: module to the parts that may.
 RESERVED: dict[str, frozenset[str]] = {
-    # torch's own test harness is private: one part stands on it, so that a move is mended in one place.
+    # torch's own test harness is private: one part depends on it, so that a change there is handled in one place.
     "torch.testing._internal": frozenset({"harness", "tests"}),
     # A case that names an engine judges that engine alone.
     "torch.distributed.fsdp": frozenset({"adapters", "mutants", "harness", "tests"}),
@@ -121,8 +121,8 @@ def broken_direction(module: Module, name: str) -> str | None:
     only = ONLY.get((module.part, target))
     if only is not None and not is_below(inside, *only):
         return f"{module.part} must import only {', '.join(sorted(only))}, got {inside}"
-    known = PARTS | MAY_IMPORT.keys()
-    if target not in known or target in {"", module.part} or target in MAY_IMPORT[module.part]:
+    parts = PARTS | MAY_IMPORT.keys()
+    if target not in parts or target in {"", module.part} or target in MAY_IMPORT[module.part]:
         return None
     allowed = ", ".join(sorted(MAY_IMPORT[module.part])) or "nothing of it"
     return f"{module.part or 'the package'} must import only {allowed}, got {target}"
@@ -153,10 +153,10 @@ def test_every_part_has_a_place_in_the_table() -> None:
 def test_imports_go_one_way() -> None:
     """No part imports a part above it, or a sibling."""
     broken = [
-        f"{module.place}:{found.line}: {reason}"
+        f"{module.place}:{item.line}: {reason}"
         for module in checkout.modules()
-        for found in imports(module)
-        if (reason := broken_direction(module, found.name))
+        for item in imports(module)
+        if (reason := broken_direction(module, item.name))
     ]
 
     assert broken == []
@@ -187,11 +187,11 @@ def upper_room(place: str, name: str) -> str | None:
 def test_the_simulator_stands_alone() -> None:
     """It imports nothing of the rest of the package but errors, and its rooms import one another one way only."""
     broken = [
-        f"{module.place}:{found.line}: {reason}"
+        f"{module.place}:{item.line}: {reason}"
         for module in checkout.modules()
         if module.part == "simulator"
-        for found in imports(module)
-        if (reason := outside_simulator(found.name) or upper_room(module.name, found.name))
+        for item in imports(module)
+        if (reason := outside_simulator(item.name) or upper_room(module.name, item.name))
     ]
 
     assert broken == []
@@ -214,10 +214,10 @@ def test_the_guard_of_the_simulator_sees_a_room_above() -> None:
 def test_reserved_modules_are_imported_where_they_may_be() -> None:
     """Engines are named by adapters alone, torch's private harness by ours, torch itself not by words and reports."""
     broken = [
-        f"{module.place}:{found.line}: {reason}"
+        f"{module.place}:{item.line}: {reason}"
         for module in checkout.modules()
-        for found in imports(module)
-        if (reason := reserved_import(module.part, found.name))
+        for item in imports(module)
+        if (reason := reserved_import(module.part, item.name))
     ]
 
     assert broken == []

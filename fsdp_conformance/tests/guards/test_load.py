@@ -1,5 +1,5 @@
 """
-Guard: what loads in somebody else's process stays light.
+Guard: modules that load in a user's process import little.
 
 The pytest plugin is loaded by every pytest run of the user's environment; the command line, the words and the report
 answer `list`, `verify` and `explain` where torch takes seconds to import, or cannot be.
@@ -40,8 +40,8 @@ def heavy_imports(*names: str) -> dict[str, list[str]]:
     """Module to the heavy packages that came with importing it, in one fresh process."""
     command = [sys.executable, "-c", _PROBE, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
+    by_module: dict[str, list[str]] = json.loads(done.stdout)
+    return by_module
 
 
 def test_words_report_plugin_and_command_line_load_without_torch() -> None:

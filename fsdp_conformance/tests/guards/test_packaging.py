@@ -36,12 +36,12 @@ def pyproject() -> dict[str, Any]:
 
 def package_files() -> dict[str, Path]:
     """Every file of the package, without its tests: path in the wheel to path in the checkout."""
-    found = {}
+    files = {}
     for file in checkout.files():
         top, *rest = file.parts
         if top in PACKAGE_DIRS and rest and rest[0] != "tests":
-            found["/".join([*PACKAGE_DIRS[top].split("."), *rest])] = file
-    return found
+            files["/".join([*PACKAGE_DIRS[top].split("."), *rest])] = file
+    return files
 
 
 def _requirement_name(requirement: str) -> str:
@@ -161,7 +161,7 @@ def built(source: Path, output: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def surplus_and_missing(archive: zipfile.ZipFile) -> tuple[list[str], list[str]]:
-    """What the wheel holds beside the package and its metadata, and what of the package it lacks."""
+    """Files of the wheel that belong neither to the package nor its metadata, and files that it lacks."""
     contents = {name for name in archive.namelist() if ".dist-info/" not in name}
     return sorted(contents - package_files().keys()), sorted(package_files().keys() - contents)
 
@@ -176,7 +176,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 
 def test_the_wheel_holds_exactly_the_files_of_the_package(wheel: zipfile.ZipFile) -> None:
-    """Every file of the package is in the wheel, under its installed name, and nothing else beside metadata."""
+    """Every file of the package is in the wheel, under its installed name, and nothing else except metadata."""
     assert surplus_and_missing(wheel) == ([], [])
 
 

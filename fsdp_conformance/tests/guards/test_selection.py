@@ -58,14 +58,14 @@ def test_every_known_finding_is_looked_for(selection: ModuleType) -> None:
     """Otherwise one that is gone would not be noticed."""
     ids = {entry.id for entry in ENTRIES}
     for name in ("reference", "torch-fsdp2", "torch-fsdp1"):
-        known = {
+        listed = {
             entry.case
             for entry in selection.known_findings.known_findings()
             if fnmatchcase(name, entry.implementation) and entry.case in ids
         }
 
         for quick in (False, True):
-            assert known - set(selection.selected(name, quick=quick)) == set()
+            assert listed - set(selection.selected(name, quick=quick)) == set()
 
 
 def test_the_order_of_the_profile_plays_no_part(selection: ModuleType) -> None:

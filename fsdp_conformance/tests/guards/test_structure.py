@@ -51,9 +51,9 @@ def import_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
     """Module name to the modules of the package that it imports when it is loaded, or for type checking."""
     graph: dict[str, set[str]] = {name: set() for name in modules}
     for name, module in modules.items():
-        for found in checkout.imports(module):
-            target = _module_of(found.name, modules)
-            # A package's __init__ re-exports its own modules; that they also import siblings is no cycle of meaning.
+        for item in checkout.imports(module):
+            target = _module_of(item.name, modules)
+            # A package's __init__ re-exports its own modules; that they also import siblings is not a real cycle.
             if target is not None and target != name and not name.startswith(target + "."):
                 graph[name].add(target)
     return graph
@@ -70,7 +70,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[frozenset[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[frozenset[str]] = []
+    components: list[frozenset[str]] = []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
@@ -85,27 +85,27 @@ def cycles(graph: Mapping[str, set[str]]) -> list[frozenset[str]]:
             component = set(stack[stack.index(node) :])
             del stack[stack.index(node) :]
             if len(component) > 1:
-                found.append(frozenset(component))
+                components.append(frozenset(component))
 
     for node in sorted(graph):
         if node not in index:
             visit(node)
-    return found
+    return components
 
 
 def private_names(module: Module) -> set[str]:
     """The private names that a module defines: functions, classes, variables, methods and attributes of instances."""
-    found = set()
+    names = set()
     for node in ast.walk(module.tree()):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
-            found.add(node.attr)
+            names.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            found.add(node.value)  # __slots__
-    return {name for name in found if _is_private(name)}
+            names.add(node.value)  # __slots__
+    return {name for name in names if _is_private(name)}
 
 
 def uses_of_private_names(module: Module, defined_elsewhere: set[str]) -> Iterator[tuple[int, str]]:
@@ -131,7 +131,7 @@ def _is_private(name: str) -> bool:
 
 
 def _is_own(node: ast.expr) -> bool:
-    """Whether an expression is the object itself, whose private names a class shares with those it derives from."""
+    """True if an expression is the object itself, whose private names a class shares with those it derives from."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return node.func.id == "super"
     return isinstance(node, ast.Name) and node.id in {"self", "cls"}
@@ -139,16 +139,16 @@ def _is_own(node: ast.expr) -> bool:
 
 def listed(docstring: str) -> set[str]:
     """The names that an index in a docstring begins its lines with; a line may begin with several."""
-    found: set[str] = set()
+    names: set[str] = set()
     for line in docstring.splitlines():
         match = re.match(r"    (\w+(?:(?:, | / )\w+)*)(?:  +|$)", line)
         if match:
-            found |= set(re.split(r", | / ", match[1]))
-    return found
+            names |= set(re.split(r", | / ", match[1]))
+    return names
 
 
 def packages() -> list[Module]:
-    """The `__init__` files of the package that have modules or packages beside them."""
+    """The `__init__` files of the package that have modules or packages next to them."""
     return [module for module in checkout.modules() if module.path.name == "__init__.py" and module.part != "tests"]
 
 
@@ -164,23 +164,23 @@ def children(package: Module) -> set[str]:
 def test_imports_have_no_cycles() -> None:
     """No module needs, however far away, a module that needs it; but for those in ALLOWED_CYCLES."""
     modules = {module.name: module for module in checkout.modules() if module.part != "tests"}
-    found = set(cycles(import_graph(modules)))
+    all_cycles = set(cycles(import_graph(modules)))
 
-    assert sorted(sorted(cycle) for cycle in found - ALLOWED_CYCLES.keys()) == []
-    assert ALLOWED_CYCLES.keys() - found == set(), "cycles that are gone: remove them from ALLOWED_CYCLES"
+    assert sorted(sorted(cycle) for cycle in all_cycles - ALLOWED_CYCLES.keys()) == []
+    assert ALLOWED_CYCLES.keys() - all_cycles == set(), "cycles that are gone: remove them from ALLOWED_CYCLES"
     assert len(ALLOWED_CYCLES) <= 3
 
 
 def test_no_module_uses_private_names_of_another() -> None:
-    """What another file needs has a public name."""
+    """Objects that another file needs have public names."""
     modules = [module for module in checkout.modules() if module.part not in _MAY_LOOK_INSIDE]
     names = {module.name: private_names(module) for module in modules}
-    found = []
+    problems = []
     for module in modules:
         others = set().union(*(defined for name, defined in names.items() if name != module.name))
-        found += [f"{module.place}:{line}: {use}" for line, use in uses_of_private_names(module, others)]
+        problems += [f"{module.place}:{line}: {use}" for line, use in uses_of_private_names(module, others)]
 
-    assert found == []
+    assert problems == []
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
