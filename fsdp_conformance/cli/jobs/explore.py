@@ -51,7 +51,7 @@ def run(answer: Answer, order: dict[str, Any]) -> None:
             elif what == "failure":
                 answer("shrinking", signature=str(about))
             else:
-                answer("progress", ran=explorer.found.ran)
+                answer("progress", ran=explorer.result.ran)
 
         explorer = Explorer(
             worker,
