@@ -65,7 +65,7 @@ __version__ = "2026.11.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported before somebody asks: every command imports this package first.
+    # Imported on first use: every command imports this package first.
     if name == "conformance_tests":
         from fsdp_conformance.pytest_plugin.embedded import conformance_tests
 

@@ -255,7 +255,7 @@ class Refusals(ConformanceTestCase):
         """
         A group size that does not divide the world size, or a device that does not exist, is rejected at construction.
 
-        Also by an engine that does not offer the option: nobody can accept these.
+        An engine that does not offer the option must reject these, too.
         """
         workload = probes.exact_mlp()
         changes, names = _MISTAKES[mistake]

@@ -2,7 +2,7 @@
 Engines that have no bundled adapter, and what happened when they were tried on a machine without a GPU: on the CPU, and
 on the simulated accelerator under CUDA's names.
 
-Somebody who asks for one by name is told so; docs/running.md has the same as a table, which a test compares.
+Asking for one by name gets this answer; docs/running.md has the same as a table, which a test compares.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Absent:
     tried: str
     """The versions."""
     seen: str
-    """What was seen, as a sentence without its full stop."""
+    """The observation, as a sentence without its full stop."""
 
 
-#: By the name that somebody may ask for.
+#: By the name that a user may ask for.
 ENGINES: dict[str, Absent] = {
     "colossalai-gemini": Absent(
         title="Colossal-AI's Gemini",

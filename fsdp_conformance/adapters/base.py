@@ -66,7 +66,7 @@ class PendingSave(Protocol):
 MAX_PADDING = 0.25
 
 
-#: `declines_on` of an adapter whose engine nobody has tried on a GPU with it: no model can be placed there.
+#: `declines_on` of an adapter that has not been tried with its engine on a GPU: no model can be placed there.
 CPU_ONLY: Mapping[str, frozenset[str]] = {"cuda": frozenset({"init_before", "init_never"})}
 
 
@@ -93,7 +93,7 @@ class Adapter(ABC):
     cuda_names: ClassVar[bool] = False
     """True if the engine knows only "cuda": on the simulated accelerator it finds the device under that name."""
     shims: ClassVar[tuple[str, ...]] = ()
-    """What the adapter changes in the engine or in torch to make it run here; printed on the certificate."""
+    """Changes that the adapter makes to the engine or to torch so that it runs here; printed on the certificate."""
     padding: ClassVar[float] = 0.15
     """
     Declared overhead on the wire as a fraction of the ideal, in addition to the padding of uneven shards.

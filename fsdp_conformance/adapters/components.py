@@ -105,7 +105,7 @@ class ShardStatistics(NamedTuple):
 
     squared_norm: float
     overflow: bool
-    """Whether an element is infinite or NaN."""
+    """True if an element is infinite or NaN."""
 
 
 class ChunkStorage(Protocol):
@@ -131,7 +131,7 @@ class ChunkStorage(Protocol):
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the chunk is gathered."""
+        """True if the chunk is gathered."""
 
     @property
     def values(self) -> list[Tensor]:

@@ -46,7 +46,7 @@ _FORMS = "the name of an entry point, package.module:Class, or path/to/file.py:C
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterDescription:
-    """What a controller must know about an adapter, without importing it."""
+    """The facts about an adapter that a controller needs, without importing it."""
 
     spec: str
     name: str
@@ -111,7 +111,7 @@ def load(spec: str) -> type[Adapter]:
 
 def describe(spec: str, *, timeout_s: float = 120.0) -> AdapterDescription:
     """
-    What a controller must know about the adapter, determined in a separate process.
+    The facts about an adapter that a controller needs, determined in a separate process.
 
     Raises AdapterNotFound or AdapterError like `load`.
     """
@@ -274,7 +274,7 @@ def _import_file(path: str, spec: str) -> ModuleType:
 
 
 def _how_to_install(adapter: type[Adapter]) -> str:
-    """What to do about an engine that is not here; a bundled adapter's engine is an extra of this package."""
+    """Advice for an engine that is not installed; a bundled adapter's engine is an extra of this package."""
     here = f"Install it in this environment ({sys.prefix})"
     extra = _extra_of(adapter.package) if adapter.__module__.startswith("fsdp_conformance.") else ""
     if not extra:

@@ -485,7 +485,7 @@ class SmokeRun:
                 if tensor.dtype != expected.dtype:
                     self._problem(f"{what} must have dtype {expected.dtype}, got {tensor.dtype}")
                 if tensor.shape != expected.shape:
-                    # An engine that pads may have forgotten to cut: its defect. Nobody takes a part for the whole.
+                    # An engine that pads may have forgotten to cut: its defect. A part is never mistaken for the whole.
                     tell = self._breach if tensor.numel() <= expected.numel() else self._problem
                     tell(
                         f"{what} must have the full shape {tuple(expected.shape)}, got {tuple(tensor.shape)}"

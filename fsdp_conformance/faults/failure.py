@@ -1,7 +1,7 @@
 """
 A rank that fails: it raises, exits, is killed or stopped, or one of its collectives fails. Once, at a drawn place.
 
-Unlike the other faults it does change what a correct implementation does: nobody can train on without a rank. What
+Unlike the other faults it does change what a correct implementation does: training cannot go on without a rank. What
 must hold then is that the failure is seen for what it is, and that every other rank ends, too (`judge.drill`).
 """
 

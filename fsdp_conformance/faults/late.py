@@ -8,7 +8,7 @@ or with a barrier of its group.
 
 Whoever asks for a future instead of waiting (DDP's reducer) gets one that a thread completes after a drawn delay, so
 that futures complete out of order. The thread also hands over what has been kept back for long: a rank may wait for its
-peers in a way that nobody sees here, such as a store.
+peers in a way that is invisible here, such as a store.
 
 Everything else is passed on as it is: synchronous calls, messages between two ranks, tensors of other devices than the
 CPU, and what a backend may reject at the call, such as sparse tensors.
@@ -106,7 +106,7 @@ class LateCollectives(Fault):
         with self._lock:
             pending = self._keep_back(collective)
             work = LateWork(pending, self._finish, self._start_all, self._promise)
-            # Nobody waits for a Work that was dropped, but a backend completes it all the same.
+            # No code waits for a Work that was dropped, but a backend completes it all the same.
             weakref.finalize(work, self._drop, pending.number).atexit = False
         return work
 
@@ -176,7 +176,7 @@ class LateCollectives(Fault):
                     self._strike(Provocation.OVERTAKEN)
 
     def _drop(self, number: int) -> None:
-        """Nobody holds the Work any more. A future may still complete it; else time does."""
+        """The Work has no holder any more. A future may still complete it; otherwise time does."""
         with self._changed:
             pending = self._open.get(number)
             if pending is not None and not any(each is pending for _, _, each, _ in self._promised):
@@ -210,7 +210,7 @@ class LateCollectives(Fault):
                 if begun is not None:
                     begun.set_result(None)
                 else:
-                    # Nobody waits for it.
+                    # No code waits for it.
                     with contextlib.suppress(Exception):
                         self._finish(pending, _NO_TIMEOUT)
 

@@ -41,7 +41,7 @@ class PendingCollective:
         self.work: Work | None = None
         """The backend's, once started."""
         self.error: BaseException | None = None
-        """What the backend raised at the start."""
+        """The exception that the backend raised at the start."""
         self.finished = False
         self._private: dict[int, Tensor] = {}
         self._both = {id(tensor) for tensor in self.inputs} & {id(tensor) for tensor in self.outputs}

@@ -1,5 +1,5 @@
 """
-Poison: values that no correct implementation reads, in outputs that are not there yet and in memory that nobody owns.
+Poison: values that no correct implementation reads, in outputs that are not there yet and in unowned memory.
 
     poison(tensor)      NaN, and the largest value of an integer dtype
     is_poisoned         whether a tensor looks like new memory that torch has filled

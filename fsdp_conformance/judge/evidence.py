@@ -88,7 +88,7 @@ def _of_ranks(record: CaseRecord, case: Case, device: str, declared: Callable[[s
         if stated != counted:
             problems.append(f"stated {stated} {name}, but its ranks made {counted}")
     if record.verdict is Verdict.PASS:
-        # Nobody knows why, and it may be the implementation: enough for a note, too little for a certificate.
+        # The reason is unknown, and it may be the implementation: enough for a note, too little for a certificate.
         notes = (shutdown_note(by_rank.get(end.rank), end) for end in record.exits)
         problems += [note for note in notes if note is not None]
     return problems

@@ -23,7 +23,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 
 class _Later:
-    """Writes when somebody waits."""
+    """Writes only when the save is waited for."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
@@ -156,7 +156,7 @@ class SavingDropsMomentum(SeamCheckpoints):
 
 @known_wrong("R149")
 class CheckpointLosesStepCounter(SeamCheckpoints):
-    """Adam's step counter begins anew after a load."""
+    """Adam's step counter starts again from zero after a load."""
 
     def entries(self, name: str, entries: dict[str, Tensor]) -> dict[str, Tensor]:
         return entries | ({"step": torch.zeros_like(entries["step"])} if "step" in entries else {})

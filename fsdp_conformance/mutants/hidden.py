@@ -50,7 +50,7 @@ class HidesFrozenGathered(LeavesFrozenGathered):
 
 @known_wrong("R035", "R111", "R115", "R117", "R118")
 class ReshardsWhenRead(SeamFSDP2):
-    """After backward, units hold full parameters until somebody reads the gradients or the optimizer steps."""
+    """After backward, units hold full parameters until the gradients are read or the optimizer steps."""
 
     def after_backward(self) -> None:
         self._each_unit("unshard")

@@ -52,7 +52,7 @@ class Mutant:
     requirements: tuple[str, ...]
     """The requirements that name the defect, the one that names it best first; others may fail as well."""
     defect: str
-    """What is wrong, in one sentence."""
+    """The defect, in one sentence."""
     shows: tuple[Symptom, ...] = (Symptom.FINDING,)
     """How the defect shows: a case kills it by one of these."""
     raises: str = ""
@@ -76,7 +76,7 @@ class Variant:
     base: str
     """The name of the engine that it is a variant of."""
     difference: str
-    """What it does otherwise, in one sentence."""
+    """The legal difference, in one sentence."""
 
 
 def known_wrong(

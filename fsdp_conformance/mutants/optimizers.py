@@ -214,7 +214,7 @@ class ReferenceShowsCopiesOfTheRoot(_KnowsTheRootIsGathered, SeamReference):
 
 @known_wrong("R140", name="ddp-forgets-state")
 class DDPForgetsState(TorchDDP):
-    """The optimizer is made anew before each step, so its state is lost."""
+    """The optimizer is recreated before each step, so its state is lost."""
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         self._make_optimizer()

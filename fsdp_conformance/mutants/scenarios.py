@@ -1,4 +1,4 @@
-"""Wrong in one scenario only: the engine trains well until somebody asks for that one thing."""
+"""Wrong in one scenario only: the engine trains well until that one thing is asked for."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ class OddParametersNotReduced(NoReduction):
     """Scalar parameters and those that are not contiguous keep the rank's own gradient."""
 
     def _reduce_left_out(self) -> None:
-        """They are replicated, and nobody averages them."""
+        """They are replicated, and never averaged."""
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
         return grad

@@ -223,7 +223,7 @@ class StateDictDropsAliases(SeamFSDP2):
 
 @known_wrong("R109")
 class StateDictKeepsOldAliases(SeamFSDP2):
-    """The second name of a tied parameter has the value of the first state dict, like a copy that nobody updates."""
+    """The second name of a tied parameter has the value of the first state dict, like a copy that is never updated."""
 
     _aliases: dict[str, Any] | None = None
 
