@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.pytest_plugin.dispatch import Slots, wall_time
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import duration
 
 #: Seconds of a case per rank, by device: means over torch-fsdp1, torch-fsdp2 and the reference engine in the core

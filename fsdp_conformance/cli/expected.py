@@ -21,7 +21,7 @@ from fsdp_conformance.report import runfile
 from fsdp_conformance.report.baseline import Changes
 from fsdp_conformance.report.expectations import Expectation
 from fsdp_conformance.report.html.page import page
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.verify import Verification
 from fsdp_conformance.status import Status
 

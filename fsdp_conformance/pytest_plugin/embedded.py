@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_conformance.contract.profile import Entry, known_cases, load_profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.expectations import Expectation, judge, load_expectations
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import render_failure
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.verdict import QUIET, Verdict

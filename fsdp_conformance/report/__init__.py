@@ -3,6 +3,7 @@ The output of a run: the run file, the certificate that follows from it, and the
 
     runfile        the format: a line of JSON for each event, chained by hashes
     schema         its lines as types, and the JSON schema that follows from them
+    run_content    the lines of a run file as types, and a whole file as it was read
     recorder       writes the run file while the run goes on
     last_run       where runs leave their files, and what the last one found
     unjudged       records of cases whose test ended without a verdict

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.expectations import SILENT, UNREMARKABLE, what_happened
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.verdict import Verdict
 
 #: Verdicts of cases that were not judged: declined, or left out.

@@ -28,7 +28,7 @@ from fsdp_conformance.contract.selection import OPTIONS
 from fsdp_conformance.judge import LOUD_REFUSAL, contradictions
 from fsdp_conformance.outcome.records import CaseRecord, RequirementId
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.run_settings import SHARED_DEVICES, RunSettings, settings_from_json
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import ACCUSING, Verdict

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import CaseRecord
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.verdict import Verdict
 
 

@@ -20,7 +20,7 @@ from fsdp_conformance.report.expectations import (
     load_expectations,
     what_happened,
 )
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.verdict import Verdict
 
 _PREAMBLE = """\

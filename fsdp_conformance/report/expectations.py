@@ -32,7 +32,7 @@ from packaging.version import InvalidVersion, Version
 
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import CaseRecord
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.verdict import CERTIFIABLE, Verdict
 
 #: The name of the file that `run` and `verify` look for in the working directory.

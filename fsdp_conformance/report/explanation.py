@@ -14,7 +14,7 @@ from fsdp_conformance.contract.profile import Entry, Profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.folding import WIDTH, folded
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import SIGNS, closer, render_record
 from fsdp_conformance.verdict import ACCUSING, FINE, Verdict
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.report import runfile
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.verdict import FINE
 

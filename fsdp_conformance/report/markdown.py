@@ -10,7 +10,7 @@ from fsdp_conformance.contract import CHAPTERS
 from fsdp_conformance.diagnosis.grouping import grouped
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import (
     SIGNS,
     basis,

@@ -18,16 +18,16 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_conformance import codec
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
-from fsdp_conformance.outcome.records import REFERENCES, CaseId, CaseRecord, case_record_from_json
+from fsdp_conformance.outcome.records import CaseRecord, case_record_from_json
+from fsdp_conformance.report.run_content import FORMAT, Note, RunFile, Start
+from fsdp_conformance.report.schema import LINES
 
-#: Raised when readers of the old format cannot read the new one. Records of format 1 have no evidence.
-FORMAT = 2
+#: Formats that can be read. Only the newest can certify.
 READABLE = (1, 2)
 
 #: The name of the file in a report directory, and of an earlier file there.
@@ -116,66 +116,6 @@ class RunFileWriter:
         self._size += len(line)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """A case starts."""
-
-    case: CaseId
-    world_size: int
-    worker: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
-    """Something that a reader of the certificate should know."""
-
-    text: str
-    refuses: bool = False
-
-
-@dataclass(kw_only=True, slots=True)
-class RunFile:
-    """A run file that was read."""
-
-    path: str
-    header: dict[str, Any]
-    records: list[CaseRecord] = field(default_factory=list)
-    """In the order of their arrival."""
-    started: list[str] = field(default_factory=list)
-    """Case ids."""
-    notes: list[dict[str, Any]] = field(default_factory=list)
-    footer: dict[str, Any] | None = None
-    chain: str = ""
-    """The hash of the last intact line."""
-    problems: list[str] = field(default_factory=list)
-    """Lines that are torn, edited or out of place."""
-
-    @property
-    def aborted(self) -> bool:
-        """True if the run did not finish."""
-        return self.footer is None
-
-    @property
-    def seconds(self) -> float:
-        """How long the run took; without a footer, the time of its cases."""
-        return float((self.footer or {}).get("seconds") or sum(record.seconds for record in self.records))
-
-    def reference_counts(self) -> dict[str, int]:
-        """How many references the cases computed, took from the store, and checked, by the first rank of each."""
-        total = {"computed": 0, "shared": 0, "checked": 0}
-        for record in self.records:
-            reported = record.measurements.get(REFERENCES, {})
-            counts = reported.get("rank 0", reported)
-            for name in total:
-                total[name] += int(counts.get(name, 0))
-        return total
-
-    def unfinished(self) -> list[str]:
-        """Cases that started and have no verdict."""
-        done = {record.case for record in self.records}
-        return [case for case in self.started if case not in done]
-
-
 def read(path: Path) -> RunFile:
     """
     The run file at `path`, or in the directory `path`.
@@ -249,9 +189,6 @@ def _take(run: RunFile, line: bytes, number: int) -> None:
 
 def _unknown_keys(content: Mapping[str, Any]) -> list[str]:
     """The keys that a header or footer should not have. Raises ValueError if a value has the wrong type."""
-    # The certificate is a part of the footer, and needs this module.
-    from fsdp_conformance.report.schema import LINES
-
     unknown = codec.unknown_keys(LINES[content["type"]], content)
     return [key for key in unknown if key not in ("type", "format", "chain")]
 

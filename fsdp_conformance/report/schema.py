@@ -19,7 +19,7 @@ from msgspec import Meta
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.outcome.records import FIGURES, NOT_FINITE, CaseRecord, Finding, RankReport
 from fsdp_conformance.report.certificate import Certificate, Counts
-from fsdp_conformance.report.runfile import FORMAT, Note, Start
+from fsdp_conformance.report.run_content import FORMAT, Note, Start
 from fsdp_conformance.run_settings import RunSettings
 
 _HASH = {"pattern": "^[0-9a-f]{64}$"}

@@ -13,7 +13,7 @@ from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.expectations import SILENT, UNREMARKABLE, what_happened
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.verdict import Verdict
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.contract.scopes import title
 from fsdp_conformance.report.certificate import Certificate, State, certify
-from fsdp_conformance.report.runfile import RunFile, read
+from fsdp_conformance.report.run_content import RunFile
+from fsdp_conformance.report.runfile import read
 from fsdp_conformance.status import Status
 
 

@@ -8,7 +8,7 @@ from fsdp_conformance import codec
 from fsdp_conformance.cli import messages, report_dir
 from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.report import comparison, runfile
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.status import Status
 
 

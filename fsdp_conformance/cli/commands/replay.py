@@ -20,7 +20,7 @@ from fsdp_conformance.errors import ConfigError, RunFileError, UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import repeated, runfile
 from fsdp_conformance.report.last_run import DEFAULT_ROOT, LAST, last_run
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.run_settings import RunSettings, settings_from_json
 from fsdp_conformance.status import Status
 

@@ -15,7 +15,7 @@ from fsdp_conformance.report import markdown
 from fsdp_conformance.report.certificate import Certificate
 from fsdp_conformance.report.formats import badge, ctrf, sarif, trace
 from fsdp_conformance.report.html import page
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 
 #: The text of a run in each format.
 FORMATS: dict[str, Callable[[RunFile, Certificate], str]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 
 from fsdp_conformance.report.certificate import Certificate
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import verdict_words
 from fsdp_conformance.verdict import ACCUSING
 

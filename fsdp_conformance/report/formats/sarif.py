@@ -18,7 +18,7 @@ from fsdp_conformance.diagnosis.grouping import Group, grouped, requirement_of
 from fsdp_conformance.diagnosis.headline import most_telling
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import render_record
 from fsdp_conformance.stack import engine_frames, frames_of_traceback
 from fsdp_conformance.verdict import ACCUSING

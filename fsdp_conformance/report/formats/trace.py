@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
 from fsdp_conformance.report.html.pictures import scheduled, traced
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.verdict import Verdict
 
 #: Thread ids: the schedule of rank 0 comes first, then the ranks before their ends.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fsdp_conformance.report.baseline import Changes
 from fsdp_conformance.report.certificate import Certificate
 from fsdp_conformance.report.html.views import view
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import DETAIL
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from fsdp_conformance.report.baseline import Changes
 from fsdp_conformance.report.certificate import Certificate
 from fsdp_conformance.report.html import pictures
 from fsdp_conformance.report.html.pictures import Memory, Strip
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import (
     Field,
     basis,

@@ -14,7 +14,8 @@ import pytest
 
 from fsdp_conformance.errors import ConfigError, RunFileError
 from fsdp_conformance.outcome.records import CaseRecord
-from fsdp_conformance.report.runfile import RunFile, RunFileWriter, read
+from fsdp_conformance.report.run_content import RunFile
+from fsdp_conformance.report.runfile import RunFileWriter, read
 from fsdp_conformance.run_settings import RANKS
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT

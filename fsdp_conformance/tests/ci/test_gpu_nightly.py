@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_conformance.cli.estimate import SECONDS_PER_RANK, START_S, estimate, in_words
 from fsdp_conformance.pytest_plugin.dispatch import Slots
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.tests.report.evidence import a_case, a_record
 
 CASES = [(a_case(), "cpu"), (a_case(world_size=4), "sim"), (a_case(world_size=8), "cuda")]

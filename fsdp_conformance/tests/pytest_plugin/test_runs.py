@@ -16,7 +16,8 @@ import pytest
 from fsdp_conformance.pytest_plugin.controller import EXIT_ENVIRONMENT, EXIT_SUITE
 from fsdp_conformance.pytest_plugin.options import ERROR_FILE, ORDER_OPTION
 from fsdp_conformance.report import certificate
-from fsdp_conformance.report.runfile import RunFile, read
+from fsdp_conformance.report.run_content import RunFile
+from fsdp_conformance.report.runfile import read
 from fsdp_conformance.report.verify import verify
 from fsdp_conformance.run_settings import RunOrder, RunSettings
 from fsdp_conformance.tests.pytest_plugin import mini_suite

@@ -9,7 +9,7 @@ from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile, profile_of
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate, certify
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_record
 from fsdp_conformance.verdict import Verdict

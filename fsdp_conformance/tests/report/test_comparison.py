@@ -10,7 +10,7 @@ from fsdp_conformance import codec
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.comparison import compare, text
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.tests.report.evidence import a_record
 from fsdp_conformance.verdict import Verdict
 

@@ -13,7 +13,7 @@ from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.baseline import Changes, changes
 from fsdp_conformance.report.expectation_writer import updated
 from fsdp_conformance.report.expectations import Expectation, judge, load_expectations
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.tests.report.evidence import a_finding, a_record
 from fsdp_conformance.verdict import Verdict
 

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.report.formats import FORMATS, badge, ctrf, sarif, trace
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.verify import Verification
 from fsdp_conformance.tests.cli.cli_runs import answered
 from fsdp_conformance.tests.report import test_tally

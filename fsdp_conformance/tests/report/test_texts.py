@@ -17,7 +17,7 @@ from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import markdown
 from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.explanation import explain
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import (
     basis,
     certificate_text,

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import trend
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.trend import Trend
 from fsdp_conformance.tests.report.evidence import LOADED, a_finding, a_record
 from fsdp_conformance.verdict import Verdict
