@@ -48,6 +48,8 @@ def test_an_option_reaches_the_settings(
     by_command = arguments.settings_of(arguments.parse(["run", option.flag, *words]))
     namespace = pytestconfig._parser.parse_known_args([option.pytest_flag, *words])
     monkeypatch.setattr(pytestconfig, "option", namespace)
+    # A worker of pytest-xdist takes the order of its controller instead of the options.
+    monkeypatch.setattr(pytestconfig, "workerinput", {}, raising=False)
     by_pytest = options._make_order(pytestconfig).settings
     changed = [field.name for field in fields(RunSettings)
                if getattr(by_command, field.name) != getattr(DEFAULTS, field.name)]  # fmt: skip

@@ -215,7 +215,7 @@ def test_an_import_that_runs_later_is_refused(tmp_path: Path) -> None:
         "        return Averaged(", "        from fsdp_conformance.plan import Sharding\n\n        return Averaged("
     )
 
-    with pytest.raises(NoScript, match=r"imports fsdp_conformance\.config when it runs"):
+    with pytest.raises(NoScript, match=r"imports fsdp_conformance\.plan when it runs"):
         _script("R001/exact-probe-ws2", f"{with_adapter(tmp_path, text)}:Mine")
 
 
