@@ -259,7 +259,7 @@ def test_on_a_terminal_progress_is_drawn_in_place(no_color: str, suite: mini_sui
     ("name", "text", "expected"),
     [
         ("broken.py", "def wrap(:\n", "SyntaxError: invalid syntax"),
-        ("deadly.py", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "died of SIGKILL"),
+        ("deadly.py", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "was ended by SIGKILL"),
         pytest.param("leaves.py", "import sys\nprint('bye')\nsys.exit(0)\n", "bye", marks=pytest.mark.nightly),
         (
             "partly.py:Partly",
