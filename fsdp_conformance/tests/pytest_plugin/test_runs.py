@@ -501,12 +501,13 @@ def test_a_mistake_is_one_message_with_workers_too(suite: MiniSuite) -> None:
 
 
 def test_other_tests_are_left_alone(tmp_path: Path) -> None:
-    """No run file, no section, no torch, none of our modules: only the plugins themselves."""
+    """No run file, no section, no torch: of our modules only the plugins, and the table of options with what it needs."""
     (tmp_path / "test_other.py").write_text(
         "import sys\n"
         "def test_light():\n"
         "    ours = sorted(name for name in sys.modules if name.startswith('fsdp_conformance.'))\n"
-        "    assert {name.split('.')[1] for name in ours} == {'pytest_plugin', 'simulator'}\n"
+        "    words = {'run_settings', 'codec', 'errors', 'plan', 'status', 'stress'}\n"
+        "    assert {name.split('.')[1] for name in ours} == {'pytest_plugin', 'simulator', *words}\n"
         "    room = 'fsdp_conformance.simulator.simulated_cuda'\n"
         "    simulator = {name for name in ours if '.simulator' in name}\n"
         "    assert simulator == {'fsdp_conformance.simulator', room, room + '.plugin'}\n"
