@@ -9,8 +9,8 @@ The pytest plugin: options, order of cases, verdicts as outcomes, the run file.
     embedded      cases as tests of a user's own test suite
 
 pytest loads it in every environment that has this package installed, so loading it imports only the table of options
-(`run_settings`) and no torch, and it leaves tests alone that are not conformance cases. One process writes the run file: the controller. Cases run
-there or in the workers of pytest-xdist, whose reports carry the records over.
+(`run_settings`) and no torch, and it leaves tests alone that are not conformance cases. One process writes the run
+file: the controller. Cases run there or in the workers of pytest-xdist, whose reports carry the records over.
 
 The outcome of a case is its record's verdict, whatever the test method did: PASS passes; UNSUPPORTED, NOT_RUN_ENV and
 DISABLED skip; all others fail. A test that ends without a record is ERROR_SUITE. If the whole profile was run and

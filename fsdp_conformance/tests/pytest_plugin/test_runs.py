@@ -501,7 +501,7 @@ def test_a_mistake_is_one_message_with_workers_too(suite: MiniSuite) -> None:
 
 
 def test_other_tests_are_left_alone(tmp_path: Path) -> None:
-    """No run file, no section, no torch: of our modules only the plugins, and the table of options with what it needs."""
+    """No run file, no section, no torch: of our modules only the plugins and the table of options."""
     (tmp_path / "test_other.py").write_text(
         "import sys\n"
         "def test_light():\n"
