@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fsdp_conformance import codec
 from fsdp_conformance.pytest_plugin import items, options
 
 if TYPE_CHECKING:
@@ -78,6 +77,7 @@ class Controller:
         order = options.order_of(self.config) if self.recorder is not None else None
         if order is None or order.description is None:
             return
+        from fsdp_conformance import codec
         from fsdp_conformance.adapters import registry
         from fsdp_conformance.cases import places
 
@@ -173,7 +173,7 @@ class Controller:
 
     def _start(self) -> Recorder:
         """Open the run file."""
-        from fsdp_conformance import run_settings
+        from fsdp_conformance import codec, run_settings
         from fsdp_conformance.adapters import registry
         from fsdp_conformance.report.last_run import report_directory
         from fsdp_conformance.report.recorder import Recorder
