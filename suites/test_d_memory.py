@@ -128,8 +128,12 @@ class Bytes(ConformanceTestCase):
         plan = self.plan(workload, sharding=Sharding.FULL if reshard else Sharding.GRAD_OPTIM)
         run = self.train(workload, plan)
         activations = self.activations(workload)
-        padding = self.padding
-        self.check(memory.peaks(run, workload, plan, activations, world_size=world_size, padding=padding))
+        self.check(
+            memory.peaks(
+                run, workload, plan, activations,
+                world_size=world_size, padding=self.padding, transport_copies=int(self.share_devices),
+            )
+        )  # fmt: skip
 
     @conformance_case(
         "R039",
@@ -226,6 +230,7 @@ class Bytes(ConformanceTestCase):
             memory.units_gathered(
                 run, workload, plan, activations, held,
                 world_size=world_size, most=adapter.max_unsharded, padding=self.padding,
+                transport_copies=int(self.share_devices),
             )
         )  # fmt: skip
 

@@ -169,6 +169,7 @@ def peaks(
     *,
     world_size: int,
     padding: float,
+    transport_copies: int = 0,
 ) -> CheckResult:
     """
     Peaks above the bytes allocated before setup (R038), where parameters are resharded after forward:
@@ -181,7 +182,8 @@ def peaks(
         sharded + full + 2 x largest + activations              the buffers of a gather, or a unit's gradients twice
 
     From the second step on, the optimizer's state is held as well. What is held after wrapping counts as sharded, as
-    far as R033 allows it.
+    far as R033 allows it. `transport_copies` is how many copies of a unit's gradients the transport makes on the device
+    to reduce them, which are not the engine's: one for gloo on an accelerator, which clones them, none for NCCL.
     """
     bytes_of = sizes(workload, plan, world_size=world_size)
     stays_whole = plan.reshard_after_forward is False or plan.sharding is Sharding.GRAD_OPTIM
@@ -195,6 +197,7 @@ def peaks(
             Point.FORWARD: sharded + 3 * largest + root + activations.forward_peak,
             Point.BACKWARD: 2 * sharded + 4 * largest + root,
         }
+    bounds[Point.BACKWARD] += transport_copies * largest
     base = _first(history, Point.BEFORE_SETUP).allocated
     tally = Tally("peak bytes", "R038", rank=history.rank)
     figures: dict[str, int] = {}
@@ -221,12 +224,14 @@ def units_gathered(
     world_size: int,
     most: int,
     padding: float,
+    transport_copies: int = 0,
 ) -> CheckResult:
     """
     Bytes leave room for at most `most` gathered units while one computes (R042).
 
     `counted` holds the moment ("forward" or "backward"), the step, and the bytes allocated then. Beside the gathered
-    units there may be the buffer of a gather, in backward also a unit's gradients twice, and their shards.
+    units there may be the buffer of a gather, in backward also a unit's gradients twice, their shards, and the
+    transport's copies, as in `peaks`.
     """
     bytes_of = sizes(workload, plan, world_size=world_size)
     sharded = _sharded_bytes(history, bytes_of, padding)
@@ -237,7 +242,7 @@ def units_gathered(
         held = sharded + (state if step else 0) + bytes_of.root + activations.forward_peak + SCALARS
         units = most + 1
         if moment == "backward":
-            held, units = held + sharded, units + 2
+            held, units = held + sharded, units + 2 + transport_copies
         bound = held + units * bytes_of.largest
         tally.compare(
             allocated - base <= bound, "allocated while a unit computes", expected=f"at most {bound} B",

@@ -30,6 +30,7 @@ from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.devices import SHARED_BACKEND
 from fsdp_conformance.harness.recording.collective_calls import METHODS, traffic_of
 from fsdp_conformance.harness.recording.collective_log import CollectiveLog, CollectiveObserver
+from fsdp_conformance.harness.recording.gloo_on_devices import method_for
 from fsdp_conformance.plan import SIMULATED
 
 __all__ = [
@@ -53,6 +54,9 @@ BACKEND = "conformance"
 
 #: Makes the twin of a recorded group from its store, rank, size and the group itself; None: torch's process groups.
 _make_twin: Callable[[Store, int, int, ProcessGroup], ProcessGroup] | None = None
+
+#: True if ranks share devices, so that gloo carries tensors on an accelerator.
+_shares_devices = False
 
 
 def make_twins_with(make: Callable[[Store, int, int, ProcessGroup], ProcessGroup] | None) -> None:
@@ -145,7 +149,8 @@ def _recorded(name: str) -> Callable[..., Work | None]:
 
     def method(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
         traffic = traffic_of(name, args, kwargs, self.size())
-        return log().carry_out(name, self, self.global_ranks(), traffic, getattr(self._twin, name), args, kwargs)
+        issue = method_for(self._twin, name, traffic.device if _shares_devices else "cpu")
+        return log().carry_out(name, self, self.global_ranks(), traffic, issue, args, kwargs)
 
     method.__name__ = name
     method.__qualname__ = f"RecordingProcessGroup.{name}"
@@ -182,6 +187,8 @@ def register_recording_backend(device_type: str = "cpu", *, shared: bool = False
     """
     if dist.is_initialized():
         require_recording()
+    global _shares_devices
+    _shares_devices = shared
     setattr(distributed_c10d.Backend, BACKEND.upper(), only or backends_of(device_type, shared=shared))
     if BACKEND not in distributed_c10d.Backend.backend_list:
         distributed_c10d.Backend.backend_list.append(BACKEND)

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,6 +112,11 @@ def unavailable() -> str | None:
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not headers.exists():
         return f"no Python headers: {headers} is missing. Install the python3-dev package for this Python."
+    if not is_built() and _links_a_private_runtime(compiler):
+        return (
+            f"the compiler {compiler!r} links its own copy of the C++ standard library, and a process with two copies "
+            "crashes. Set CXX to a compiler that uses the shared one, for instance CXX=/usr/bin/g++."
+        )
     return None
 
 
@@ -209,6 +215,27 @@ def _compiler() -> str:
 @cache
 def _compiler_version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
+
+
+@cache
+def _links_a_private_runtime(compiler: str) -> bool:
+    """
+    True if shared objects of this compiler do not need the shared C++ standard library (`-static-libstdc++`).
+
+    Such compilers come with some CUDA images. torch uses the shared library, and with a second copy, streams of text
+    look up their facets under the numbers of the other one.
+    """
+    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
+        result = Path(directory) / "probe.so"
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(result)],
+            input=b"#include <iostream>\nvoid print(long number) { std::cout << number; }\n",
+            capture_output=True,
+            check=False,
+            timeout=60,
+        )
+        # Without an object, the compiler's own words follow when the extension is compiled.
+        return result.exists() and not any(name in result.read_bytes() for name in (b"libstdc++.so", b"libc++."))
 
 
 def _ninja_directory() -> Path | None:

@@ -175,10 +175,21 @@ def test_peaks_are_bounded(point: str) -> None:
     assert holds(peaks(right, sharding=Sharding.GRAD_OPTIM))
 
 
-def peaks(history: TrainingHistory, **changes: Any) -> CheckResult:
+def test_copies_of_the_transport_are_not_the_engines() -> None:
+    """They raise the bound in backward only, by a unit each."""
+    most = SHARD + 4 * PADDED_UNIT + PADDED_ROOT + SCALARS  # beside the shards that are always held
+    history = run(backward_peak=most + PADDED_UNIT)
+
+    assert [holds(peaks(history, transport_copies=copies)) for copies in (0, 1)] == [False, True]
+    assert not holds(peaks(run(forward_peak=most + 2 * PADDED_UNIT), transport_copies=1))
+
+
+def peaks(history: TrainingHistory, *, transport_copies: int = 0, **changes: Any) -> CheckResult:
     """R038 with 15 % padding; full sharding unless `changes` of the plan say otherwise."""
     full_plan = plan(**{"sharding": Sharding.FULL, **changes})
-    return memory.peaks(history, WORKLOAD, full_plan, ACTIVATIONS, world_size=2, padding=0.15)
+    return memory.peaks(
+        history, WORKLOAD, full_plan, ACTIVATIONS, world_size=2, padding=0.15, transport_copies=transport_copies
+    )
 
 
 def test_peaks_count_what_is_always_held() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.rank import destroy_process_group
+from fsdp_conformance.harness.recording import process_group
+from fsdp_conformance.harness.recording.gloo_on_devices import SUBSTITUTES, method_for
 from fsdp_conformance.harness.recording.process_group import BACKEND, is_recording, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.tests.harness.recording.dispatch_recorder import DispatchRecorder
@@ -118,7 +122,8 @@ def point_to_point() -> Outputs:
     """Around the ring: blocking, asynchronous, batched."""
     size, rank = dist.get_world_size(), dist.get_rank()
     after, ahead = (rank + 1) % size, (rank - 1) % size
-    received = [_empty(3), _empty(3), _empty(3)]
+    # A stage of a pipeline receives into leaves that require gradients.
+    received = [_empty(3), _empty(3), _empty(3).requires_grad_()]
     if rank == 0:
         dist.send(_values(3), 1)
     elif rank == 1:
@@ -178,6 +183,19 @@ def subgroup_collectives() -> Outputs:
             functional.wait_tensor(functional.all_reduce(_values(3), "sum", group))
             results[name] = [mine]
     return results
+
+
+def from_any_rank() -> Outputs:
+    """A message to rank 0, which does not say from whom it expects one; and lists of tensors for every rank."""
+    rank, size, group = dist.get_rank(), dist.get_world_size(), world()
+    received = _empty(3)
+    if rank == 0:
+        assert dist.recv(received) == 1, "the message is from rank 1"
+    elif rank == 1:
+        dist.send(_values(3), 0)
+    parts = [[_empty(3), _empty(2)] for _ in range(size)]
+    group.allgather_coalesced(parts, [_values(3), _values(2)]).wait()
+    return {"received": [received], "parts": [part for of_rank in parts for part in of_rank]}
 
 
 class Collectives(ShardedTrainingTestCase):
@@ -303,3 +321,56 @@ broadcast 28B float32 [0,1,2]""",
         self._compare(subgroup_collectives)
         self.assertEqual([(0, 2)] * (0 if self.rank == 1 else 4), [record.group for record in log().records])
         self.assertTrue(is_recording())
+
+
+class SharedDevices(ShardedTrainingTestCase):
+    """
+    The substitutes for collectives that gloo lacks on an accelerator, with tensors on the CPU, where gloo has them.
+
+    Nothing else can compare the two: on the accelerator the originals end the process.
+    """
+
+    world_size = 3
+    preload = Collectives.preload
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    def test_substitutes_do_as_gloo(self) -> None:
+        """The same results, and one record for a call, however many calls of gloo's it is made of."""
+        families = (
+            coalesced_collectives,
+            point_to_point,
+            functional_collectives,
+            dtensor_redistributions,
+            from_any_rank,
+        )
+        register_recording_backend(shared=True)
+        self.start_process_group(BACKEND)
+        expected = [family() for family in families]
+        schedule = log().schedule()
+        log().records.clear()
+        with mock.patch.object(process_group, "method_for", _substitute):
+            got = [family() for family in families]
+
+        self.assertEqual(expected, got)
+        self.assertEqual(schedule, log().schedule())
+        replaced: list[set[str]] = [set()] * self.world_size
+        dist.all_gather_object(replaced, _REPLACED)
+        # torch has two names for one of them, and calls the newer one.
+        names = {name for name in SUBSTITUTES if not name.endswith("_coalesced")} | {"allreduce_coalesced"}
+        self.assertEqual(set(), names - set().union(*replaced))
+        self.assertTrue({"allgather_into_tensor_coalesced", "all_gather_single_coalesced"} & _REPLACED)
+        self.assertIn("allgather_coalesced", _REPLACED)
+
+
+#: Names of methods that were replaced in this process.
+_REPLACED: set[str] = set()
+
+
+def _substitute(group: dist.ProcessGroup, name: str, device_type: str) -> Callable[..., dist.Work]:
+    if name not in SUBSTITUTES:
+        return method_for(group, name, device_type)
+    _REPLACED.add(name)
+    return partial(SUBSTITUTES[name], group)

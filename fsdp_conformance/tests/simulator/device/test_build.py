@@ -231,6 +231,21 @@ class TestUnavailable:
         monkeypatch.setenv("CXX", "nowhere-c++")
         assert "'nowhere-c++' is not on PATH" in str(build.unavailable())
 
+    def test_a_compiler_with_its_own_runtime(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """A second C++ standard library in the process would end it with SIGSEGV in the first collective."""
+        compiler = tmp_path / "c++"
+        monkeypatch.setenv("CXX", str(compiler))
+        for option, is_rejected in (("-static-libstdc++", True), ("-O0", False)):
+            compiler.write_text(f'#!/bin/sh\nexec c++ {option} "$@"\n')
+            compiler.chmod(0o755)
+            build._links_a_private_runtime.cache_clear()
+
+            reason = build.unavailable()
+
+            assert ("links its own copy of the C++ standard library" in (reason or "")) is is_rejected, reason
+        monkeypatch.undo()
+        build._links_a_private_runtime.cache_clear()
+
     def test_activation_says_so(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """Activation raises the same reason and leaves torch unchanged."""
         if build.loaded() is not None:
