@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_conformance.cli import main
+from fsdp_conformance.tests import warm_interpreter
 
 #: An adapter that loads no engine: enough to be described.
 ADAPTER = """
@@ -87,17 +87,7 @@ def said(
     *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 240.0
 ) -> Said:
     """Run the command to its end. A traceback is not an error message: it fails the test."""
-    done = subprocess.run(
-        words(*arguments),
-        cwd=cwd,
-        env=dict(os.environ if env is None else env),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        timeout=timeout_s,
-        check=False,
-    )
+    done = warm_interpreter.run(words(*arguments), cwd=cwd, env=env, timeout=timeout_s)
     assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
     return Said(done.returncode, done.stdout, done.stderr)
 

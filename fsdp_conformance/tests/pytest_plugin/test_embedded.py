@@ -12,6 +12,7 @@ import pytest
 from fsdp_conformance import conformance_tests
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import UsageError
+from fsdp_conformance.tests import warm_interpreter
 
 _ADAPTER = '''
 import torch.distributed as dist
@@ -95,9 +96,9 @@ def test_in_a_suite_of_ones_own(tmp_path: Path) -> None:
     yesterday = dt.datetime.now(dt.UTC).date() - dt.timedelta(days=1)
     stale = _KNOWN + f"expires = {yesterday}\n" + _KNOWN.replace("R001/*", "R777/*")
     (tmp_path / "stale.toml").write_text(stale)
-    done = subprocess.run(
+    done = warm_interpreter.run(
         [sys.executable, "-m", "pytest", "-v", "-rsx", "--strict-markers", "-p", "no:cacheprovider", "test_engine.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        cwd=tmp_path, timeout=240,
     )  # fmt: skip
 
     outcomes = {line.split()[0].removeprefix("test_engine.py::"): line.split()[1]

@@ -20,6 +20,7 @@ from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.runfile import read
 from fsdp_conformance.report.verify import verify
 from fsdp_conformance.run_settings import RunOrder, RunSettings
+from fsdp_conformance.tests import warm_interpreter
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 from fsdp_conformance.tests.pytest_plugin.mini_suite import MiniSuite
 from fsdp_conformance.verdict import Verdict
@@ -66,15 +67,12 @@ class Ran:
 def ran(suite: MiniSuite, acts: Mapping[str, str] | None = None, *options: str, **variables: str) -> Ran:
     """Run the suite; `acts` say what cases do."""
     directory = suite.root / "report"
-    done = subprocess.run(
+    done = warm_interpreter.run(
         suite.pytest_command("--conformance-report", str(directory), *options),
         env=suite.environment(acts, **variables),
         cwd=suite.root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=TIMEOUT_S,
-        check=False,
+        merged=True,
     )
     return Ran(done.returncode, done.stdout, directory)
 
