@@ -12,6 +12,7 @@ file is the server; it imports nothing of the package, so that every fork import
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -76,7 +77,7 @@ def run(
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            _end_family(process.pid)
+            process.kill()
             raise
         texts = [_text(file) for file in (out, err)]
     return subprocess.CompletedProcess(words, status, *texts)
@@ -122,6 +123,17 @@ class Process:
             self.returncode = self._answer(timeout)
             self._answers.close()
         return self.returncode
+
+    def poll(self) -> int | None:
+        """As of Popen."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def kill(self) -> None:
+        """End it with everything that it has started."""
+        _end_family(self.pid)
+        self.wait(_START_S)
 
     def _answer(self, timeout_s: float | None) -> int:
         if not select.select([self._answers], [], [], timeout_s)[0]:

@@ -26,6 +26,7 @@ from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.driver.smoke import CHECKS
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.report import expectations
+from fsdp_conformance.run_settings import OPTIONS
 from fsdp_conformance.status import Status
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
@@ -39,6 +40,7 @@ pytestmark = checkout.required
 NOT_RUN = {
     "README.md": 1,
     "docs/engine.md": 1,
+    "docs/extending.md": 1,
     "docs/gpus-and-clusters.md": 6,
     "docs/how-it-works.md": 1,
     "docs/quickstart.md": 1,
@@ -87,6 +89,13 @@ def anchors(page: str) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
     slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
     return slugs | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+def test_running_lists_the_options_that_pytest_has_under_longer_names() -> None:
+    """All of them, and no others."""
+    listed = re.findall(r"`(--conformance-[\w-]+)`", section("docs/running.md", "Under pytest"))
+
+    assert Counter(listed) == Counter(option.pytest_flag for option in OPTIONS.values() if not option.same_in_pytest)
 
 
 @pytest.mark.parametrize("page", pages())

@@ -405,6 +405,18 @@ class _HalfUsed(Stage):
         self.spare = nn.Parameter(torch.ones(WIDTH))
 
 
+class _Picking(nn.Module):
+    """Multiplies its input by one of three parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(torch.ones(WIDTH) for _ in range(3))
+
+    def forward(self, which: int, x: Tensor) -> Tensor:
+        product: Tensor = self.factors[which] * x
+        return product.sum()
+
+
 class TestSignsOfZero(ShardedTestCase):
     """The engine tells from (-0) + (-0) being -0 that no rank used a parameter."""
 
@@ -427,6 +439,28 @@ class TestSignsOfZero(ShardedTestCase):
                 self.assertIsNone(expected)
                 expected = torch.zeros_like(parameter)
             self.assertTrue(torch.equal(cast(Tensor, expected), got), msg=name)
+
+    def test_used_only_while_replicas_wait(self) -> None:
+        """
+        What only a backward inside `no_all_reduce` has used gets its gradient from the next one outside, even one of
+        negative zeros. Shard groups of one rank: the two ranks are replicas.
+        """
+        for value in (1.0, 0.0, -0.0):
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+            subject = sharded(_Picking(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+            for _ in range(2):
+                with subject.no_all_reduce():
+                    # The second micro-batch inside must not forget the first, and the second step not see the first.
+                    subject(0, torch.full((WIDTH,), value, requires_grad=True)).backward()
+                    subject(1, torch.ones(WIDTH, requires_grad=True)).backward()
+                subject(1, torch.ones(WIDTH, requires_grad=True)).backward()
+                early, late, never = (parameter.grad for parameter in subject.parameters())
+                self.assertEqual(torch.full((WIDTH,), value), early, msg=f"{value}: {early}")
+                self.assertEqual(torch.full((WIDTH,), 2.0), late)
+                self.assertIsNone(never)
+                subject.zero_grad()
+            subject(1, torch.ones(WIDTH, requires_grad=True)).backward()
+            self.assertIsNone(next(subject.parameters()).grad)
 
 
 class TestOutputs(ShardedTestCase):
