@@ -7,7 +7,7 @@ Choices that no correct engine could be judged by are left out here, with the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -345,12 +345,33 @@ def _fitting(example: Example, declared: frozenset[str]) -> Example:
         # More than two gradients of one parameter have more than one sum in low precision.
         blocks = tuple(_used_once(block) for block in model.blocks)
         model = replace(model, blocks=blocks, calls=(), ties=())
+    lost = list(_writes_to_gathered(regime))
+    regime = replace(regime, events=tuple(event for event in regime.events if event not in lost))
     units = plan.units and model.units()
     example = replace(example, model=model, plan=replace(plan, units=units), regime=regime)
     missing = asks(example) - declared
     if "frozen_mixed" in missing:
         example = replace(example, model=replace(model, frozen=()), regime=replace(regime, frozen_at=()))
     return example
+
+
+def _writes_to_gathered(regime: Regime) -> Iterator[Event]:
+    """
+    The writes to parameters between a forward and the backward that follows it, in another micro-batch or step.
+
+    After a forward, engines may keep a unit gathered for its backward, as FSDP1 keeps its root. Another forward then
+    computes with that copy, which lacks what has been written to the shards in the meantime.
+    """
+    is_gathered = False
+    for step in range(regime.steps):
+        for moment in Moment:
+            # Writes are legal only where no micro-batch is under way, and after the last of them.
+            micro = regime.micro_batches - 1 if moment is Moment.BACKWARD else 0
+            is_gathered = is_gathered and moment is not Moment.BACKWARD
+            for event in regime.at(moment, step, micro):
+                if event.action in (Action.WRITE, Action.ASSIGN) and is_gathered:
+                    yield event
+                is_gathered = is_gathered or event.action is Action.FORWARD
 
 
 def _used_once(block: DrawnBlock) -> DrawnBlock:

@@ -145,7 +145,7 @@ class Process:
 
 
 class Popen(Process):
-    """What `explore.pool` needs of subprocess.Popen."""
+    """The part of subprocess.Popen that `explore.pool` needs."""
 
     def __init__(
         self, words: Sequence[str], *, stdin: int, stdout: int, stderr: IO[bytes], start_new_session: bool
@@ -305,7 +305,7 @@ def _adapt(module: str) -> None:
 
 
 class _Fork:
-    """What `cli.child` needs of `subprocess.Popen`, in a fork of this process."""
+    """The part of subprocess.Popen that `cli.child` needs, as a fork of this process."""
 
     def __init__(
         self,

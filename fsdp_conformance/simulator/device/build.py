@@ -22,7 +22,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -227,13 +227,14 @@ def _links_a_private_runtime(compiler: str) -> bool:
     """
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
         result = Path(directory) / "probe.so"
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(result)],
-            input=b"#include <iostream>\nvoid print(long number) { std::cout << number; }\n",
-            capture_output=True,
-            check=False,
-            timeout=60,
-        )
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(result)],
+                input=b"#include <iostream>\nvoid print(long number) { std::cout << number; }\n",
+                capture_output=True,
+                check=False,
+                timeout=60,
+            )
         # Without an object, the compiler's own words follow when the extension is compiled.
         return result.exists() and not any(name in result.read_bytes() for name in (b"libstdc++.so", b"libc++."))
 

@@ -23,11 +23,11 @@ from fsdp_conformance.explore.example import (
     uses_all,
 )
 from fsdp_conformance.explore.simplify import simpler
-from fsdp_conformance.explore.strategies import examples
+from fsdp_conformance.explore.strategies import _writes_to_gathered, examples
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.workload.definition import Regime
-from fsdp_conformance.workload.events import Action, Event, Moment
+from fsdp_conformance.workload.events import Action, Event, Moment, in_order
 
 #: Everything that can be declared.
 ALL = frozenset(CAPABILITIES)
@@ -59,6 +59,37 @@ def test_a_schedule_names_what_the_model_has(example: Example) -> None:
     """Also on one rank, which has no peers that use other layers: a name that is missing would end the references."""
     assert _names(example) <= {*example.model.shapes(), *example.plan.units}
     assert "unused_divergent" not in asks(example)
+
+
+@pytest.mark.parametrize(
+    ("forward", "write", "is_kept"),
+    [
+        ((Moment.STEP, 1), (Moment.STEP, 1), False),
+        ((Moment.BACKWARD, 0), (Moment.OPTIMIZER, 0), False),
+        ((Moment.END, 0), (Moment.STEP, 1), False),
+        ((Moment.STEP, 0), (Moment.STEP, 1), True),
+        ((Moment.FORWARD, 0), (Moment.END, 0), True),
+        ((Moment.END, 1), (Moment.STEP, 1), True),
+    ],
+)
+def test_writes_while_a_forward_waits_are_left_out(
+    forward: tuple[Moment, int], write: tuple[Moment, int], is_kept: bool
+) -> None:
+    """Units may still be gathered then. A backward in between ends that."""
+    events = (
+        Event(action=Action.FORWARD, moment=forward[0], step=forward[1]),
+        Event(action=Action.WRITE, moment=write[0], step=write[1], names=("head.weight",), value=2.0),
+    )
+    regime = Regime(steps=2, events=in_order(events))
+
+    assert (list(_writes_to_gathered(regime)) == []) is is_kept
+
+
+def test_a_write_after_an_idle_forward_is_left_out() -> None:
+    """An idle forward comes first in its step."""
+    event = Event(action=Action.WRITE, moment=Moment.STEP, step=1, names=("head.weight",), value=2.0)
+
+    assert list(_writes_to_gathered(Regime(steps=2, idle_forwards=1, events=(event,)))) == [event]
 
 
 def _names(example: Example) -> set[str]:

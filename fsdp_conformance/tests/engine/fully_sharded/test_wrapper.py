@@ -442,8 +442,8 @@ class TestSignsOfZero(ShardedTestCase):
 
     def test_used_only_while_replicas_wait(self) -> None:
         """
-        What only a backward inside `no_all_reduce` has used gets its gradient from the next one outside, even one of
-        negative zeros. Shard groups of one rank: the two ranks are replicas.
+        A parameter used only by a backward inside `no_all_reduce` gets its gradient from the next one outside, even one
+        of negative zeros. Shard groups of one rank: the two ranks are replicas.
         """
         for value in (1.0, 0.0, -0.0):
             mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
