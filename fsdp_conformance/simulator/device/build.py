@@ -112,7 +112,8 @@ def unavailable() -> str | None:
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not headers.exists():
         return f"no Python headers: {headers} is missing. Install the python3-dev package for this Python."
-    if not is_built() and _links_a_private_runtime(compiler):
+    # `is_built` imports torch, which takes longer than the probe: commands that have not imported it only probe.
+    if not ("torch" in sys.modules and is_built()) and _links_a_private_runtime(compiler):
         return (
             f"the compiler {compiler!r} links its own copy of the C++ standard library, and a process with two copies "
             "crashes. Set CXX to a compiler that uses the shared one, for instance CXX=/usr/bin/g++."
