@@ -5,7 +5,8 @@ The cases that ci/test certifies, as options of ci/certify. ci/nightly runs ever
 
 Of every test method the case with the fewest capabilities, which most engines declare, at the smallest world size of at
 least two ranks; with --quick the cases of the profile `quick`. And every case that ci/known-findings.toml lists for
-the implementation. For an adapter in ci/components.py that is done with the profile of components.
+the implementation, except for rows of pairs. For an adapter in ci/components.py that is done with the profile of
+components.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from fsdp_conformance.contract.profile import Entry, load_profile
 from fsdp_conformance.run_settings import RunSettings
 
 QUICK = "quick-2026.11"
+
+#: Rows of the pair profile. Many fail for one reason, and ci/nightly runs all of them.
+PAIRS = "R000/pairs-"
 
 
 def smallest(entries: Iterable[Entry]) -> list[Entry]:
@@ -41,7 +45,7 @@ def selected(implementation: str, *, quick: bool = False) -> list[str]:
     listed = {
         finding.case
         for finding in known_findings.known_findings()
-        if fnmatchcase(implementation, finding.implementation)
+        if fnmatchcase(implementation, finding.implementation) and not finding.case.startswith(PAIRS)
     }
     chosen = load_profile(QUICK).entries if quick else smallest(entries)
     return sorted({entry.id for entry in chosen} | listed & {entry.id for entry in entries})

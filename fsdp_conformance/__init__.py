@@ -12,6 +12,7 @@ Words, in the order in which they may use one another:
     stress         what a stress run provokes, and how often that struck
     plan           how an implementation is to shard: what an adapter is given
     run_settings   the settings of a run, from the command line to every rank
+    scenarios      the space of trainings: axes, values, rows that cover every pair
     workload       a model with its batches, and how to train it
     contract       the requirements, the cases as data, and the profiles
     history        what was observed: losses, gradients, collectives, memory

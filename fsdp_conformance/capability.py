@@ -126,6 +126,7 @@ _ALL = [
             "frozen_dynamic": "Parameters may be frozen and unfrozen between iterations.",
             "unused_divergent": "Ranks may use different parameters in one step.",
             "scalar_params": "0-dim parameters are accepted.",
+            "mixed_dtypes": "Parameters of one unit may be stored in several floating-point dtypes.",
             "noncontiguous_params": "Non-contiguous parameters are accepted.",
             "exec_order_divergent": "Ranks may run units in different orders.",
             "nonroot_forward": "An inner unit may run forward before the root does.",

@@ -241,7 +241,7 @@ class Plan:
     def capabilities(self) -> frozenset[str]:
         """The flags that an implementation must declare to support this plan."""
         reshard = self.reshard_after_forward
-        asked = {
+        needs = {
             SHARDING_CAPABILITY.get(self.sharding, ""): self.sharding in SHARDING_CAPABILITY,
             "reshard_after_forward": isinstance(reshard, bool),
             "reshard_int": reshard is not None and not isinstance(reshard, bool),
@@ -276,4 +276,4 @@ class Plan:
             f"init_{self.init_mode.value}": self.device != "cpu",
             "any_accelerator": self.device not in ("cpu", "cuda"),
         }
-        return frozenset(flag for flag, needed in asked.items() if needed)
+        return frozenset(flag for flag, needed in needs.items() if needed)

@@ -79,7 +79,7 @@ class RunSettings:
     """The settings of a run. `RunOrder` carries them to every rank."""
 
     implementation: str = "torch-fsdp2"
-    """An entry point's name, `package.module:Class`, or `path/to/file.py:Class`."""
+    """An entry point's name, `package.module:Class`, `path/to/file.py:Class`, or `mutant:NAME`."""
     profile: str = "core-2026.11"
     device: str = "cpu"
     simulator: bool = True
@@ -261,7 +261,8 @@ def _factor(word: str) -> float:
 #: Every option of a run by its name, in the order in which help lists them and problems are reported.
 OPTIONS: dict[str, Option] = {option.name: option for option in (
     Option("implementation", "--implementation", metavar="SPEC", parse=_text, kind=Kind.GATE, same_in_pytest=True,
-           default=DEFAULTS.implementation, help="entry point name, package.module:Class, or path/to/file.py:Class"),
+           default=DEFAULTS.implementation,
+           help="entry point name, package.module:Class, path/to/file.py:Class, or mutant:NAME"),
     Option("profile", "--profile", metavar="NAME", parse=_text, kind=Kind.GATE, default=DEFAULTS.profile,
            help="profile name or .json file"),
     Option("device", "--device", metavar="TYPE", parse=_device_type, kind=Kind.GATE, default=DEFAULTS.device,

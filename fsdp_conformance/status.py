@@ -52,7 +52,7 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
     "explore": {
         Status.CERTIFIED: "no failure was found",
         Status.NOT_CERTIFIED: "at least one failure was found and confirmed",
-        Status.ENVIRONMENT: "this machine lacks something: Hypothesis, a writable directory",
+        Status.ENVIRONMENT: "this machine lacks something: a C++ compiler, a writable directory",
     },
     "init": {
         Status.CERTIFIED: "every file was written",

@@ -2,6 +2,7 @@
 The cases, by chapter of the contract. No other package imports them; they see an implementation only through its
 adapter.
 
+    test_combinations      every possible pair of features, in few trainings
     test_a_parity          numerical parity with DDP
     test_b_placement       init modes and device placement
     test_c_deferred        deferred initialisation

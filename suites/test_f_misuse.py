@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.bystanders import BystanderWatch
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import models, probes
@@ -453,6 +454,23 @@ def _two_branches() -> Workload:
         micro_batch_size=4,
         capabilities=frozenset({"exec_order_divergent"}),
     )
+
+
+class Bystanders(ConformanceTestCase):
+    """Training leaves alone what is not the engine's."""
+
+    @conformance_case(
+        "R189",
+        chapter="F",
+        axes={"optimizer": ("sgd", "adam"), "world_size": (2,)},
+        kills=("draws-random-numbers", "leaves-the-default-dtype", "exchanges-parameters"),
+    )
+    def test_left_alone(self, optimizer: str, world_size: int) -> None:
+        """Random numbers, global settings and what users attach to parameters are after each step what they were."""
+        watch = BystanderWatch(self)
+        regime = Regime(optimizer=optimizer)
+        self.train(probes.exact_nested(), regime=regime, on_setup=watch.begin, after_step=watch.look)
+        watch.note_replaced()
 
 
 class _Unusual(nn.Module):

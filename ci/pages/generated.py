@@ -13,7 +13,7 @@ from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Requirement
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.contract.scopes import BASE, extension_of
-from pages import scoreboard
+from pages import scenarios, scoreboard
 
 CORE = "core-2026.11"
 COMPONENTS = "components-2026.11"
@@ -185,5 +185,6 @@ def _statuses(match: re.Match[str]) -> str:
 GENERATED: Mapping[str, Callable[[], str]] = {
     "docs/requirements.md": requirements_page,
     "docs/capabilities.md": capabilities_page,
+    "docs/scenarios.md": scenarios.page,
     "docs/scoreboard.md": scoreboard.page,
 }

@@ -23,7 +23,6 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.contract.gate import empty_record
 from fsdp_conformance.errors import AdapterError, ConformanceError, NotExact
 from fsdp_conformance.explore.case import case_for
-from fsdp_conformance.explore.example import Example, features
 from fsdp_conformance.explore.exploration import Budget, Explorer
 from fsdp_conformance.explore.pool import Outcome, outcome_of
 from fsdp_conformance.explore.signature import signature_of
@@ -32,6 +31,7 @@ from fsdp_conformance.mutants import ALL, MUTANTS, Mutant
 from fsdp_conformance.mutants.mutant import Symptom
 from fsdp_conformance.outcome.records import case_record_from_json
 from fsdp_conformance.run_settings import RunOrder, RunSettings
+from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.verdict import Verdict
 from studies.explore_reach import out_of_reach
 
@@ -50,53 +50,38 @@ class Answer:
     mutant: str
     found: bool
     ran: int
-    """Examples until it was found, or in all."""
+    """Scenarios until it was found, or in all."""
     signature: str = ""
     features: tuple[str, ...] = ()
-    example: str = ""
-    """The example that found it, as JSON."""
+    scenario: str = ""
+    """The scenario that found it, as JSON."""
     own: tuple[str, ...] = ()
     """How the engine failed that is also how it fails without the defect."""
     unjudged: dict[str, int] = field(default_factory=dict)
-    """Examples that judged nothing, by reason."""
+    """Scenarios that judged nothing, by reason."""
     how: str = ""
     """Why there is no answer."""
     seconds: float = 0.0
 
 
-# --- one example in its own process ---------------------------------------------------------------------------------
+# --- one scenario in its own process --------------------------------------------------------------------------------
 
 
-class Forks:
+class Fork:
     """
-    Runs examples on simulated ranks, each in a fork of this process: whatever an engine does to it, the next one is
-    fresh. What also fails without the defect is not the defect's.
+    Runs scenarios on simulated ranks, each in a fork of this process: whatever an engine does to it, the next one is
+    fresh.
     """
 
-    def __init__(self, spec: str, correct: str, timeout_s: float, *, counts_ends: bool) -> None:
+    def __init__(self, spec: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.counts_ends = counts_ends
-        """True if a crash or a hang counts as the defect; otherwise the machine may have caused it."""
-        self.own: list[str] = []
-        self._order, self._correct = (_order(each) for each in (spec, correct))
+        self._order = _order(spec)
 
-    def run(self, example: Example) -> Outcome:
-        """Run an example."""
-        outcome = self._outcome(self._order, example)
-        if not outcome.failed:
-            return outcome
-        assert outcome.record is not None, "what failed has a record"
-        if outcome.record.verdict in (Verdict.CRASH, Verdict.HANG) and not self.counts_ends:
-            return Outcome(rejected=f"{outcome.record.verdict.value}, which is not how the defect shows")
-        if self._outcome(self._correct, example).failed:
-            self.own.append(str(signature_of(outcome)))
-            return Outcome(rejected="fails without the defect, too")
-        return outcome
-
-    def _outcome(self, order: RunOrder, example: Example) -> Outcome:
-        answer, ending = in_fork(partial(_record_of, order, example), self.timeout_s)
+    def run(self, scenario: Scenario) -> Outcome:
+        """Run a scenario."""
+        answer, ending = in_fork(partial(_record_of, self._order, scenario), self.timeout_s)
         if answer is None:
-            record = empty_record(case_for(example), order.settings, order.device)
+            record = empty_record(case_for(scenario), self._order.settings, self._order.device)
             record.verdict = Verdict.HANG if ending == "hung" else Verdict.CRASH
             return Outcome(record=record)
         if "rejected" in answer:
@@ -105,6 +90,29 @@ class Forks:
             return outcome_of(case_record_from_json(answer["record"]), 0.0)
         except ConformanceError as error:
             return Outcome(rejected=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
+
+
+class Forks:
+    """Runs scenarios with a defect, and those that fail also without it: what fails then, too, is not the defect's."""
+
+    def __init__(self, spec: str, correct: str, timeout_s: float, *, counts_ends: bool) -> None:
+        self.counts_ends = counts_ends
+        """True if a crash or a hang counts as the defect; otherwise the machine may have caused it."""
+        self.own: list[str] = []
+        self.wrong, self.correct = Fork(spec, timeout_s), Fork(correct, timeout_s)
+
+    def run(self, scenario: Scenario) -> Outcome:
+        """Run a scenario."""
+        outcome = self.wrong.run(scenario)
+        if not outcome.failed:
+            return outcome
+        assert outcome.record is not None, "what failed has a record"
+        if outcome.record.verdict in (Verdict.CRASH, Verdict.HANG) and not self.counts_ends:
+            return Outcome(rejected=f"{outcome.record.verdict.value}, which is not how the defect shows")
+        if self.correct.run(scenario).failed:
+            self.own.append(str(signature_of(outcome)))
+            return Outcome(rejected="fails without the defect, too")
+        return outcome
 
 
 def in_fork(body: Callable[[], dict[str, Any]], timeout_s: float) -> tuple[dict[str, Any] | None, str]:
@@ -149,11 +157,11 @@ def _read_all(descriptor: int, timeout_s: float) -> tuple[bytes, bool]:
         data += part
 
 
-def _record_of(order: RunOrder, example: Example) -> dict[str, Any]:
-    from fsdp_conformance.explore.worker import run_example
+def _record_of(order: RunOrder, scenario: Scenario) -> dict[str, Any]:
+    from fsdp_conformance.explore.worker import run_scenario
 
     try:
-        record, _ = run_example(example, order)
+        record, _ = run_scenario(scenario, order)
     except NotExact:
         return {"rejected": "not exact: the mantissa is used up"}
     except Exception as error:  # noqa: BLE001 - it goes to the parent
@@ -191,8 +199,22 @@ def without_defect(mutant: Mutant) -> str:
     raise AdapterError(f"{mutant.spec} must derive from an engine that can be run, got none")
 
 
-def tried(mutant: Mutant, examples: int, timeout_s: float) -> Answer:
-    """Explore one engine, with a budget of examples."""
+def known_of(spec: str, examples: int, timeout_s: float) -> list[frozenset[str]]:
+    """
+    Sets of values that make an engine fail without a defect, or that it avoids.
+
+    Torch's engines have some, and they would hide a defect: few scenarios have none of them.
+    """
+    description = registry.describe_here(spec)
+    avoided = [frozenset(f"{axis}: {value}" for axis, value in values.items()) for values in description.avoids]
+    budget = Budget(max_examples=examples)
+    explorer = Explorer(Fork(spec, timeout_s), description.declared("cpu"), budget, known=avoided)
+    explorer.explore()
+    return explorer.avoided
+
+
+def tried(mutant: Mutant, examples: int, timeout_s: float, known: Iterable[frozenset[str]] = ()) -> Answer:
+    """Explore one engine, with a budget of scenarios. `known`: what fails without the defect, and is not drawn."""
     began = time.monotonic()
     try:
         forks = Forks(
@@ -203,7 +225,7 @@ def tried(mutant: Mutant, examples: int, timeout_s: float) -> Answer:
         )
         declared = registry.describe_here(mutant.spec).declared("cpu")
         budget = Budget(max_examples=examples)
-        exploration = Explorer(forks, declared, budget, max_shrinks=0, max_failures=1).explore()
+        exploration = Explorer(forks, declared, budget, max_shrinks=0, max_failures=1, known=known).explore()
     except ConformanceError as error:
         return Answer(mutant=mutant.name, found=False, ran=0, how=f"{type(error).__name__}: {error}"[:300])
     common: dict[str, Any] = {
@@ -219,8 +241,8 @@ def tried(mutant: Mutant, examples: int, timeout_s: float) -> Answer:
     return Answer(
         found=True,
         signature=str(failure.signature),
-        features=tuple(sorted(features(failure.drawn))),
-        example=failure.drawn.to_json(),
+        features=tuple(sorted(failure.drawn.features)),
+        scenario=failure.drawn.to_json(),
         **common,
     )
 
@@ -233,7 +255,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ci/explore-power")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE")
     parser.add_argument("--max-examples", type=int, default=60, metavar="N", help="for each engine")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one example, until it has hung")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one scenario, until it has hung")
     parser.add_argument("--limit", type=int, metavar="N", help="try only so many engines in this run")
     parser.add_argument("--only", action="append", metavar="NAME", help="try this engine, hidden or not")
     parser.add_argument("--only-read", action="store_true")
@@ -246,8 +268,16 @@ def main(words: list[str] | None = None) -> int:
     left = [mutant for mutant in chosen if mutant.name not in answers and not out_of_reach(mutant)]
     if not given.only_read:
         process_group.register_recording_backend("cpu")
+    known = read_known(given.output)
     for mutant in [] if given.only_read else left[: given.limit]:
-        answer = tried(mutant, given.max_examples, given.timeout)
+        correct = without_defect(mutant)
+        if correct not in known:
+            known[correct] = known_of(correct, given.max_examples, given.timeout)
+            line = {"correct": correct, "known": [sorted(features) for features in known[correct]]}
+            with given.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"known   {correct:<40} {len(known[correct]):>3}", flush=True)
+        answer = tried(mutant, given.max_examples, given.timeout, known[correct])
         if not answer.how:
             answers[answer.mutant] = answer
         with given.output.open("a", encoding="utf-8") as file:
@@ -269,7 +299,7 @@ def figures(known: Mapping[str, Answer], mutants: Iterable[Mutant]) -> str:
         f"{len(numbers)} of the {len(answers)} that were tried were found",
     ]
     if numbers:
-        lines.append(f"examples until then: half within {numbers[(len(numbers) - 1) // 2]}, all within {numbers[-1]}")
+        lines.append(f"scenarios until then: half within {numbers[(len(numbers) - 1) // 2]}, all within {numbers[-1]}")
     lines.append(f"{'class':<20}{'found':>8}{'missed':>8}{'untried':>9}{'out of reach':>14}")
     for name in sorted({class_of(mutant) for mutant in mutants}):
         of = [mutant for mutant in mutants if class_of(mutant) == name]
@@ -278,7 +308,7 @@ def figures(known: Mapping[str, Answer], mutants: Iterable[Mutant]) -> str:
             f"{name:<20}{counts['found']:>8}{counts['missed']:>8}{counts['untried']:>9}{counts['out of reach']:>14}"
         )
     lines += [
-        f"missed: {mutant.name} ({mutant.defect} {answers[mutant.name].ran} examples)"
+        f"missed: {mutant.name} ({mutant.defect} {answers[mutant.name].ran} scenarios)"
         for mutant in reach
         if _fate(mutant, answers) == "missed"
     ]
@@ -303,12 +333,23 @@ def read(path: Path, examples: int) -> dict[str, Answer]:
     if not path.exists():
         return {}
     answers: dict[str, Answer] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        data = json.loads(line)
+    for data in _lines(path):
+        if "mutant" not in data:
+            continue
         budget = data.pop("budget")
         if not data["how"] and (data["found"] or budget >= examples):
             answers[data["mutant"]] = Answer(**{**data, "features": tuple(data["features"]), "own": tuple(data["own"])})
     return answers
+
+
+def read_known(path: Path) -> dict[str, list[frozenset[str]]]:
+    """Sets of values that make engines fail without a defect, by spec, as a file has them."""
+    lines = _lines(path) if path.exists() else []
+    return {data["correct"]: [frozenset(features) for features in data["known"]] for data in lines if "correct" in data}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

@@ -104,6 +104,12 @@ class Adapter(ABC):
     """"local": micro-batches are summed on the rank, then reduced; "reduced": each is reduced, then added."""
     max_unsharded: ClassVar[int] = 0
     """The most units below the root that hold full parameters at once. Required with `rate_limit`."""
+    avoids: ClassVar[tuple[Mapping[str, str], ...]] = ()
+    """
+    Combinations that the implementation is known to get wrong or to refuse, each as axis to value of the scenario space
+    (`scenarios.axes`). Rows of the pair profile run without them, so that they hide nothing else. Such a row is
+    UNSUPPORTED at best, and the certificate lists them.
+    """
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that the warm process may import before it forks ranks. They must not touch a device."""
     optional: ClassVar[Mapping[str, str]] = {

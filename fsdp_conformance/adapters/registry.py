@@ -2,7 +2,9 @@
 Finds the adapter for a name.
 
 An implementation is named by an entry point in the group `fsdp_conformance.adapters` (`torch-fsdp2`), by module path
-(`package.module:Class`), or by file (`path/to/file.py:Class`; `:Class` is optional if the file has one adapter).
+(`package.module:Class`), or by file (`path/to/file.py:Class`; `:Class` is optional if the file has one adapter). An
+entry point in the group `fsdp_conformance.families` names many at once: `mutant:one-rank-dropped` is a member of the
+family `mutant`.
 
 Controllers call `describe`, which loads the adapter in a separate process: importing an engine may initialise a device,
 patch torch or crash. Only ranks call `load`. This module does not import torch.
@@ -25,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_conformance import codec, run_settings
 from fsdp_conformance.adapters.absent import why_absent
@@ -39,9 +41,20 @@ if TYPE_CHECKING:
 #: The entry point group that names implementations.
 ENTRY_POINTS = "fsdp_conformance.adapters"
 
+#: The entry point group that names families: mappings from the name of a member to an object with its class's spec.
+FAMILIES = "fsdp_conformance.families"
+
 #: A requirement of this package that belongs to an extra.
 _EXTRA = re.compile(r"""(?P<package>[\w.-]+).*extra == ["'](?P<extra>[\w-]+)["']""")
-_FORMS = "the name of an entry point, package.module:Class, or path/to/file.py:Class"
+_FORMS = "the name of an entry point, package.module:Class, path/to/file.py:Class, or mutant:NAME"
+
+
+class _Member(Protocol):
+    """A member of a family."""
+
+    @property
+    def spec(self) -> str:
+        """`package.module:Class`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +82,8 @@ class AdapterDescription:
     """`source_sha256` of the class."""
     max_unsharded: int = 0
     """`Adapter.max_unsharded`."""
+    avoids: list[dict[str, str]] = field(default_factory=list)
+    """`Adapter.avoids`."""
     preload: tuple[str, ...] = ()
     """Modules that the warm process may import."""
 
@@ -79,13 +94,13 @@ class AdapterDescription:
 
 def names() -> list[str]:
     """The installed implementations, by entry point name."""
-    return sorted(_entry_points())
+    return sorted(_entry_points(ENTRY_POINTS))
 
 
 @functools.cache
-def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+def _entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
     """By name. Read once per process: simulated ranks share it, and the metadata of all packages are files."""
-    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    return {point.name: point for point in importlib.metadata.entry_points(group=group)}
 
 
 def load(spec: str) -> type[Adapter]:
@@ -97,16 +112,16 @@ def load(spec: str) -> type[Adapter]:
     module, attribute = _module_of(spec)
     if attribute is None:
         return _checked(_only_adapter(module, spec), spec)
-    found: Any = module
+    value: Any = module
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if found is None:
+        value = getattr(value, part, None)
+    if value is None:
         classes = [cls.__name__ for cls in _adapters_in(module)]
         raise AdapterNotFound(
             f"{_place(module)} has no class {attribute!r} [implementation {spec!r}]. "
             + _suggest(attribute, classes, f"Its adapters: {', '.join(classes) or 'none'}.")
         )
-    return _checked(found, spec)
+    return _checked(value, spec)
 
 
 def describe(spec: str, *, timeout_s: float = 120.0) -> AdapterDescription:
@@ -165,6 +180,7 @@ def describe_here(spec: str) -> AdapterDescription:
         source=inspect.getsourcefile(adapter) or "",
         source_sha256=source_sha256(adapter),
         max_unsharded=adapter.max_unsharded,
+        avoids=[dict(values) for values in adapter.avoids],
         preload=tuple(adapter.preload) + ((bundled,) if bundled else ()),
     )
 
@@ -213,6 +229,8 @@ def _module_of(spec: str) -> tuple[ModuleType, str | None]:
     if not spec.strip():
         raise AdapterNotFound(f"implementation must be {_FORMS}, got {spec!r}. Installed: {', '.join(names())}.")
     head, separator, attribute = spec.rpartition(":")
+    if separator and head in _entry_points(FAMILIES):
+        return _module_of(_member(head, attribute))
     # A Windows drive ("C:\\adapter.py") has its colon before the path, not after it.
     if not separator or attribute.endswith(".py"):
         head, attribute = spec, ""
@@ -220,7 +238,7 @@ def _module_of(spec: str) -> tuple[ModuleType, str | None]:
         return _import_file(head, spec), attribute or None
     if separator:
         return _import_module(head, spec), attribute
-    points = _entry_points()
+    points = _entry_points(ENTRY_POINTS)
     if spec in points:
         return _import_module(points[spec].module, spec), points[spec].attr
     if os.sep in spec:
@@ -233,6 +251,18 @@ def _module_of(spec: str) -> tuple[ModuleType, str | None]:
         f"implementation must be {_FORMS}, got {spec!r} [entry points of {ENTRY_POINTS}]. "
         + _suggest(spec, list(points), f"Installed: {', '.join(sorted(points)) or 'none'}.")
     )
+
+
+def _member(family: str, name: str) -> str:
+    """The spec of a family's member."""
+    point = _entry_points(FAMILIES)[family]
+    members: Mapping[str, _Member] = point.load()
+    if name not in members:
+        near = difflib.get_close_matches(name, members, n=3)
+        specs = " or ".join(repr(f"{family}:{choice}") for choice in near or sorted(members)[:3])
+        advice = f"Did you mean {specs}?" if near else f"{point.module} has {len(members)}, such as {specs}."
+        raise AdapterNotFound(f"there is no {family} {name!r} [implementation {f'{family}:{name}'!r}]. {advice}")
+    return members[name].spec
 
 
 def _import_module(name: str, spec: str) -> ModuleType:
@@ -288,7 +318,7 @@ def _how_to_install(adapter: type[Adapter]) -> str:
 def _extra_of(package: str) -> str:
     """The extra of this package that requires the engine's package, or ""."""
     extras = (_EXTRA.fullmatch(line) for line in importlib.metadata.requires("fsdp-conformance") or ())
-    return next((found["extra"] for found in extras if found and found["package"] == package), "")
+    return next((match["extra"] for match in extras if match and match["package"] == package), "")
 
 
 def _not_importable(what: str, error: Exception, spec: str) -> AdapterNotFound:
@@ -305,16 +335,16 @@ def _not_importable(what: str, error: Exception, spec: str) -> AdapterNotFound:
 
 
 def _only_adapter(module: ModuleType, spec: str) -> type[Adapter]:
-    found = _adapters_in(module)
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    adapters = _adapters_in(module)
+    if len(adapters) == 1:
+        return adapters[0]
+    if not adapters:
         raise AdapterNotFound(
             f"{_place(module)} defines no adapter: none of its classes derives from "
             f"fsdp_conformance.adapters.base.Adapter and implements its abstract methods [implementation {spec!r}]"
         )
-    choices = ", ".join(f"{spec}:{cls.__name__}" for cls in found)
-    raise AdapterNotFound(f"{_place(module)} defines {len(found)} adapters; choose one: {choices}")
+    choices = ", ".join(f"{spec}:{cls.__name__}" for cls in adapters)
+    raise AdapterNotFound(f"{_place(module)} defines {len(adapters)} adapters; choose one: {choices}")
 
 
 def _adapters_in(module: ModuleType) -> list[type[Adapter]]:
@@ -331,24 +361,24 @@ def _adapters_in(module: ModuleType) -> list[type[Adapter]]:
     ]
 
 
-def _checked(found: Any, spec: str) -> type[Adapter]:
+def _checked(adapter: Any, spec: str) -> type[Adapter]:
     from fsdp_conformance.adapters.base import MAX_PADDING, Adapter
 
-    if not inspect.isclass(found):
-        raise AdapterError(f"{spec} must be a class derived from Adapter, got {type(found).__name__}")
-    if not issubclass(found, Adapter):
-        bases = ", ".join(base.__name__ for base in found.__bases__)
+    if not inspect.isclass(adapter):
+        raise AdapterError(f"{spec} must be a class derived from Adapter, got {type(adapter).__name__}")
+    if not issubclass(adapter, Adapter):
+        bases = ", ".join(base.__name__ for base in adapter.__bases__)
         raise AdapterError(
             f"{spec} must derive from fsdp_conformance.adapters.base.Adapter (or TorchAdapter, for engines with a "
             f"torch-like API), got {bases}"
         )
-    padding: Any = found.padding
+    padding: Any = adapter.padding
     if not isinstance(padding, int | float) or not 0 <= padding <= MAX_PADDING:
         raise AdapterError(f"{spec}: padding must be a number from 0 to {MAX_PADDING}, got {padding!r}")
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    missing = sorted(getattr(adapter, "__abstractmethods__", ()))
     if missing:
         raise AdapterError([f"{spec} does not implement {method}(), which the protocol requires" for method in missing])
-    return found
+    return adapter
 
 
 def _suggest(word: str, choices: list[str], otherwise: str) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
+from fsdp_conformance.adapters.base import Adapter, CommunicationHook, ModelFn, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.sharded import (
     full_copies,
@@ -399,6 +399,24 @@ def wrap_units(model: nn.Module, plan: Plan, wrap: Callable[[nn.Module], nn.Modu
         wrappers[unit] = wrap(module)
         replace_submodule(model, module, wrappers[unit])
     return {**wrappers, "": wrap(model)}
+
+
+def hook_of_both_kinds(hook: CommunicationHook) -> Callable[..., None]:
+    """
+    The hook as FSDP1 calls it, and engines with its interface: with a state, a gradient and, where that is sharded, the
+    shard to fill.
+
+    Without a shard, as in a group of one rank, this rank's part is the whole gradient, which is replaced in place.
+    """
+
+    def reduce(state: object, gradient: Tensor, shard: Tensor | None = None) -> None:
+        if shard is None:
+            # A copy, because a hook may write to the shard before it has read all of the gradient.
+            hook(gradient.clone(), gradient)
+        else:
+            hook(gradient, shard)
+
+    return reduce
 
 
 def refuse_other_norm(plan: Plan, max_norm: float | None) -> None:

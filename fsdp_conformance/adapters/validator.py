@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp_conformance.adapters.base import MAX_PADDING, Adapter
 from fsdp_conformance.capability import CAPABILITIES, unknown
+from fsdp_conformance.scenarios.axes import SPACE
 
 #: How the suite calls each method, without `self`: positional arguments, keyword arguments.
 _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
@@ -82,6 +83,10 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     ),
     "cuda_names": ("True or False", lambda value: isinstance(value, bool)),
     "shims": ("a tuple of sentences", lambda value: _is_collection(value, tuple | list)),
+    "avoids": (
+        "a tuple of dicts, each axis to value",
+        lambda value: isinstance(value, tuple | list) and all(isinstance(each, Mapping) for each in value),
+    ),
     "preload": ("a tuple of module names", lambda value: _is_collection(value, tuple | list)),
     "padding": (
         f"a number from 0 to {MAX_PADDING}",
@@ -97,6 +102,7 @@ def validate(adapter: type[Adapter]) -> list[str]:
     return [
         *_variables(adapter),
         *_flags(adapter),
+        *_avoided(adapter),
         *_abstract(adapter),
         *_signatures(adapter),
         *_misspelt(adapter),
@@ -108,6 +114,20 @@ def _variables(adapter: type[Adapter]) -> Iterator[str]:
         value = getattr(adapter, variable)
         if not holds(value):
             yield f"{adapter.__name__}.{variable} must be {expected}, got {value!r}"
+
+
+def _avoided(adapter: type[Adapter]) -> Iterator[str]:
+    if not _VARIABLES["avoids"][1](adapter.avoids):
+        return
+    for values in adapter.avoids:
+        items = tuple(dict(values).items())
+        unknown_items = [f"{axis}: {value}" for axis, value in items if (axis, value) not in SPACE.value_of]
+        plain = [f"{axis}: {value}" for axis, value in items if SPACE.plain.get(axis) == value]
+        if not items or unknown_items or plain:
+            yield (
+                f"{adapter.__name__}.avoids must have dicts of axes and values of scenarios.axes that are not plain, "
+                f"got {', '.join(unknown_items or plain) or values!r}"
+            )
 
 
 def _flags(adapter: type[Adapter]) -> Iterator[str]:

@@ -15,5 +15,6 @@ The parts, which exist only in a rank:
     worlds         smaller worlds inside a case, and a directory that all of its ranks see
     places         the devices of this machine that cases can run on
     device         bytes and allocations on the rank's device
+    bystanders     watching what an engine must leave alone
     refusal        how a deliberate refusal differs from a breakdown
 """

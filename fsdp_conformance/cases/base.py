@@ -54,6 +54,8 @@ from fsdp_conformance.errors import ConformanceError, SuiteError, Unsupported
 from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.deadlines import Deadlines
+from fsdp_conformance.harness.environment import Determinism
+from fsdp_conformance.harness.order import FirstGroup
 from fsdp_conformance.harness.rank_startup import make_first_group
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
@@ -67,6 +69,7 @@ from fsdp_conformance.workload.events import Action
 
 if TYPE_CHECKING:
     from fsdp_conformance.adapters.registry import AdapterDescription
+    from fsdp_conformance.cases.controller import Admission
     from fsdp_conformance.cases.stress import Stress
 
 P = ParamSpec("P")
@@ -145,14 +148,49 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         from fsdp_conformance.cases import controller
 
         super().setUp()
-        controller.prepare(self)
-        self._spawn_processes()
+        admission = controller.admission(self.case, shares_references=self.shares_references)
+        if isinstance(admission, CaseRecord):
+            self.record = admission
+            controller.tell_pytest(admission)
+        else:
+            self._adopt(admission)
+            self._spawn_processes()
+
+    def _adopt(self, admission: Admission) -> None:
+        """Set up the launch of the ranks."""
+        settings, description = admission.order.settings, admission.description
+        self.launch_payload = admission.order.to_json()
+        self.take_over_order()
+        self.reuse_ranks = settings.reuse_ranks
+        self.share_devices = settings.share_devices
+        self.slots_per_device = settings.slots_per_device
+        # --backend is for the run's device; a case may be sent to the simulated one.
+        self.first_group = FirstGroup(only=settings.backend if self.device_type == settings.device else "")
+        self.simulated_ranks = settings.ranks == "simulated"
+        self.torchrun_worker = admission.worker
+        self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)
+        self.preload = description.preload
+        self.rank_environment = dict(description.environment)
+        self.preload_environment = dict(description.environment)
+        # Compiling the simulated accelerator, which is over now, does not count as the case's time.
+        self.began = time.monotonic()
 
     def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
         """Judge the case, keep the record, and tell pytest."""
         from fsdp_conformance.cases import controller
 
-        controller.conclude(self, reports, exits, directory=Path(self._directory.name))
+        if self.torchrun_worker is not None and self.torchrun_worker.rank > 0:
+            self.skipTest("the first worker judges the case")
+        self.record = controller.judged(
+            self.case,
+            reports,
+            exits,
+            order=self.order,
+            declared=self.description.declared(self.order.device),
+            seconds=time.monotonic() - self.began,
+            directory=Path(self._directory.name),
+        )
+        controller.tell_pytest(self.record)
 
     @property
     def deadlines(self) -> Deadlines:

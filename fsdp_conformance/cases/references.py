@@ -54,6 +54,10 @@ class CaseReferences:
                 self._trained[identity] = workload, self._source(workload, regime).obtained()
         return self._trained[identity][1]
 
+    def use(self, workload: Workload, regime: Regime, references: References) -> None:
+        """Take references that this process has already trained for the workload and regime."""
+        self._trained[_identity(workload, regime.for_references())] = workload, references
+
     def forget(self) -> None:
         """Forget the references that were trained or read."""
         self._trained.clear()

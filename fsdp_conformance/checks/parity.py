@@ -255,7 +255,7 @@ class _Judge:
         self.none_or_zero = none_or_zero
         self.diverged = diverged or {}
         self.writers = LastWriters(history, references.workload)
-        self.found = CheckResult(check=f"{kind} parity", requirement=requirement or REQUIREMENTS[kind])
+        self.comparison = CheckResult(check=f"{kind} parity", requirement=requirement or REQUIREMENTS[kind])
         self.unclear: list[str] = []
         self._gradients_supposed: dict[int, list[tuple[str, Tensors]]] = {}
 
@@ -264,18 +264,20 @@ class _Judge:
         once = self.kind in _ONCE
         for step in range(1 if once else len(self.history.steps)):
             differing = self._step(step)
-            if not self.found.findings and differing:
-                self.found.findings = [explained() for explained in differing[:MAX_FINDINGS]]
+            if not self.comparison.findings and differing:
+                self.comparison.findings = [explained() for explained in differing[:MAX_FINDINGS]]
                 if len(differing) > MAX_FINDINGS:
                     rest = len(differing) - MAX_FINDINGS
-                    self.found.notes.append(
+                    self.comparison.notes.append(
                         f"{rest} more {self.kind}s differ at step {step} on rank {self.history.rank}"
                     )
-        if self.unclear and not self.found.findings:
-            where = f"{self.found.check}, {self.references.workload.name}"
-            self.found.inconclusive = f"{self.unclear[0]}, above {CEILING:g}: a weak fault could hide in it [{where}]"
-        self.found.measurements = self.references.measurements(self.kind)
-        return self.found
+        if self.unclear and not self.comparison.findings:
+            where = f"{self.comparison.check}, {self.references.workload.name}"
+            self.comparison.inconclusive = (
+                f"{self.unclear[0]}, above {CEILING:g}: a weak fault could hide in it [{where}]"
+            )
+        self.comparison.measurements = self.references.measurements(self.kind)
+        return self.comparison
 
     def _step(self, step: int) -> list[_Unexplained]:
         """The differences at a step. Only those that are reported are explained, which takes longest."""
@@ -294,7 +296,7 @@ class _Judge:
     def _names(self, step: int, got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[_Unexplained]:
         """Names that only one side has."""
         if got or expected:
-            self.found.counted(elements=len(expected))
+            self.comparison.counted(elements=len(expected))
         missing = [name for name in expected if name not in got]
         added = [name for name in got if name not in expected]
         return [
@@ -308,7 +310,7 @@ class _Judge:
     def _one(self, step: int, name: str, got: Any, expected: Any) -> _Unexplained | None:
         if not isinstance(expected, Tensor) or not isinstance(got, Tensor):
             return self._none(step, name, got, expected)
-        self.found.counted(elements=expected.numel())
+        self.comparison.counted(elements=expected.numel())
         if got.shape != expected.shape:
             return partial(
                 self._differs,
@@ -333,7 +335,7 @@ class _Judge:
 
     def _none(self, step: int, name: str, got: Any, expected: Any) -> _Unexplained | None:
         """Values at least one of which is not a tensor: gradients that are None, leaves of outputs."""
-        self.found.counted(elements=1)
+        self.comparison.counted(elements=1)
         if not isinstance(got, Tensor) and not isinstance(expected, Tensor):
             if type(got) is type(expected) and got == expected:
                 return None
@@ -357,13 +359,14 @@ class _Judge:
         if not expected.is_floating_point():
             return expected.dtype
         of_the_model: torch.dtype = getattr(torch, self.references.workload.dtype)
-        return self.references.dtypes.get(name, of_the_model)
+        # A read of a parameter has its name first.
+        return self.references.dtypes.get(name.partition(", read ")[0], of_the_model)
 
     def _difference(
         self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound, difference: Difference
     ) -> Finding:
         counted = f"{difference.differing} of {difference.elements} elements differ" if difference.elements > 1 else ""
-        if self.found.findings:
+        if self.comparison.findings:
             # Only the first step that differs is reported.
             likely: str | None = None
         elif self.diverged.get(name, step + 1) <= step and self.kind in (Kind.PARAMETER, Kind.CLIPPED):
@@ -451,8 +454,8 @@ class _Judge:
     def _finding(self, step: int, name: str, message: str, **fields: Any) -> Finding:
         init = self.kind in _ONCE
         return Finding(
-            requirement=self.found.requirement,
-            check=self.found.check,
+            requirement=self.comparison.requirement,
+            check=self.comparison.check,
             message=message,
             step=None if init else step,
             phase=_PHASE[self.kind],

@@ -36,6 +36,30 @@ For `sanitize`:
     alerts          its findings as code-scanning results and annotations
 """
 
-from fsdp_conformance.cli.command import main
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_conformance.status import Status
 
 __all__ = ["main"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`command.main`. Where this package is not installed, which no other module expects, only says what to do."""
+    if importlib.util.find_spec("fsdp_conformance.docs") is None:
+        print(
+            f"fsdp-conformance: the checkout {_ROOT} must be installed before it can run, because docs/, fixtures/ and "
+            f"suites/ become parts of the package only then: run {_ROOT / 'ci/setup'} and use "
+            f"{_ROOT / '.venv/bin/fsdp-conformance'}, or run pip install -e {_ROOT} in an environment of your own.",
+            file=sys.stderr,
+        )
+        return Status.USAGE
+    from fsdp_conformance.cli import command
+
+    return command.main(argv)

@@ -43,8 +43,7 @@ started.
 """
 
 _EXPLORE_NOTES = """\
-Only what the implementation declares is drawn. Examples run on simulated ranks; a failure is confirmed on processes. It
-needs Hypothesis: pip install 'fsdp-conformance[explore]'.
+Only what the implementation declares is drawn. Examples run on simulated ranks; a failure is confirmed on processes.
 
 """
 

@@ -10,7 +10,7 @@ from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.contract import selection
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.gate import Gated, gate
-from fsdp_conformance.contract.profile import Profile
+from fsdp_conformance.contract.profile import SUITES, Profile
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.run_settings import SHAREABLE, RunSettings
 
@@ -20,9 +20,9 @@ def cases_of(profile: Profile) -> list[Case]:
     return [entry.case() for entry in profile.entries]
 
 
-def selected(profile: Profile, settings: RunSettings) -> list[Case]:
+def selected(profile: Profile, settings: RunSettings, suites: str | None = None) -> list[Case]:
     """The cases that the settings select. Raises UsageError if there are none, or if a criterion is mistyped."""
-    return [entry.case() for entry in selection.selected(profile, settings)]
+    return [entry.case() for entry in selection.selected(profile, settings, suites=suites or SUITES)]
 
 
 def foreseen(cases: Sequence[Case], settings: RunSettings, survey: Survey) -> list[Gated]:

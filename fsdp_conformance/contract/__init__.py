@@ -9,6 +9,7 @@ The contract: what an implementation of sharded data-parallel training owes its 
     gate           before anything starts: the device of a case, or why it does not run
     fingerprint    the hash of the suite
     selection      which cases of a profile a run selects
+    elsewhere      where a case is that the profile does not have
 
 `requirements.toml` is the specification, `choices.md` gives the reasons for it, `uncovered.toml` lists requirements
 without a case or an adapter, and `profiles/` holds the profiles. Ids are stable: requirements are added at the end, and

@@ -161,6 +161,12 @@ def names() -> list[str]:
     return sorted([*_files(), *(f"{kind}-{_date(core)}" for core in _cores() for kind in _DERIVED)])
 
 
+def newest() -> list[str]:
+    """The profiles of the newest date that certify all of the suite or a half of it, the smallest first."""
+    date = _date(_cores()[-1])
+    return [f"{CORE}{date}", f"{COMPONENTS}{date}", f"{FULL}-{date}"]
+
+
 @functools.cache
 def shipped(name: str) -> str | None:
     """

@@ -1,7 +1,8 @@
 """
 The scopes of a certificate: a base that every sharded engine must pass, and extensions that it may offer.
 
-The base is every case of a mandatory requirement that needs no optional capability. All other cases that count belong
+The base is every case of a mandatory requirement that needs no optional capability. `pairs` are the trainings
+with many features at once; each engine gets them without what it does not declare. All other cases that count belong
 to extensions, by the capabilities they need; a case that needs two of them belongs to their combination. Each scope is
 passed completely or not at all, and what an engine declares changes nothing else, so declaring more never makes a
 certificate worse, and declaring less never makes it better.
@@ -16,8 +17,14 @@ from fsdp_conformance.contract.requirement import Level, Requirement
 #: The scope that no engine can decline.
 BASE = ("base",)
 
+#: The scope of cases that combine whatever an engine declares.
+PAIRS = ("pairs",)
+
 #: The scope of cases of SHOULD requirements, which are reported but certify nothing.
 ADVICE = ()
+
+#: The requirement that any combination of what is declared is right or refused.
+EVERYWHERE = "R000"
 
 #: Extensions of several capabilities. Any other capability is an extension by itself, under its own name with hyphens.
 GROUPS = {
@@ -83,12 +90,14 @@ def extension_of(flag: str) -> str:
 
 def scope_of(requirement: Requirement, needs: Iterable[str]) -> tuple[str, ...]:
     """
-    The scope of a case of that (primary) requirement: BASE, ADVICE, or the names of its extensions, sorted.
+    The scope of a case of that (primary) requirement: BASE, PAIRS, ADVICE, or its extensions by name, sorted.
 
     A case that needs no flag, of a requirement that binds only those who declare one, belongs to that flag's extension.
     """
     if requirement.level is Level.SHOULD:
         return ADVICE
+    if requirement.id == EVERYWHERE:
+        return PAIRS
     flags = tuple(needs) or (requirement.flags[:1] if requirement.level is Level.DECLARED else ())
     names = {extension_of(flag) for flag in flags}
     names -= {outer for name in names for outer in WITHIN.get(name, ())}

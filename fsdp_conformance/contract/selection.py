@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from fsdp_conformance import run_settings
+from fsdp_conformance.contract import elsewhere
 from fsdp_conformance.contract.case import Case
-from fsdp_conformance.contract.profile import Entry, Profile
+from fsdp_conformance.contract.profile import SUITES, Entry, Profile
 from fsdp_conformance.contract.requirement import CHAPTERS, load
 from fsdp_conformance.contract.scopes import scope_of
 from fsdp_conformance.errors import ConfigError, UsageError
@@ -29,13 +30,13 @@ OPTIONS = {
 _GLOB = re.compile(r"[*?\[]")
 
 
-def selected(profile: Profile, settings: RunSettings) -> tuple[Entry, ...]:
+def selected(profile: Profile, settings: RunSettings, *, suites: str = SUITES) -> tuple[Entry, ...]:
     """
-    The selected entries of the profile, in its order.
+    The selected entries of the profile, in its order. `suites` is the package with the cases.
 
     Raises ConfigError for values that select nothing by themselves, and UsageError for a combination that does.
     """
-    problems = _problems(profile, settings)
+    problems = _problems(profile, settings, suites)
     if problems:
         raise ConfigError(problems, where=f"profile {profile.name}")
     chosen, sizes = [], set()
@@ -87,7 +88,7 @@ def _scope(case: Case) -> tuple[str, ...]:
     return scope_of(requirement, case.needs) if requirement is not None else ()
 
 
-def _problems(profile: Profile, settings: RunSettings) -> list[str]:
+def _problems(profile: Profile, settings: RunSettings, suites: str) -> list[str]:
     """The problems of each value by itself."""
     ids = [entry.id for entry in profile.entries]
     primary = {entry.primary for entry in profile.entries}
@@ -99,22 +100,27 @@ def _problems(profile: Profile, settings: RunSettings) -> list[str]:
     for pattern in settings.cases:
         if pattern in bound or any(fnmatchcase(case_id, pattern) for case_id in ids):
             continue
-        if _GLOB.search(pattern):
+        if reason := _why_left_out(pattern, profile, suites):
+            problems.append(reason)
+        elif _GLOB.search(pattern):
             problems.append(f"case must match at least one case, got {pattern!r}{_near_glob(pattern, ids)}")
         else:
             what = "must be a case id, a requirement that has cases, or a glob such as 'R005/*-ws2'"
             problems.append(f"case {what}, got {pattern!r}{_near(pattern, [*ids, *bound])}")
     for name in settings.requirements:
         if name not in primary:
-            hint = f". --binding {name} selects the cases that cover it" if name in bound else _near(name, primary)
+            hint = f". --binding {name} selects the cases that cover it" if name in bound else ""
+            hint = hint or _other_profiles(profile, RunSettings(requirements=(name,))) or _near(name, primary)
             problems.append(f"requirement must be one that cases are named after, got {name!r}{hint}")
     problems += [
-        f"binding must be a requirement that has cases, got {name!r}{_near(name, bound)}"
+        f"binding must be a requirement that has cases, got {name!r}"
+        + (_other_profiles(profile, RunSettings(bindings=(name,))) or _near(name, bound))
         for name in settings.bindings
         if name not in bound
     ]
     problems += [
         f"chapter must be one of {_listed([chapter for chapter in CHAPTERS if chapter in chapters])}, got {letter!r}"
+        + _other_profiles(profile, RunSettings(chapters=(letter,)))
         for letter in settings.chapters
         if letter not in chapters
     ]
@@ -131,6 +137,26 @@ def _problems(profile: Profile, settings: RunSettings) -> list[str]:
         f"world_size must be one of {_listed(sizes)}, got {size}" for size in settings.world_sizes if size not in sizes
     ]
     return problems
+
+
+def _why_left_out(pattern: str, profile: Profile, suites: str) -> str:
+    """Why a pattern that could match cases matches none of this profile; empty if it matches none anywhere."""
+
+    chosen = RunSettings(cases=(pattern,))
+    absent = f"case {pattern!r} is in the suites, but not in profile {profile.name}"
+    if others := _other_profiles(profile, chosen):
+        return f"{absent}{others}"
+    name = elsewhere.profile_for_unlisted(pattern, lambda case: not left_out_by(case, chosen), suites=suites)
+    if not name:
+        return ""
+    choice = "" if name == profile.name else f" Then use --profile {name}."
+    return f"{absent}. Write it there with `python -m fsdp_conformance.contract.profile --write {name}`.{choice}"
+
+
+def _other_profiles(profile: Profile, settings: RunSettings) -> str:
+    """The profiles that have what the settings select, as advice; empty if there are none."""
+    others = elsewhere.profiles_with(lambda case: not left_out_by(case, settings), besides=profile)
+    return f". Use --profile {' or '.join(others)}" if others else ""
 
 
 def _near(word: str, choices: Iterable[str], *, cutoff: float = 0.5) -> str:

@@ -13,7 +13,7 @@ from fsdp_conformance.workload.definition import Batch, BatchKey
 from fsdp_conformance.workload.events import Action
 
 #: Actions that use a batch.
-_FORWARDS = frozenset({Action.EVALUATE, Action.FORWARD})
+_FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD})
 
 
 class Batches:

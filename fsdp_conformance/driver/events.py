@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +49,9 @@ class Events:
         adapter, step = self._task.adapter, event.step
         match event.action:
             case Action.EVALUATE:
-                self._evaluate(step, event.micro)
+                self._evaluate(step, event.micro, torch.no_grad())
+            case Action.INFER:
+                self._evaluate(step, event.micro, torch.inference_mode())
             case Action.FORWARD:
                 batch = self._batches.batch(step, event.micro)
                 with self._recorder.phase("forward", step):
@@ -82,11 +86,11 @@ class Events:
             case Action.LOAD:
                 self._load(event)
 
-    def _evaluate(self, step: int, micro: int) -> None:
+    def _evaluate(self, step: int, micro: int, mode: AbstractContextManager[Any]) -> None:
         batch = self._batches.batch(step, micro)
         self._task.adapter.train(False)
         try:
-            with torch.no_grad(), self._recorder.phase("eval", step):
+            with mode, self._recorder.phase("eval", step):
                 self._recorder.add_evaluation(self._task.adapter.forward(*batch.args, **batch.kwargs))
         finally:
             self._task.adapter.train(True)

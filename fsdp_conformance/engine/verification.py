@@ -1,5 +1,6 @@
 """
-Checks that all ranks of a group agree: on a text, or on the parameters whose gradients are reduced by position.
+Checks that all ranks of a group agree on the parameters whose gradients are reduced by position; and what each of them
+has to say, to be compared elsewhere.
 
 Every rank comes to the same answer, so either all raise or none does. A rank that carried on alone would hang in the
 first collective that its peers never issue.
@@ -79,18 +80,16 @@ def verify_parameters(
     )
 
 
-def agree_on_text(text: str, group: ProcessGroup, *, device: torch.device, what: str) -> None:
+def values_of_ranks(value: object, group: ProcessGroup) -> list[Any]:
     """
-    Raise StructureMismatch on every rank unless all ranks of a group have the same `text`. Collective.
+    The value of every rank in group order: anything that can be pickled. Collective; sends nothing in a group of one.
 
-    `device` is one that the group can communicate from; `what` is what the text describes.
+    Tensors in the value should be on the CPU.
     """
-    texts = texts_unless_equal(text, group, device=device) or []
-    other = [rank for rank, each in enumerate(texts) if each != texts[0]]
-    if other:
-        raise StructureMismatch(
-            f"{what} of group ranks {other} differs from that of the first rank", where=f"rank {dist.get_rank()}"
-        )
+    values: list[Any] = [value] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def texts_unless_equal(text: str, group: ProcessGroup, *, device: torch.device) -> list[str] | None:

@@ -1,9 +1,10 @@
 """
-One example as a case: trained through the adapter and judged by the oracles of the suites.
+One scenario as a case: trained through the adapter and judged by everything that can judge it.
 
-The same body runs on simulated ranks in a warm worker, on processes when a failure is confirmed, and from a file that
-was saved. It checks whatever the example can show: losses, gradients, parameters, buffers and evaluations against the
-references; equality of all ranks; the same collectives on every rank; units resharded; bytes held.
+The same body runs on simulated ranks in a warm worker, on processes for the rows of the pair profile, and from a file
+that was saved. Whatever requirement it was made for, it checks losses, outputs, gradients, parameters, buffers,
+optimizer state and evaluations against the references; equality of all ranks; collectives against the plan; units
+resharded; bytes held; and what else an engine must leave alone (`cases.bystanders`).
 """
 
 from __future__ import annotations
@@ -12,123 +13,136 @@ import json
 import unittest
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from fsdp_conformance import run_settings
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.bystanders import BystanderWatch
 from fsdp_conformance.cases.refusal import why_no_refusal
-from fsdp_conformance.checks import partition
+from fsdp_conformance.checks import partition, traffic_bound
+from fsdp_conformance.checks.optimizer_state import same_state, stepped_once
 from fsdp_conformance.checks.rounding import rounds_alike
 from fsdp_conformance.contract.case import CASE_ATTRIBUTE, EXPLORED, TIMEOUT_S, Case
 from fsdp_conformance.errors import SuiteError, Unsupported
-from fsdp_conformance.explore.example import Example, asks, example_from_json, shard_group_size, uses_all
-from fsdp_conformance.explore.references import Prepared, prepare
+from fsdp_conformance.explore.example import Example, Initial, asks, shard_group_size, uses_all
+from fsdp_conformance.explore.references import Prepared, shared
+from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.plan import Plan, Sharding
-from fsdp_conformance.references.reference_set import Kind, References
+from fsdp_conformance.references.reference_set import Kind
+from fsdp_conformance.report.pairs import DECLINED
 from fsdp_conformance.run_settings import RunOrder, RunSettings, order_from_json
+from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
 from fsdp_conformance.workload.definition import Workload
 from fsdp_conformance.workload.events import Action
 
-#: What an example is about: any combination of what is declared meets the contract, or is refused.
+#: What a scenario is about: any combination of what is declared meets the contract, or is refused.
 COMBINATIONS = "R000"
 REQUIREMENTS = (
-    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R035", "R067", "R101", "R130", "R160", "R161", "R188"
+    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R035", "R067", "R101", "R130", "R140", "R142",
+    "R157", "R068", "R084", "R160", "R161", "R188", "R189",
 )  # fmt: skip
 
-#: `RankReport.measurements` has this where the engine declined the combination.
-DECLINED = "declined"
+#: Forwards that no backward follows.
+_FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD})
 
 #: Engines align parameters to at most this many bytes, which in small models is much.
 _ALIGNMENT = 16
 #: Bytes of a parameter below which the bytes held show more of the alignment than of the sharding.
 _SHOWS_SHARDING = 36
 
-#: In a warm worker: the references of the example that runs, so that its ranks do not train them again.
-prepared: dict[str, Prepared] = {}
+#: In a warm worker: by digest, the example and the references of the scenario that runs. Its ranks need not train them.
+prepared: dict[str, tuple[Example, Prepared]] = {}
 
 
-def case_for(example: Example) -> Case:
-    """The case of an example."""
-    return Case(
-        id=f"{COMBINATIONS}/{EXPLORED}{example.digest}-ws{example.world_size}",
-        requirements=REQUIREMENTS,
-        chapter="A",
-        world_size=example.world_size,
-        title="A drawn model, sharded and trained as drawn, is at parity, or the combination is refused.",
-        timeout_s=TIMEOUT_S,
-    )
+class ScenarioCase(ConformanceTestCase):
+    """A case whose body trains a scenario."""
 
+    _watch: BystanderWatch
 
-class DrawnCase(ConformanceTestCase):
-    """One example. In the controller, set `example` before it runs."""
-
-    example: Example | None = None
-    shares_references = False
-    """No other run draws the same example."""
-
-    @property
-    def case(self) -> Case:
-        """The case of the example."""
-        return case_for(self._example)
-
-    @property
-    def _example(self) -> Example:
-        if self.example is None:
-            if not isinstance(self.launch_payload, str):
-                raise SuiteError("a drawn case has no example: set `example` before it runs")
-            self.example = example_from_json(json.loads(self.launch_payload)["example"])
-        return self.example
-
-    @cached_property
-    def order(self) -> RunOrder:
-        """The order for the run; in a rank it comes with the example."""
-        return order_from_json(_order_text(self.launch_payload))
-
-    def _spawn_processes(self) -> None:
-        self.launch_payload = payload(_order_text(self.launch_payload), self._example)
-        super()._spawn_processes()
-
-    def test_drawn(self) -> None:
-        """A drawn model, sharded and trained as drawn, is at parity, or the combination is refused."""
-        example = self._example
-        here = prepared.get(example.digest)
-        workload = here.workload if here is not None else example.workload()
+    def check_scenario(self, scenario: Scenario) -> None:
+        """Train the scenario, and check everything that it shows."""
+        example, expected = prepared.get(scenario.digest) or self._train_references(scenario)
+        workload = expected.workload
         plan = self.placed_plan(example, workload)
+        self._watch = BystanderWatch(self)
         adapter = self.subject()
         run = self._trained(example, workload, plan, adapter)
-        if plan.param_dtype is not None:
-            self._check_rounding(example, run, workload, here)
+        self.check_digests({"outcome": "refused" if run is None else "trained"}, "outcome", COMBINATIONS, "refusals")
+        if run is None:
+            return
+        self._watch.note_replaced()
+        if expected.rounds:
+            for kind, requirement in ((Kind.LOSS, "R001"), (Kind.GRADIENT, "R003"), (Kind.PARAMETER, "R002")):
+                # Scaled gradients are not kept.
+                if kind is not Kind.GRADIENT or example.regime.init_scale is None:
+                    rounded = expected.rounded(self.rank)
+                    self.check(rounds_alike(run, rounded, requirement=requirement, kinds=[kind]))
         else:
-            self._check_values(example, run, workload)
+            self.case_references.use(workload, example.regime, expected.of_rank(self.rank))
+            self._check_values(example, run, workload, adapter)
         self._check_ranks(example, run)
+        self._check_traffic(example, run, workload, plan)
         self._check_sharding(example, run, workload, plan, adapter)
+
+    def _train_references(self, scenario: Scenario) -> tuple[Example, Prepared]:
+        """The references, before any code of the engine is in this process. Collective."""
+        with process_group.log().phase("observe"), self.blaming("suite"):
+            return shared(scenario, rank=self.rank)
 
     def placed_plan(self, example: Example, workload: Workload) -> Plan:
         """The plan of the example on this case's device."""
         general = self.plan(workload)
         return replace(example.plan, device=general.device, init_mode=general.init_mode)
 
-    def references(self, workload: Workload, regime: Any = None) -> References:
-        """The references that the worker has prepared, if it has."""
-        here = prepared.get(self._example.digest)
-        if here is None or not here.references:
-            return super().references(workload, regime)
-        return here.references[self.rank]
-
-    def _trained(self, example: Example, workload: Workload, plan: Plan, adapter: Adapter) -> TrainingHistory:
+    def _trained(self, example: Example, workload: Workload, plan: Plan, adapter: Adapter) -> TrainingHistory | None:
+        """The run of the engine; None if it declined the combination."""
         self.here.steps_trained = 0
+        built = workload
+        if example.initial is Initial.WRITTEN or (example.initial is Initial.FIRST_RANK and self.rank):
+            written_only = example.initial is Initial.WRITTEN
+            built = replace(workload, build=partial(_with_other_values, workload, buffers=not written_only))
         try:
-            return self.train(workload, plan, example.regime, adapter=adapter)
+            return self.train(
+                built, plan, example.regime, adapter=adapter, on_setup=self._on_setup(example, workload),
+                after_step=self._after_step(example),
+            )  # fmt: skip
         except Exception as error:
-            if _declines(error, example, self.here.steps_trained):
-                self.report.measurements[DECLINED] = f"{type(error).__name__}: {_first_line(error)}"
-            raise
+            if not _declines(error, example, self.here.steps_trained):
+                raise
+            self.note_refusal()
+            self.report.measurements[DECLINED] = f"{type(error).__name__}: {_first_line(error)}"
+            return None
 
-    def _check_values(self, example: Example, run: TrainingHistory, workload: Workload) -> None:
+    def _on_setup(self, example: Example, workload: Workload) -> Any:
+        """The user's code between wrapping and training."""
+
+        def on_setup(adapter: Adapter) -> None:
+            if example.initial is Initial.WRITTEN:
+                model = workload.build(self.rank)
+                adapter.write_params({name: value.detach() for name, value in model.named_parameters()})
+            if example.mean_hook:
+                adapter.register_comm_hook(_average)
+            self._watch.begin(adapter)
+
+        return on_setup
+
+    def _after_step(self, example: Example) -> Any:
+        """Look at what the engine must have left alone."""
+
+        def after_step(adapter: Adapter, step: int) -> None:
+            waiting = any(event.action in _FORWARDS for event in example.regime.in_step(step))
+            self._watch.look(adapter, step, draws=example.model.dropout, is_gathered=waiting)
+
+        return after_step
+
+    def _check_values(self, example: Example, run: TrainingHistory, workload: Workload, adapter: Adapter) -> None:
         # A parameter that no step uses may have a gradient of zeros (R117).
         lenient = not uses_all(example) and not self.declares("unused_untouched")
         self.check_parity(run, workload, example.regime, none_or_zero=lenient)
@@ -137,36 +151,70 @@ class DrawnCase(ConformanceTestCase):
             self.expect_equal("R160", "exceptions that reached the caller", run.caught, expected, check="the exception")
             left = "units that a recovery left unsharded"
             self.expect_equal("R161", left, run.left_unsharded, [], check="clean after recovery")
-
-    def _check_rounding(
-        self, example: Example, run: TrainingHistory, workload: Workload, here: Prepared | None
-    ) -> None:
-        kinds = [Kind.LOSS, Kind.GRADIENT, Kind.PARAMETER]
-        if here is None:
-            with self.blaming("suite"):
-                here = prepare(example)
-        self.check(rounds_alike(run, here.rounded[self.rank], requirement="R084", kinds=kinds))
+        if example.regime.optimizer_in_backward:
+            steps = self.references(workload, example.regime).expected.steps
+            if all(grad is not None for record in steps for grad in (record.grads or {}).values()):
+                self.check(stepped_once(run, requirement="R142"))
+        elif self.declares("full_optim_state") and not lenient:
+            with self.blaming("implementation"):
+                state = adapter.full_optim_state()
+            self.check(same_state(state, self.references(workload, example.regime), requirement="R140"))
 
     def _check_ranks(self, example: Example, run: TrainingHistory) -> None:
         self.check_same_on_every_rank(run, "R007")
         if "unused_divergent" not in asks(example):
             self.check_same_schedule(run, "R067")
 
+    def _check_traffic(self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan) -> None:
+        """Check that no step sends more than its passes need."""
+        regime = example.regime
+        if plan.sharding is Sharding.NONE or plan.persist_numel or plan.auto_wrap is not None:
+            return
+
+        def passes(step: int) -> int:
+            events = list(regime.in_step(step))
+            alone = sum(event.action in _FORWARDS for event in events)
+            begun = sum(count for _, count in regime.attempts(step))
+            # A unit is gathered for a forward, and for its backward, where a checkpoint runs its forward again.
+            return alone + (regime.micro_batches + begun) * (1 + regime.backwards_per_forward) + _repeats(example)
+
+        def reductions(step: int) -> int:
+            begun = sum(count for _, count in regime.attempts(step))
+            reduced = sum(regime.is_reduced(micro) for micro in range(regime.micro_batches))
+            if plan.deferred_units:
+                reduced = regime.micro_batches
+            return (reduced + begun) * regime.backwards_per_forward
+
+        self.check(
+            traffic_bound.at_most(
+                run,
+                workload,
+                plan,
+                passes=passes,
+                reductions=reductions,
+                world_size=example.world_size,
+                padding=self.padding,
+                requirement="R068",
+            )
+        )
+
     def _check_sharding(
         self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan, adapter: Adapter
     ) -> None:
         """Check bytes and traffic, where the schedule determines them."""
-        regime = example.regime
-        disturbed = regime.frozen_at or regime.eval_between or regime.events
-        usual = uses_all(example) and not example.model.calls and not disturbed
-        if not usual or plan.sharding is Sharding.NONE or plan.persist_numel or example.model.frozen:
+        regime, model = example.regime, example.model
+        # Then some parameters have no gradients, and so no state: the bytes held say less.
+        lacks_state = regime.frozen_at or regime.happens(Action.DROP, Action.SKIP, Action.LOAD)
+        trains_all = (
+            uses_all(example) and model.passing.inputs != "detached" and not any(map(model.is_frozen, model.shapes()))
+        )
+        if lacks_state or not trains_all or plan.sharding is Sharding.NONE or plan.persist_numel:
             return
-        # Which units a policy has chosen, only the engine knows.
-        knows = plan.auto_wrap is None and (self.declares("sharded_state") or regime.steps > 1)
-        if shard_group_size(example) > 1 and knows:
+        # After a forward that no backward follows, units may wait for one. Which units a policy has chosen, only the
+        # engine knows.
+        waits = any(event.action in _FORWARDS for event in regime.in_step(regime.steps - 1))
+        if shard_group_size(example) > 1 and plan.auto_wrap is None and not waits and not model.calls:
             self.check_resharded(adapter, workload, "R035", run, plan)
-        if regime.eval_before or regime.idle_forwards:
-            return
         tensors = run.initial_params.values()
         whole = sum(tensor.nbytes for tensor in tensors)
         if plan.param_dtype is None and whole >= _SHOWS_SHARDING * len(tensors):
@@ -174,14 +222,60 @@ class DrawnCase(ConformanceTestCase):
             self.check(partition.sharding_witness(run, plan, world_size=example.world_size, padding=padding))
 
 
-def payload(order: str, example: Example) -> str:
-    """The JSON that the ranks of an example receive."""
-    return json.dumps({"order": json.loads(order), "example": example.to_json()})
+def case_for(scenario: Scenario) -> Case:
+    """The case of a scenario that `explore` has drawn."""
+    return Case(
+        id=f"{COMBINATIONS}/{EXPLORED}{scenario.digest}-ws{scenario.world_size}",
+        requirements=REQUIREMENTS,
+        chapter="A",
+        world_size=scenario.world_size,
+        title="A drawn scenario is at parity with unsharded training, or the combination is refused.",
+        timeout_s=TIMEOUT_S,
+    )
 
 
-def run_on(example: Example, implementation: str, *, base: RunSettings) -> CaseRecord:
+class DrawnCase(ScenarioCase):
+    """One scenario that was drawn. In the controller, set `scenario` before it runs."""
+
+    scenario: Scenario | None = None
+    shares_references = False
+    """No other run draws the same scenario."""
+
+    @property
+    def case(self) -> Case:
+        """The case of the scenario."""
+        return case_for(self._scenario)
+
+    @property
+    def _scenario(self) -> Scenario:
+        if self.scenario is None:
+            if not isinstance(self.launch_payload, str):
+                raise SuiteError("a drawn case has no scenario: set `scenario` before it runs")
+            self.scenario = scenario_from_json(json.loads(self.launch_payload)["scenario"])
+        return self.scenario
+
+    @cached_property
+    def order(self) -> RunOrder:
+        """The order for the run; in a rank it comes with the scenario."""
+        return order_from_json(_order_text(self.launch_payload))
+
+    def _spawn_processes(self) -> None:
+        self.launch_payload = payload(_order_text(self.launch_payload), self._scenario)
+        super()._spawn_processes()
+
+    def test_drawn(self) -> None:
+        """A drawn scenario is at parity with unsharded training, or the combination is refused."""
+        self.check_scenario(self._scenario)
+
+
+def payload(order: str, scenario: Scenario) -> str:
+    """The JSON that the ranks of a scenario receive."""
+    return json.dumps({"order": json.loads(order), "scenario": scenario.to_json()})
+
+
+def run_on(scenario: Scenario, implementation: str, *, base: RunSettings) -> CaseRecord:
     """
-    The record of an example on fresh ranks, as `base` says.
+    The record of a scenario on fresh ranks, as `base` says.
 
     Raises SuiteError, with unittest's output, if it ends without a record.
     """
@@ -189,7 +283,7 @@ def run_on(example: Example, implementation: str, *, base: RunSettings) -> CaseR
     run_settings.use(replace(base, implementation=implementation))
     try:
         test = DrawnCase("test_drawn")
-        test.example = example
+        test.scenario = scenario
         result = unittest.TestResult()
         test.run(result)  # type: ignore[no-untyped-call]
     finally:
@@ -200,16 +294,24 @@ def run_on(example: Example, implementation: str, *, base: RunSettings) -> CaseR
     return test.record
 
 
-def bind(owner: type[DrawnCase], example: Example) -> None:
-    """Make a class of `DrawnCase` the case of one example."""
-    owner.example = example
+def bind(owner: type[DrawnCase], scenario: Scenario) -> None:
+    """Make a class of `DrawnCase` the case of one scenario."""
+    owner.scenario = scenario
 
     def test_drawn(self: DrawnCase) -> None:
         DrawnCase.test_drawn(self)
 
     test_drawn.__doc__ = DrawnCase.test_drawn.__doc__
-    setattr(test_drawn, CASE_ATTRIBUTE, case_for(example))
+    setattr(test_drawn, CASE_ATTRIBUTE, case_for(scenario))
     owner.test_drawn = test_drawn  # type: ignore[method-assign]
+
+
+def _repeats(example: Example) -> int:
+    """How many more passes a step has because blocks run twice, or are recomputed."""
+    model, regime = example.model, example.regime
+    twice = any(block.repeat > 1 for _, block in model.walk()) or any(len(set(c)) < len(c) for c in model.calls)
+    recomputed = model.passing.checkpointing != "none"
+    return regime.micro_batches * regime.backwards_per_forward * 2 * (twice + recomputed)
 
 
 def declined_by(measurements: Mapping[str, Any]) -> str | None:
@@ -227,15 +329,43 @@ def _declines(error: Exception, example: Example, steps_trained: int) -> bool:
     """
     True if an exception is the engine's way to decline a combination.
 
-    It must come before anything was trained, and be made for it. Two backwards through one forward may be rejected
-    wherever the second one fails (R156).
+    It must come before anything was trained, and be made for it. Two backwards through one forward, or a change in
+    place, may be rejected wherever they are noticed (R156), by torch itself.
     """
     if steps_trained:
         return False
-    deliberate = why_no_refusal(error, [""]) is None
+    if why_no_refusal(error, [""]) is not None:
+        return False
+    if isinstance(error, (Unsupported, NotImplementedError, ValueError)) or _is_stated(error):
+        return True
+    words: list[str] = []
     if example.regime.backwards_per_forward > 1:
-        return deliberate
-    return deliberate and isinstance(error, (Unsupported, NotImplementedError, ValueError))
+        words += ["second time", "second backward", "twice", "retain_graph"]
+    if "in place" in example.model.passing.outputs:
+        words += ["modified inplace", "modified by an inplace operation", "modified in place"]
+    return any(word in str(error) for word in words)
+
+
+def _is_stated(error: Exception) -> bool:
+    """True for an assertion with a message, by which torch's engines refuse what they were not made for."""
+    return isinstance(error, AssertionError) and bool(str(error))
+
+
+def _with_other_values(workload: Workload, rank: int, *, buffers: bool) -> nn.Module:
+    """The model with values that are nowhere the right ones."""
+    model = workload.build(rank)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *(model.buffers() if buffers else ())]:
+            tensor.add_(1)
+    return model
+
+
+def _average(gradient: Tensor, shard: Tensor) -> None:
+    """The mean over all ranks, as a user's communication hook."""
+    import torch.distributed as dist
+
+    dist.reduce_scatter_tensor(shard, gradient)
+    shard /= dist.get_world_size()
 
 
 def _first_line(error: Exception) -> str:

@@ -21,6 +21,9 @@ def summary(counters: Mapping[str, Any], *, width: int = WIDTH) -> str:
         ("refused by the engine", counters["declined"]),
     ):
         lines += [f"  {title}: {count} ({reason})" for reason, count in sorted(counts.items(), key=_most_first)]
+    for words in ("pairs", "triples"):
+        judged, possible = counters.get(words) or (0, 0)
+        lines += [f"  {words} of values judged: {judged} of {possible}"] * bool(judged)
     covered: Mapping[str, Mapping[str, int]] = counters["covered"]
     for axis, values in covered.items():
         listed = ", ".join(f"{value} {count}" for value, count in sorted(values.items(), key=_most_first))

@@ -1,71 +1,64 @@
 """
 The exploration: draw, run, shrink what fails, leave it out, and go on until the time is over.
 
-Hypothesis draws and shrinks; each round ends with one shrunk failure or with the budget. What has been found is not
-found again: an example with the same signature does not end a round, and an example that has everything that the shrunk
-one needed to fail is not run, except for one in ten, in case it hides something else.
+Drawn are scenarios that have many triples of values which nothing has had so far. A scenario that has everything that a
+known failure needs is changed until it has not, so that the failure does not hide what else is wrong. A failure is
+shrunk by making one value after the other plain, as long as the scenario still fails in the same way; then each of the
+values that are left is needed.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.errors import Flaky
-
-from fsdp_conformance.explore.example import Example, axes, features
+from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.explore.signature import Signature, signature_of
-from fsdp_conformance.explore.simplify import simpler
-from fsdp_conformance.explore.strategies import examples
+from fsdp_conformance.scenarios.axes import SPACE
+from fsdp_conformance.scenarios.covering import Coverage, best_row
+from fsdp_conformance.scenarios.scenario import Scenario
 
-#: How often an example may be run to make a failure smaller.
+#: How often a scenario may be run to make a failure smaller.
 MAX_SHRINKS = 60
 
-#: How often it may be run after that, with one thing more made plain.
-_MAX_SIMPLIFICATIONS = 40
-
-#: How many examples one round of Hypothesis draws at most: more than fit into any budget.
-_ENDLESS = 1_000_000
-
-#: Of the examples that have what a known failure needs, one in this many is run.
-_RUN_ANYWAY = 10
+#: How often a scenario is drawn again because it has what a known failure needs.
+_REDRAWS = 20
 
 
 class Runs(Protocol):
-    """Runs examples."""
+    """Runs scenarios."""
 
-    def run(self, example: Example) -> Outcome: ...
+    def run(self, scenario: Scenario) -> Outcome: ...
 
 
 @dataclass(kw_only=True, slots=True)
 class Failure:
-    """One way in which the engine fails, by its smallest example."""
+    """One way in which the engine fails, by its smallest scenario."""
 
     signature: Signature
-    example: Example
+    scenario: Scenario
     outcome: Outcome
-    drawn: Example
-    """The example in which it was seen first."""
+    drawn: Scenario
+    """The scenario in which it was seen first."""
     shrinks: int = 0
-    """How many examples were run to shrink it."""
+    """How many scenarios were run to shrink it."""
     seen: int = 1
-    """How many of the drawn examples failed in this way, or were left out because of it."""
+    """How many of the drawn scenarios failed in this way."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """The features of the smallest example."""
-        return features(self.example)
+        """The values that it takes to fail."""
+        return self.scenario.features
 
 
 @dataclass(kw_only=True, slots=True)
 class Budget:
-    """When an exploration ends: after so many seconds, or so many examples."""
+    """When an exploration ends: after so many seconds, or so many scenarios."""
 
     seconds: float | None = None
     max_examples: int | None = None
@@ -76,10 +69,13 @@ class Budget:
         """From now on."""
         self.began = self.clock()
 
+    def is_late(self) -> bool:
+        """True if the time is over."""
+        return self.seconds is not None and self.clock() - self.began >= self.seconds
+
     def is_over(self, ran: int) -> bool:
-        """True if no further example is to be drawn."""
-        late = self.seconds is not None and self.clock() - self.began >= self.seconds
-        return late or (self.max_examples is not None and ran >= self.max_examples)
+        """True if no further scenario is to be drawn."""
+        return self.is_late() or (self.max_examples is not None and ran >= self.max_examples)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,32 +84,74 @@ class Exploration:
 
     failures: list[Failure] = field(default_factory=list)
     ran: int = 0
-    """Examples that were drawn and run, without those that were run to shrink another one."""
+    """Scenarios that were drawn and run, without those that were run to shrink another one."""
     passed: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    """Examples that could not be judged, by reason."""
+    """Scenarios that could not be judged, by reason."""
     declined: Counter[str] = field(default_factory=Counter)
     """Combinations that the engine refused, by what it said."""
     left_out: int = 0
-    """Examples that have all that a known failure needs, and were not run."""
+    """Scenarios that have all that a known failure needs, and were not run."""
     covered: dict[str, Counter[str]] = field(default_factory=dict)
-    """Axis to value to the number of examples that ran and judged."""
+    """Axis to value to the number of scenarios that ran and were judged."""
+    pairs: tuple[int, int] = (0, 0)
+    """Pairs of values that were judged, and that there are for this engine."""
+    triples: tuple[int, int] = (0, 0)
+    """The same for triples."""
     shrinks: int = 0
     seconds: float = 0.0
     fails_always: bool = False
-    """The plainest example fails: nothing else can be explored."""
+    """The plainest scenario fails: nothing else can be explored."""
 
 
-class _Over(BaseException):
-    """Ends a round at once; Hypothesis passes it on."""
+def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool], *, most: int = MAX_SHRINKS) -> tuple[Scenario, int]:
+    """
+    The scenario with one value after the other made plain, as long as `fails` says that it still fails in the same way.
+
+    Also returns how many scenarios were tried. Half of the values are tried at once first: most failures take two.
+    """
+    tried, number, current = {scenario}, 0, scenario
+    while True:
+        for candidate in _plainer(current):
+            if candidate in tried:
+                continue
+            if number >= most:
+                return current, number
+            tried.add(candidate)
+            number += 1
+            if fails(candidate):
+                current = candidate
+                break
+        else:
+            return current, number
 
 
-class _Failed(Exception):
-    """An example failed in a way that is not known yet."""
+def _plainer(scenario: Scenario) -> Iterable[Scenario]:
+    """Scenarios with fewer special values, those with the fewest first."""
+    axes = [axis for axis, _ in scenario.values]
+    for parts in (2, 4, 8):
+        if len(axes) >= 2 * parts:
+            for start in range(parts):
+                choice = dict(scenario.values)
+                for axis in axes[start::parts]:
+                    choice.pop(axis, None)
+                yield from _made(choice, scenario)
+    for plainer in SPACE.simpler(scenario.choice):
+        yield from _made(plainer, scenario)
+
+
+def _made(choice: dict[str, str], like: Scenario) -> Iterable[Scenario]:
+    whole = SPACE.without_orphans(SPACE.whole(choice))
+    if SPACE.why_impossible(whole) is None:
+        yield Scenario.of(whole, salt=like.salt)
 
 
 class Explorer:
-    """Draws examples for an engine and collects its failures."""
+    """
+    Draws scenarios for an engine and collects its failures.
+
+    `known`: what known failures take, as sets of `axis: value`; they are neither drawn nor reported.
+    """
 
     def __init__(
         self,
@@ -122,182 +160,144 @@ class Explorer:
         budget: Budget,
         *,
         first_seed: int = 0,
-        world_sizes: tuple[int, ...] = (2, 3, 1, 4, 5),
+        world_sizes: tuple[int, ...] = (2, 3, 1, 4),
         max_shrinks: int = MAX_SHRINKS,
         max_failures: int | None = None,
+        known: Iterable[frozenset[str]] = (),
         tell: Callable[[str, Any], None] = lambda what, about: None,
     ) -> None:
         self.runs = runs
         self.budget = budget
         self.result = Exploration()
-        self._strategy = examples(declared, world_sizes)
-        self._seed = first_seed
+        self._random = random.Random(first_seed)
+        sizes = frozenset(map(str, world_sizes))
+        ranks = [value.name for value in SPACE.by_name["ranks"].values]
+        if not sizes or not sizes <= set(ranks):
+            raise ConfigError([f"world sizes must be among {', '.join(ranks)}, got {world_sizes}"], where="explore")
+        self._pairs = Coverage(SPACE, declared)
+        self._triples: Coverage | None = None
+        self._declared = declared
+        self._sizes = sizes
         self._max_shrinks = max_shrinks
         self._max_failures = max_failures
         self._tell = tell
-        self._known: dict[Signature, Failure] = {}
-        self._round: _Round | None = None
+        self.avoided = [features for features in known if features]
+        """Sets of values that lead to a failure which is known, or has been shrunk."""
+        self._failures: dict[Signature, Failure] = {}
+        self._seen: set[Scenario] = set()
 
     def explore(self) -> Exploration:
         """Draw until the budget is used up."""
         self.budget.begin()
-        number = 0
-        while not self.budget.is_over(self.result.ran) and not self.result.fails_always:
-            before = self.result.ran + self.result.left_out
-            self._one_round(self._seed + number)
-            number += 1
-            if self.result.ran + self.result.left_out == before or len(self.result.failures) == self._max_failures:
-                # Everything that can be drawn has been drawn, or enough is known.
-                break
-        self.result.seconds = self.budget.clock() - self.budget.began
+        try:
+            while not self.budget.is_over(self.result.ran) and not self.result.fails_always:
+                scenario = self._drawn()
+                if scenario is None or len(self.result.failures) == self._max_failures:
+                    break
+                self._attempt(scenario)
+        finally:
+            self.result.seconds = self.budget.clock() - self.budget.began
+            self.result.pairs = (self._pairs.covered, self._pairs.possible)
+            if self._triples is not None:
+                self.result.triples = (self._triples.covered, self._triples.possible)
         return self.result
 
-    def _one_round(self, number: int) -> None:
-        """Draw until an example fails in a new way, and shrink it."""
-        self._round = _Round()
-
-        @seed(number)
-        @settings(
-            max_examples=_ENDLESS,
-            deadline=None,
-            database=None,
-            derandomize=False,
-            report_multiple_bugs=False,
-            print_blob=False,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(self._strategy)
-        def attempt(example: Example) -> None:
-            try:
-                fails = self._fails(example)
-            except Exception as error:
-                # Not the engine's: Hypothesis must neither shrink it nor take it for flaky.
-                broken.append(error)
-                raise _Over from error
-            # From one line only: to Hypothesis, another line is another failure.
-            if fails:
-                raise _Failed
-
-        broken: list[Exception] = []
-        # What it takes for flaky is an engine that fails now and then; the failures are kept here.
-        with suppress(_Failed, _Over, Flaky):
-            attempt()
-        if broken:
-            raise broken[0]
-        if self._round.smallest is not None:
-            self._conclude(self._round)
-
-    def _fails(self, example: Example) -> bool:
-        """True if an example fails in a new way, or in the way that is being shrunk."""
-        current = self._round
-        assert current is not None, "an attempt belongs to a round"
-        if current.target is not None:
-            return self._shrinks(example, current)
-        if self.budget.is_over(self.result.ran):
-            raise _Over
-        if example.digest in current.seen:
-            return False
-        current.seen.add(example.digest)
-        earlier = next((failure for failure in self.result.failures if failure.needs <= features(example)), None)
-        if earlier is not None and int(example.digest, 16) % _RUN_ANYWAY:
-            earlier.seen += 1
-            self.result.left_out += 1
-            if self.result.left_out > 50 * (self.result.ran + 10):
-                self.result.fails_always = True
-                raise _Over
-            return False
-        outcome = self.runs.run(example)
-        self._count(example, outcome)
-        if not outcome.failed:
-            return False
-        signature = signature_of(outcome)
-        if signature in self._known:
-            self._known[signature].seen += 1
-            return False
-        current.target, current.drawn = signature, example
-        current.keep(example, outcome)
-        self._tell("failure", signature)
-        return True
-
-    def _shrinks(self, example: Example, current: _Round) -> bool:
-        """True if another example fails in the same way. One that is not simpler is not run, and counts as passing."""
-        if example.digest in current.failing:
-            return True
-        if example.digest in current.tried or current.smallest is None:
-            return False
-        if current.shrinks >= self._max_shrinks:
-            raise _Over
-        if example.size() > current.smallest[0].size():
-            return False
-        return self._fails_alike(example, current)
-
-    def _simplify(self, current: _Round) -> None:
-        """Make one thing after the other plain, as long as the example still fails in the same way."""
-        assert current.smallest is not None, "the round has failed"
-        left = _MAX_SIMPLIFICATIONS if self._max_shrinks else 0
-        candidates = simpler(current.smallest[0])
-        while left and (candidate := next(candidates, None)) is not None:
-            if candidate.digest in current.tried or candidate.size() > current.smallest[0].size():
+    def _drawn(self) -> Scenario | None:
+        """A scenario that has not run yet; None if there is none left to draw."""
+        if not self._seen and "2" in self._sizes:
+            # Whether anything passes at all.
+            return Scenario()
+        for _ in range(_REDRAWS):
+            ranks = self._random.choice(sorted(self._sizes))
+            row = best_row(self._triples or self._pairs, self._random, start={"ranks": ranks}, candidates=1)
+            if row is None:
                 continue
-            left -= 1
-            if self._fails_alike(candidate, current):
-                candidates = simpler(candidate)
+            if self._triples is None and self._has_few_pairs(row):
+                # They take seconds to count.
+                self._triples = Coverage(SPACE, self._declared, strength=3, rows=[each.choice for each in self._seen])
+            scenario = self._without_known(row)
+            if scenario is not None and scenario not in self._seen:
+                return scenario
+        return None
 
-    def _fails_alike(self, example: Example, current: _Round) -> bool:
-        """Run an example, and keep it if it fails in the way that is being shrunk."""
-        current.shrinks += 1
-        current.tried.add(example.digest)
-        outcome = self.runs.run(example)
-        self.result.shrinks += 1
-        if not outcome.failed or signature_of(outcome) != current.target:
-            return False
-        current.keep(example, outcome)
-        return True
+    def _has_few_pairs(self, row: dict[str, str]) -> bool:
+        """True if hardly any pair of values is left, or none that goes with the numbers of ranks."""
+        return self._pairs.left < self._pairs.possible // 50 or not self._pairs.gain_of(row)
 
-    def _conclude(self, current: _Round) -> None:
-        assert current.smallest is not None, "the round has failed"
-        assert current.target is not None, "a failure has a signature"
-        assert current.drawn is not None, "a failure was drawn"
-        self._simplify(current)
-        example, outcome = current.smallest
-        failure = Failure(
-            signature=current.target, example=example, outcome=outcome, drawn=current.drawn, shrinks=current.shrinks
-        )
-        self._known[current.target] = failure
+    def _without_known(self, row: dict[str, str]) -> Scenario | None:
+        """The scenario of a row, without what known failures need; None if too many of them are in it."""
+        for _ in range(_REDRAWS):
+            scenario = Scenario.of(row, salt=self._random.randrange(8))
+            known = next((known for known in self.avoided if known <= scenario.features), None)
+            if known is None:
+                return scenario if scenario.choice["ranks"] in self._sizes else None
+            self.result.left_out += 1
+            axis = self._random.choice(sorted(known)).partition(": ")[0]
+            row = SPACE.without_orphans({**row, axis: SPACE.by_name[axis].plain})
+        return None
+
+    def _attempt(self, scenario: Scenario) -> None:
+        """Run a scenario; if it fails in a new way, shrink it."""
+        self._seen.add(scenario)
+        outcome = self.runs.run(scenario)
+        self._count(scenario, outcome)
+        if not outcome.failed:
+            return
+        signature = signature_of(outcome)
+        if signature in self._failures:
+            self._failures[signature].seen += 1
+            self._avoid(self._failures[signature], scenario)
+            return
+        self._tell("failure", signature)
+        smallest: dict[Scenario, Outcome] = {scenario: outcome}
+
+        def fails(candidate: Scenario) -> bool:
+            same = self._failing_alike(candidate, signature)
+            if same is not None:
+                smallest[candidate] = same
+            return same is not None
+
+        last, number = shrunk(scenario, fails, most=self._max_shrinks)
+        failure = Failure(signature=signature, scenario=last, outcome=smallest[last], drawn=scenario, shrinks=number)
+        self._failures[signature] = failure
         self.result.failures.append(failure)
         self._tell("shrunk", failure)
-        if not failure.needs:
+        if failure.needs:
+            self.avoided.append(failure.needs)
+        else:
             self.result.fails_always = True
 
-    def _count(self, example: Example, outcome: Outcome) -> None:
+    def _avoid(self, failure: Failure, scenario: Scenario) -> None:
+        """Find out what else leads to a failure that is known, so that it hides nothing in later scenarios."""
+
+        def fails(candidate: Scenario) -> bool:
+            return self._failing_alike(candidate, failure.signature) is not None
+
+        last, _ = shrunk(scenario, fails, most=self._max_shrinks // 2)
+        if last.features and last.features not in self.avoided:
+            self.avoided.append(last.features)
+
+    def _failing_alike(self, candidate: Scenario, signature: Signature) -> Outcome | None:
+        """The outcome of a plainer scenario; None if it does not fail in that way, or is not to be run."""
+        if self.budget.is_late() or candidate.choice["ranks"] not in self._sizes:
+            return None
+        outcome = self.runs.run(candidate)
+        self.result.shrinks += 1
+        return outcome if outcome.failed and signature_of(outcome) == signature else None
+
+    def _count(self, scenario: Scenario, outcome: Outcome) -> None:
         self.result.ran += 1
         if outcome.rejected:
             self.result.rejected[outcome.rejected] += 1
             return
+        choice = scenario.choice
+        self._pairs.add(choice)
+        if self._triples is not None:
+            self._triples.add(choice)
         if outcome.declined:
             self.result.declined[outcome.declined] += 1
             return
         self.result.passed += not outcome.failed
-        for axis, value in axes(example).items():
+        for axis, value in choice.items():
             self.result.covered.setdefault(axis, Counter())[value] += 1
         self._tell("ran", outcome)
-
-
-@dataclass(slots=True)
-class _Round:
-    """From one failure to the next."""
-
-    target: Signature | None = None
-    drawn: Example | None = None
-    smallest: tuple[Example, Outcome] | None = None
-    shrinks: int = 0
-    seen: set[str] = field(default_factory=set)
-    tried: set[str] = field(default_factory=set)
-    failing: set[str] = field(default_factory=set)
-
-    def keep(self, example: Example, outcome: Outcome) -> None:
-        """Note that the example fails; the smallest one is reported."""
-        self.failing.add(example.digest)
-        if self.smallest is None or example.size() <= self.smallest[0].size():
-            self.smallest = (example, outcome)

@@ -1,8 +1,8 @@
 """
-The controller's side of the warm process: run an example, and survive whatever the engine does to it.
+The controller's side of the warm process: run a scenario, and survive whatever the engine does to it.
 
-A runner that passes its deadline is killed, and its example has hung; one that dies has crashed. Both are verdicts on
-the example. The warm process itself is started again if it ends.
+A runner that passes its deadline is killed, and its scenario has hung; one that dies has crashed. Both are verdicts on
+the scenario. The warm process itself is started again if it ends.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import IO, Any
 
 from fsdp_conformance.errors import AdapterError, SuiteError
 from fsdp_conformance.explore.case import case_for, declined_by
-from fsdp_conformance.explore.example import Example
 from fsdp_conformance.judge import Observed, judge
 from fsdp_conformance.outcome.records import CaseRecord, RankExit, case_record_from_json
 from fsdp_conformance.run_settings import RunOrder, RunSettings
+from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.verdict import FINE, Verdict
 
 #: How long importing torch and the adapter may take.
 _START_S = 300.0
 
-#: What the references, which are the suite's own work, add to the deadline of an example.
+#: What the references, which are the suite's own work, add to the deadline of a scenario.
 _SUITE_S = 120.0
 
 #: Verdicts that say nothing about the engine, and why.
@@ -45,7 +45,7 @@ _NOT_JUDGED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of one example."""
+    """The result of one scenario."""
 
     record: CaseRecord | None = None
     rejected: str = ""
@@ -85,39 +85,39 @@ class WarmWorker:
         self._errors.close()
         self._directory.cleanup()
 
-    def run(self, example: Example) -> Outcome:
-        """Run an example. Raises AdapterError if the adapter cannot be loaded, SuiteError for our own mistakes."""
+    def run(self, scenario: Scenario) -> Outcome:
+        """Run a scenario. Raises AdapterError if the adapter cannot be loaded, SuiteError for our own mistakes."""
         began = time.monotonic()
         self._require_runner()
-        self._send({"example": example.to_json(), "digest": example.digest})
-        deadline = case_for(example).timeout_s * self.order.settings.deadline_scale + _SUITE_S
-        answer = self._receive(deadline, example.digest)
+        self._send({"scenario": scenario.to_json(), "digest": scenario.digest})
+        deadline = case_for(scenario).timeout_s * self.order.settings.deadline_scale + _SUITE_S
+        answer = self._receive(deadline, scenario.digest)
         if answer is None:
             self._kill_runner()
-            return Outcome(record=self._ended(example, None), seconds=time.monotonic() - began)
+            return Outcome(record=self._ended(scenario, None), seconds=time.monotonic() - began)
         if answer.get("last") or "ended" in answer:
             self._runner = 0
         if "ended" in answer:
-            return Outcome(record=self._ended(example, int(answer["ended"])), seconds=time.monotonic() - began)
+            return Outcome(record=self._ended(scenario, int(answer["ended"])), seconds=time.monotonic() - began)
         if "broken" in answer:
-            raise SuiteError(f"example {example.to_json()} broke the worker:\n{answer['broken']}")
+            raise SuiteError(f"scenario {scenario.to_json()} broke the worker:\n{answer['broken']}")
         if "rejected" in answer:
             return Outcome(rejected=answer["rejected"], seconds=time.monotonic() - began)
         return outcome_of(case_record_from_json(answer["record"]), time.monotonic() - began)
 
-    def _ended(self, example: Example, status: int | None) -> CaseRecord:
-        """The record of an example whose runner crashed, or (status None) hung."""
-        case = case_for(example)
+    def _ended(self, scenario: Scenario, status: int | None) -> CaseRecord:
+        """The record of a scenario whose runner crashed, or (status None) hung."""
+        case = case_for(scenario)
         exits = [
             RankExit(
                 rank=rank, pid=self._runner or None, exitcode=-signal.SIGKILL if status is None else status,
                 time=time.monotonic(), reported=False, ended_by_controller=status is None,
             )
-            for rank in range(example.world_size)
+            for rank in range(scenario.world_size)
         ]  # fmt: skip
         return judge(
             case,
-            Observed(reports=[None] * example.world_size, exits=exits, device=self.order.device),
+            Observed(reports=[None] * scenario.world_size, exits=exits, device=self.order.device),
             RunSettings(implementation=self.order.settings.implementation, ranks="simulated"),
         )
 
@@ -136,7 +136,7 @@ class WarmWorker:
                 return
             output = self._output()
             self._end()
-        raise AdapterError(f"the implementation cannot be loaded in a process that runs examples:\n{output}")
+        raise AdapterError(f"the implementation cannot be loaded in a process that runs scenarios:\n{output}")
 
     def _start(self) -> None:
         self.starts += 1
@@ -157,7 +157,7 @@ class WarmWorker:
             self._process.stdin.flush()
 
     def _receive(self, timeout_s: float, digest: str = "") -> dict[str, Any] | None:
-        """The next answer that is not about another example; None at the deadline, or if the warm process has ended."""
+        """The next answer, if not about another scenario; None at the deadline, or if the warm process has ended."""
         until = time.monotonic() + timeout_s
         while True:
             while b"\n" not in self._unread:
@@ -201,21 +201,11 @@ class WarmWorker:
 
 def outcome_of(record: CaseRecord, seconds: float) -> Outcome:
     """The outcome that a record shows. Raises SuiteError if the suite is at fault, AdapterError if the adapter is."""
-    # The reference engine refuses by errors of this package, which elsewhere are mistakes of the suite.
-    declined = declined_by(record.measurements) if record.verdict in (Verdict.FAIL, Verdict.ERROR_SUITE) else None
-    if declined is not None and not _all_stopped_alike(record):
-        declined = None
-    if record.verdict is Verdict.ERROR_SUITE and declined is None:
+    declined = declined_by(record.measurements) if record.verdict is Verdict.PASS else None
+    if record.verdict is Verdict.ERROR_SUITE:
         raise SuiteError(f"{record.case}: {record.reason}\n{record.traceback}")
     if record.verdict is Verdict.ERROR_ADAPTER:
         raise AdapterError(record.reason)
     return Outcome(
         record=record, rejected=_NOT_JUDGED.get(record.verdict, ""), declined=declined or "", seconds=seconds
     )
-
-
-def _all_stopped_alike(record: CaseRecord) -> bool:
-    """True if every rank declined: there are no findings, and no rank went on."""
-    declines = record.measurements["declined"]
-    everywhere = not isinstance(declines, dict) or len(declines) == record.world_size
-    return everywhere and len(record.findings) <= 1

@@ -1,12 +1,12 @@
 """
-The references of an example, computed once for all ranks: the model in one process, in float64 and in float32.
+The references of a scenario, computed once for all ranks: the model in one process, in float64 and in float32.
 
     exact            every order of adding ranks gives the same bits in float32 as in float64: comparisons are bitwise.
-                     An example that ought to be exact and is not has run out of mantissa: NotExact, it is not judged
+                     A scenario that ought to be exact and is not has run out of mantissa: NotExact, it is not judged
     smooth           the distances between the orders are the noise that bounds are derived from
     low precision    the values of the reference that rounds where the plan says: comparisons are bitwise
 
-A failure is confirmed against the references of a case, which include torch's DistributedDataParallel.
+Nothing of it communicates, and in a rank it happens before any code of the engine is loaded.
 """
 
 from __future__ import annotations
@@ -14,30 +14,64 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fsdp_conformance.errors import NotExact
+from fsdp_conformance.errors import ConformanceError, NotExact
+from fsdp_conformance.explore.building import example_of
 from fsdp_conformance.explore.example import Example
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.references.exactness import demands_bitwise, values
-from fsdp_conformance.references.reference_set import EXPECTED, References
-from fsdp_conformance.references.rounding import Rounding
+from fsdp_conformance.references.packed_history import Packed, packed, unpacked
+from fsdp_conformance.references.reference_set import EXPECTED, Kind, References
+from fsdp_conformance.references.rounding import rounding_histories
 from fsdp_conformance.references.single_process import Order, single_process_histories
+from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.workload.definition import Regime, Workload
 from fsdp_conformance.workload.units import local_names
+
+#: A model is good enough if so many of its parameters have gradients other than zero. In others, mistakes do not show.
+_ALIVE = 0.9
+
+#: How many models with other numbers are tried for a scenario.
+_SALTS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The references for the ranks of one example, in rank order."""
+    """The references of one scenario for all ranks, in rank order."""
 
     workload: Workload
-    """The example's workload; models and batches are made once and copied."""
-    references: tuple[References, ...] = ()
-    rounded: tuple[TrainingHistory, ...] = ()
-    """In low precision, in place of `references`."""
+    """The scenario's workload; models and batches are made once and copied."""
+    regime: Regime
+    histories: tuple[dict[str, TrainingHistory], ...]
+    """By rank: the histories by source. In low precision, there is one source."""
+    exact: bool = False
+    rounds: bool = False
+    """In low precision."""
+
+    def of_rank(self, rank: int) -> References:
+        """The references as a rank uses them. Not in low precision, where there is one history, and no noise."""
+        model = self.workload.build(rank)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return References(
+            workload=self.workload,
+            regime=self.regime,
+            rank=rank,
+            world_size=len(self.histories),
+            histories=self.histories[rank],
+            exact=self.exact,
+            dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+            local=local_names(self.workload, dict(model.named_parameters())),
+        )
+
+    def rounded(self, rank: int) -> TrainingHistory:
+        """In low precision: the expected history of a rank."""
+        (history,) = self.histories[rank].values()
+        return history
 
 
 def prepare(example: Example) -> Prepared:
@@ -45,8 +79,9 @@ def prepare(example: Example) -> Prepared:
     workload = remembering(example.workload())
     size, regime = example.world_size, example.regime
     if example.plan.param_dtype is not None:
-        run = Rounding(workload, regime, example.plan, ranks=range(size), world_size=size)
-        return Prepared(workload=workload, rounded=tuple(run.train()))
+        rounded = rounding_histories(workload, regime, example.plan, world_size=size)
+        histories = tuple({history.source: history} for history in rounded)
+        return Prepared(workload=workload, regime=regime, histories=histories, rounds=True)
     orders = orders_for(size, regime)
     twins = single_process_histories(workload, regime, world_size=size, dtype=torch.float64)
     runs = {
@@ -55,25 +90,99 @@ def prepare(example: Example) -> Prepared:
     }
     exact = demands_bitwise(workload, regime, size)
     if exact:
-        for order, histories in runs.items():
-            _demand_equal(workload, order, histories, twins)
-    model = workload.build(0)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for order, histories_of_order in runs.items():
+            _demand_equal(workload, order, histories_of_order, twins)
     return Prepared(
         workload=workload,
-        references=tuple(
-            References(
-                workload=workload,
-                regime=regime,
-                rank=rank,
-                world_size=size,
-                histories={EXPECTED: twins[rank], **{order.value: runs[order][rank] for order in orders}},
-                exact=exact,
-                dtypes={name: tensor.dtype for name, tensor in tensors.items()},
-                local=local_names(workload, dict(model.named_parameters())),
-            )
-            for rank in range(size)
+        regime=regime,
+        histories=tuple(
+            {EXPECTED: twins[rank], **{order.value: runs[order][rank] for order in orders}} for rank in range(size)
         ),
+        exact=exact,
+    )
+
+
+def judgeable(scenario: Scenario) -> tuple[Example, Prepared]:
+    """
+    The example of a scenario with its references, such that these can judge it if possible.
+
+    Whether they can depends on the numbers, so several models are tried, beginning with the one that the scenario's
+    salt gives. Not collective. Raises NotExact if none of them is exact, although it ought to be.
+    """
+    candidates: list[tuple[Example, Prepared]] = []
+    problem: NotExact | None = None
+    for salt in range(scenario.salt, scenario.salt + _SALTS):
+        example = example_of(scenario.choice, salt=salt)
+        try:
+            candidates.append((example, prepare(example)))
+        except NotExact as error:
+            problem = error
+            continue
+        if too_wide(candidates[-1][1]) is None and liveness(candidates[-1][1]) >= _ALIVE:
+            return candidates[-1]
+    if problem is not None and not candidates:
+        raise problem
+    # The one that shows most. Of equals it is the first.
+    return max(candidates, key=lambda candidate: (too_wide(candidate[1]) is None, liveness(candidate[1])))
+
+
+def liveness(prepared: Prepared) -> float:
+    """The fraction of the parameters with gradients that have one other than zero in some step."""
+    history = next(iter(prepared.histories[0].values()))
+    alive: dict[str, bool] = {}
+    for record in history.steps:
+        for name, grad in (record.grads or {}).items():
+            if grad is not None:
+                alive[name] = alive.get(name, False) or bool(grad.any())
+    return sum(alive.values()) / len(alive) if alive else 1.0
+
+
+def too_wide(prepared: Prepared) -> str | None:
+    """The bound in which a fault could hide, in words; None if there is none."""
+    if prepared.exact or prepared.rounds:
+        return None
+    references = prepared.of_rank(0)
+    last = len(references.expected.steps) - 1
+    for name in references.expected.steps[last].params:
+        bound = references.bound(Kind.PARAMETER, last, name)
+        if bound.inconclusive:
+            return f"the bound of {name} is {bound.text()}"
+    return None
+
+
+def shared(scenario: Scenario, *, rank: int) -> tuple[Example, Prepared]:
+    """
+    The example and references that rank 0 finds `judgeable`, for all ranks, which would otherwise repeat the same work.
+
+    Collective.
+    """
+    if scenario.world_size == 1:
+        return judgeable(scenario)
+    sent: list[Any] = [None]
+    if rank == 0:
+        try:
+            example, trained = judgeable(scenario)
+            packed_histories = [
+                {name: packed(history) for name, history in histories.items()} for histories in trained.histories
+            ]
+            sent = [(example.model.salt, packed_histories, trained.exact, trained.rounds)]
+        except ConformanceError as error:
+            # The other ranks wait for something.
+            sent = [error]
+    dist.broadcast_object_list(sent)
+    if isinstance(sent[0], ConformanceError):
+        raise sent[0]
+    salt, histories, exact, rounds = sent[0]
+    example = example_of(scenario.choice, salt=salt)
+    return example, Prepared(
+        workload=remembering(example.workload()),
+        regime=example.regime,
+        histories=tuple(
+            {name: unpacked(value) if isinstance(value, Packed) else value for name, value in of_rank.items()}
+            for of_rank in histories
+        ),
+        exact=exact,
+        rounds=rounds,
     )
 
 

@@ -5,7 +5,7 @@ A failure that was found, as a test file in a user's repository: pytest collects
 
     class TestExplored1a2b3c4d(saved.SavedCase):
         implementation = "my_engine.py:MyEngine"
-        example_json = '{"format": 1, ...}'
+        scenario_json = '{"format": 2, ...}'
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from fsdp_conformance import run_settings
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.explore.case import DrawnCase, bind
-from fsdp_conformance.explore.example import Example, example_from_json, features
+from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
 
 _FILE = '''\
 """
@@ -32,10 +32,10 @@ from fsdp_conformance.explore import saved
 
 
 class TestExplored{digest}(saved.SavedCase):
-    """A drawn model, sharded and trained as drawn, is at parity, or the combination is refused."""
+    """A drawn scenario is at parity with unsharded training, or the combination is refused."""
 
     implementation = {implementation!r}
-    example_json = """\\
+    scenario_json = """\\
 {json}
 """
 '''
@@ -45,12 +45,12 @@ class SavedCase(DrawnCase):
     """The base class of saved cases. Runs on `implementation`, whatever pytest's --implementation is."""
 
     implementation: ClassVar[str] = ""
-    example_json: ClassVar[str] = ""
+    scenario_json: ClassVar[str] = ""
 
     def __init_subclass__(cls, **rest: Any) -> None:
         super().__init_subclass__(**rest)
-        if cls.example_json:
-            bind(cls, example_from_json(cls.example_json))
+        if cls.scenario_json:
+            bind(cls, scenario_from_json(cls.scenario_json))
 
     def setUp(self) -> None:
         before, description = run_settings.current(), run_settings.description()
@@ -61,23 +61,23 @@ class SavedCase(DrawnCase):
 
     @classmethod
     def method_names(cls) -> list[str]:
-        """The names of its test methods: one, in a class that has an example."""
-        return ["test_drawn"] if cls.example_json else []
+        """The names of its test methods: one, in a class that has a scenario."""
+        return ["test_drawn"] if cls.scenario_json else []
 
 
-def save(directory: Path, example: Example, *, implementation: str, signature: str) -> Path:
+def save(directory: Path, scenario: Scenario, *, implementation: str, signature: str) -> Path:
     """
-    Write the test file of an example, and return its path; the same example is written to the same file.
+    Write the test file of a scenario, and return its path; the same scenario is written to the same file.
 
     Raises EnvironmentUnavailable if it cannot be written.
     """
-    path = directory / f"test_explored_{example.digest}.py"
+    path = directory / f"test_explored_{scenario.digest}.py"
     text = _FILE.format(
         signature=signature.replace('"""', "'''").replace("\\", "/"),
-        needs=", ".join(sorted(features(example))) or "nothing special",
-        digest=example.digest,
+        needs=scenario.describe(),
+        digest=scenario.digest,
         implementation=implementation,
-        json=example.to_json().replace("\\", "\\\\"),
+        json=scenario.to_json().replace("\\", "\\\\"),
     )
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 """
-The warm process that runs examples: `python -m fsdp_conformance.explore.worker ORDER_FILE`.
+The warm process that runs scenarios: `python -m fsdp_conformance.explore.worker ORDER_FILE`.
 
-It imports torch and the adapter once, and forks a *runner*, which runs one example after another on simulated ranks. A
+It imports torch and the adapter once, and forks a *runner*, which runs one scenario after another on simulated ranks. A
 runner that crashed, hung, or may have been left in a bad state is replaced by a fork, which takes a few milliseconds.
 Orders come from stdin and answers go to the original stdout, as lines of JSON; what an engine prints goes to stderr.
 
     {"ready": PID}                  a new runner takes orders
-    {"example": JSON}          ->   {"record": ...}, {"rejected": why} or {"broken": traceback}; with "digest" of the
+    {"scenario": JSON}          ->   {"record": ...}, {"rejected": why} or {"broken": traceback}; with "digest" of the
                                     example, and "last" if the runner ends after it
     {"ended": STATUS}               the runner has ended; the next one follows
 """
@@ -30,8 +30,7 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.errors import ConformanceError, NotExact
 from fsdp_conformance.explore import case as drawn_case
 from fsdp_conformance.explore.case import DrawnCase, case_for, payload
-from fsdp_conformance.explore.example import Example, example_from_json
-from fsdp_conformance.explore.references import prepare
+from fsdp_conformance.explore.references import judgeable
 from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.deadlines import Deadlines
@@ -47,10 +46,11 @@ from fsdp_conformance.judge import Observed, judge
 from fsdp_conformance.outcome.endings import class_of
 from fsdp_conformance.outcome.records import CaseRecord, RankExit, RankReport
 from fsdp_conformance.run_settings import RunOrder, RunSettings, order_from_json
+from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
 from fsdp_conformance.verdict import Verdict
 
-#: A runner is replaced after this many examples, so that what an engine leaks does not add up.
-EXAMPLES_PER_RUNNER = 200
+#: A runner is replaced after this many scenarios, so that what an engine leaks does not add up.
+SCENARIOS_PER_RUNNER = 200
 
 #: Verdicts after which a process is as it was before.
 _CLEAN = frozenset({Verdict.PASS, Verdict.INCONCLUSIVE})
@@ -70,7 +70,7 @@ class _NoController:
 
 
 class _WarmRun(RankRun):
-    """One example on one simulated rank of a runner."""
+    """One scenario on one simulated rank of a runner."""
 
     start = "simulated"
 
@@ -86,27 +86,27 @@ class _WarmRun(RankRun):
         rank_scheduler.running().finish(failure or self.report.not_run or self.report.inconclusive or "")
 
 
-def run_example(
-    example: Example, order: RunOrder, *, scratch: Path | None = None
+def run_scenario(
+    scenario: Scenario, order: RunOrder, *, scratch: Path | None = None
 ) -> tuple[CaseRecord, list[RankReport]]:
     """
-    Run an example on simulated ranks in this process, and judge it.
+    Run a scenario on simulated ranks in this process, and judge it.
 
     Checkpoints go into a directory below `scratch`, and are deleted. Raises NotExact if its references cannot judge it.
     """
-    with tempfile.TemporaryDirectory(prefix="example-", dir=scratch) as directory:
-        return _run_in(Path(directory), example, order)
+    with tempfile.TemporaryDirectory(prefix="scenario-", dir=scratch) as directory:
+        return _run_in(Path(directory), scenario, order)
 
 
-def _run_in(directory: Path, example: Example, order: RunOrder) -> tuple[CaseRecord, list[RankReport]]:
+def _run_in(directory: Path, scenario: Scenario, order: RunOrder) -> tuple[CaseRecord, list[RankReport]]:
     began = time.monotonic()
     drawn_case.prepared.clear()
-    drawn_case.prepared[example.digest] = prepare(example)
-    case = case_for(example)
+    drawn_case.prepared[scenario.digest] = judgeable(scenario)
+    case = case_for(scenario)
     hook = sys.excepthook
     determinism = Determinism(seed=order.settings.seed, num_threads=order.settings.num_threads)
     determinism.apply()
-    orders = _rank_orders(example, order, determinism, directory)
+    orders = _rank_orders(scenario, order, determinism, directory)
     differing = ("RANK", "LOCAL_RANK")
     runs: dict[int, _WarmRun] = {}
     codes: dict[int, int] = {}
@@ -123,7 +123,7 @@ def _run_in(directory: Path, example: Example, order: RunOrder) -> tuple[CaseRec
     # torch wraps the hook whenever a group is made, and never unwraps it.
     sys.excepthook = hook
     drawn_case.prepared.clear()
-    reports = [runs[rank].report for rank in range(example.world_size)]
+    reports = [runs[rank].report for rank in range(scenario.world_size)]
     description = _description(order)
     record = judge(
         case,
@@ -131,7 +131,7 @@ def _run_in(directory: Path, example: Example, order: RunOrder) -> tuple[CaseRec
             reports=reports,
             exits=[
                 RankExit(rank=rank, pid=os.getpid(), exitcode=0, time=time.monotonic(), reported=True)
-                for rank in range(example.world_size)
+                for rank in range(scenario.world_size)
             ],
             declared=description.declared(order.device),
             device=order.device,
@@ -149,18 +149,18 @@ def _description(order: RunOrder) -> registry.AdapterDescription:
     return registry.describe_here(order.settings.implementation)
 
 
-def _rank_orders(example: Example, order: RunOrder, determinism: Determinism, directory: Path) -> list[RankOrder]:
+def _rank_orders(scenario: Scenario, order: RunOrder, determinism: Determinism, directory: Path) -> list[RankOrder]:
     case = CaseOrder(
         module=DrawnCase.__module__,
         qualname=DrawnCase.__qualname__,
         test_name="test_drawn",
         file_name=os.devnull,
         directory=directory,
-        world_size=example.world_size,
+        world_size=scenario.world_size,
         device_type=order.device,
-        deadlines=Deadlines.nested(case_for(example).timeout_s, scale=order.settings.deadline_scale),
+        deadlines=Deadlines.nested(case_for(scenario).timeout_s, scale=order.settings.deadline_scale),
         determinism=determinism,
-        payload=packed(payload(order.to_json(), example)),
+        payload=packed(payload(order.to_json(), scenario)),
         options={"fake_pg": False},
         simulated=True,
         group=FirstGroup(only=order.settings.backend),
@@ -171,17 +171,17 @@ def _rank_orders(example: Example, order: RunOrder, determinism: Determinism, di
             case=case,
             rank=rank,
             files=_NOWHERE,
-            environment=rank_variables(rank, example.world_size, determinism=determinism),
+            environment=rank_variables(rank, scenario.world_size, determinism=determinism),
         )
-        for rank in range(example.world_size)
+        for rank in range(scenario.world_size)
     ]
 
 
 def _answer(text: str, order: RunOrder, scratch: Path) -> tuple[dict[str, Any], bool]:
-    """The answer to an order, and whether this process may run another example."""
+    """The answer to an order, and whether this process may run another scenario."""
     try:
-        example = example_from_json(text)
-        record, _ = run_example(example, order, scratch=scratch)
+        scenario = scenario_from_json(text)
+        record, _ = run_scenario(scenario, order, scratch=scratch)
     except NotExact as error:
         return {"rejected": "not exact: the mantissa is used up", "detail": str(error)}, True
     except ConformanceError as error:
@@ -227,15 +227,15 @@ def _run(order: RunOrder, answers: Any, scratch: Path) -> NoReturn:
     status = 1
     try:
         apply_collective_timeout(case_seconds(order))
-        for number in range(EXAMPLES_PER_RUNNER):
+        for number in range(SCENARIOS_PER_RUNNER):
             # Not through a buffer: what it held would be lost to the next runner.
             text = _line_of(0)
             if not text:
                 status = _NO_MORE
                 break
             sent = json.loads(text)
-            answer, clean = _answer(sent["example"], order, scratch)
-            last = not clean or number == EXAMPLES_PER_RUNNER - 1
+            answer, clean = _answer(sent["scenario"], order, scratch)
+            last = not clean or number == SCENARIOS_PER_RUNNER - 1
             _say(answers, {**answer, "digest": sent["digest"], "last": last})
             status = 0
             if last:
@@ -249,8 +249,8 @@ def _run(order: RunOrder, answers: Any, scratch: Path) -> NoReturn:
 
 
 def case_seconds(order: RunOrder) -> float:
-    """How long an example may take."""
-    return case_for(Example()).timeout_s * order.settings.deadline_scale
+    """How long a scenario may take."""
+    return case_for(Scenario()).timeout_s * order.settings.deadline_scale
 
 
 def _line_of(descriptor: int) -> str:

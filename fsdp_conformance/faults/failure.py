@@ -37,10 +37,10 @@ class InjectedFailure(Exception):
 class FailedWork(Work):
     """A collective that the backend took, and that fails."""
 
-    def __init__(self, inner: Work, said: str) -> None:
+    def __init__(self, inner: Work, message: str) -> None:
         super().__init__()
         self._inner = inner
-        self._error = DistBackendError(said)
+        self._error = DistBackendError(message)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Raise."""

@@ -2,7 +2,7 @@
 Ranks: starting them, watching them, ending them.
 
     testcase             `ShardedTrainingTestCase`, the base class of every case
-    controller           its half in the controller: the order for the ranks, and the outcome
+    controller           its half in the controller: the start of the ranks, and the outcome
     torch_compat         the base classes of PyTorch's own distributed tests, on our ranks
     torch_testing        imports torch's test modules without starting CUDA
     probe                calls one function in one fresh process

@@ -1,5 +1,5 @@
 """
-The controller's half of `ShardedTrainingTestCase`: the order for the ranks, and the outcome as torch's harness has it.
+The controller's half of `ShardedTrainingTestCase`: the start of the ranks, and the outcome as torch's harness has it.
 
 No rank imports this module: the test case does when it starts its ranks.
 """
@@ -9,11 +9,9 @@ from __future__ import annotations
 import unittest
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-from fsdp_conformance.harness import devices
-from fsdp_conformance.harness.order import CaseOrder, packed
+from fsdp_conformance.harness.order import CaseOrder
 from fsdp_conformance.harness.processes.launcher import Launch, launch
 from fsdp_conformance.harness.rank import ERROR_EXIT_CODE
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
@@ -21,84 +19,34 @@ from fsdp_conformance.outcome.endings import Attribution, Ending, attribute
 from fsdp_conformance.outcome.mismatch import differing_calls
 from fsdp_conformance.outcome.records import RankExit, RankReport
 
-if TYPE_CHECKING:
-    from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 
-
-def start(test: ShardedTrainingTestCase, test_name: str, directory: Path) -> Launch | None:
+def start(order: CaseOrder, test_id: str) -> Launch | None:
     """Start the ranks. None for a torchrun worker that has no part in the case."""
-    owner = type(test)
-    meeting = _meet_workers(test)
-    if meeting is not None and not meeting.takes_part:
-        return None
-    return launch(
-        CaseOrder(
-            module=owner.__module__,
-            qualname=owner.__qualname__,
-            test_name=test_name,
-            file_name=test.file_name,
-            directory=directory,
-            world_size=int(test.world_size),
-            device_type=test.device_type,
-            deadlines=test.deadlines,
-            determinism=test.determinism,
-            variables={**test.preload_environment, **test.rank_environment},
-            preload=(*devices.preload(test.device_type), owner.__module__, *test.preload),
-            preload_environment={
-                **test.preload_environment,
-                **devices.preload_environment(test.device_type, shared=test.share_devices),
-            },
-            payload=packed(test.launch_payload),
-            options={"fake_pg": getattr(test, "fake_pg", False)},
-            imports_main=owner.__module__ == "__main__",
-            reuse=test.reuse_ranks and not test.simulated_ranks and test.torchrun_worker is None,
-            simulated=test.simulated_ranks,
-            share_devices=test.share_devices,
-            slots_per_device=test.slots_per_device,
-            group=test.first_group,
-            name=meeting.name if meeting is not None else "",
-            worker=test.torchrun_worker,
-            debugged=test.debugged,
-            first_part=test.first_part,
-        ),
-        meeting,
-    )
+    meeting = _meet_workers(order, test_id)
+    if meeting is None:
+        return launch(order, None)
+    return launch(replace(order, name=meeting.name), meeting) if meeting.takes_part else None
 
 
-def _meet_workers(test: ShardedTrainingTestCase) -> CaseMeeting | None:
+def _meet_workers(order: CaseOrder, test_id: str) -> CaseMeeting | None:
     """The meeting with the other torchrun workers. Raises EnvironmentUnavailable if one of them is missing."""
-    if test.torchrun_worker is None:
+    if order.worker is None:
         return None
-    meeting = CaseMeeting(test.torchrun_worker, test.id(), int(test.world_size))
+    meeting = CaseMeeting(order.worker, test_id, order.world_size)
     if meeting.takes_part:
-        meeting.begin(test.deadlines.case_s)
+        meeting.begin(order.deadlines.case_s)
     return meeting
 
 
 def conclude(
-    test: ShardedTrainingTestCase,
-    function: Any,
-    reports: Sequence[RankReport | None],
-    exits: Sequence[RankExit],
-    *,
-    elapsed_s: float,
+    test_id: str, reports: Sequence[RankReport | None], exits: Sequence[RankExit], *, elapsed_s: float
 ) -> None:
-    """As torch's harness concludes; `ShardedTrainingTestCase.conclude` says how."""
+    """Raise RuntimeError if a rank failed, and SkipTest if the first one left the test with a skip code."""
     attribution = attribute(reports, exits)
-    raised = any(report is not None and report.error is not None for report in reports)
-    if not raised and function in test.skip_return_code_checks:
-        return
-    special = getattr(test, "special_return_code_checks", {})  # since torch 2.7
-    if not raised and function in special:
-        expected = special[function]
-        test.assertEqual(
-            expected, exits[0].exitcode, msg=f"Expected exit code {expected} but got {exits[0].exitcode} on rank 0"
-        )
-        return
     if attribution.first is not None:
         raise RuntimeError(failure_text(attribution, reports, exits, elapsed_s=elapsed_s))
     for note in attribution.notes:
-        warnings.warn(f"{test.id()}: {note}", stacklevel=3)
+        warnings.warn(f"{test_id}: {note}", stacklevel=3)
     first = reports[0]
     if first is not None and first.not_run is not None:
         raise unittest.SkipTest(first.not_run)

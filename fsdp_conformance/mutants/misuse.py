@@ -303,3 +303,34 @@ def _flattened(value: Any) -> Any:
     flat = _Flattened(_flattened(item) for item in by_field.values())
     flat.fields = dict(zip(by_field, flat, strict=True))
     return flat
+
+
+@known_wrong("R189")
+class DrawsRandomNumbers(SeamFSDP2):
+    """Every forward draws a random number, as an engine does that shuffles or initialises something on the way."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        torch.rand(1)
+        return super().forward(*args, **kwargs)
+
+
+@known_wrong("R189")
+class LeavesTheDefaultDtype(SeamFSDP2):
+    """The first step sets torch's default dtype, and never sets it back."""
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        norm = super().step(max_norm, norm_type=norm_type)
+        torch.set_default_dtype(torch.bfloat16)
+        return norm
+
+
+@known_wrong("R189")
+class ExchangesParameters(SeamFSDP2):
+    """After a step the module has new parameter objects; the optimizer has the old ones, with the same memory."""
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        norm = super().step(max_norm, norm_type=norm_type)
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad))
+        return norm

@@ -3,7 +3,8 @@ A known-wrong implementation, a correct one that is unusual, and how they are re
 
 `@known_wrong("R003")` on an adapter class registers it where it is written: its name is the class name in kebab case,
 its defect is the docstring, its engine the adapter that it derives from. `registered` finds these classes in the source
-text, so that the list can be had without importing torch; the classes themselves are imported in the ranks.
+text, so that the list can be had without importing torch; the classes themselves are imported in the ranks. Reports and
+certificates call a mutant `mutant:NAME`, which is also what `--implementation` takes.
 `@legal_variant("torch-fsdp2")` and `registered_variants` do the same for correct variants of an engine.
 """
 
@@ -16,9 +17,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-C = TypeVar("C", bound=type)
+if TYPE_CHECKING:
+    from fsdp_conformance.adapters.base import Adapter
+
+C = TypeVar("C", bound="type[Adapter]")
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -93,7 +97,13 @@ def known_wrong(
     `name` is only needed where it differs from the class name in kebab case, `engine` where no base class is a bundled
     adapter. `shows` lists members of `Symptom`; it contains "raised" if and only if `raises` names an exception.
     """
-    return lambda cls: cls
+
+    def named(cls: C) -> C:
+        # Otherwise it inherits the name of the engine that it breaks, and a report would accuse that engine.
+        cls.name = f"mutant:{name or _kebab_case(cls.__name__)}"
+        return cls
+
+    return named
 
 
 def legal_variant(base: str) -> Callable[[C], C]:

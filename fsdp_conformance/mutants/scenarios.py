@@ -33,6 +33,27 @@ class InputsOfFirstRank(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
 
+@known_wrong("R000", "R003")
+class LosesARowOfTheSecondMicroBatch(SeamFSDP2):
+    """Where an odd number of rows meets a second micro-batch, the gradient of the last row is lost."""
+
+    _micro = 0
+
+    def microbatch(self, last: bool, *, reduced: bool = True) -> Any:
+        self._micro += 1
+        return super().microbatch(last, reduced=reduced)
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        self._micro = 0
+        return super().step(max_norm, norm_type=norm_type)
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        if self._micro == 2 and grad.dim() == 2 and grad.shape[0] % 2 and grad.shape[0] > 1:
+            grad = grad.clone()
+            grad[-1] = 0
+        return grad
+
+
 @known_wrong("R006")
 class WeighsRanksByRows(SeamFSDP2):
     """The mean over ranks weighs each of them by the number of rows that it stores."""

@@ -88,7 +88,8 @@ def selected_entries(config: pytest.Config) -> tuple[Entry, ...]:
     """The selected cases of the profile."""
     from fsdp_conformance.contract.selection import selected
 
-    return selected(profile_of(config), settings_of(config))
+    suites = str(config.getoption("conformance_suites"))
+    return selected(profile_of(config), settings_of(config), suites=suites)
 
 
 @contextmanager

@@ -104,6 +104,10 @@ class Reference(ABC):
         """The callable for a training forward that is followed by a backward."""
         return replica.module
 
+    def call_alone(self, replica: Replica) -> Callable[..., Any]:
+        """The callable for a training forward that no backward follows: not DDP's, whose reducer would wait for it."""
+        return replica.module
+
     def call_in_eval(self, replica: Replica) -> Callable[..., Any]:
         """The callable for a forward in eval mode."""
         return replica.module
@@ -234,12 +238,11 @@ class Reference(ABC):
 
     def _apply(self, event: Event, replica: Replica) -> None:
         match event.action:
-            case Action.EVALUATE:
+            case Action.EVALUATE | Action.INFER:
                 self._evaluate(replica, self._batch(replica, event.step, event.micro))
             case Action.FORWARD:
                 batch = self._batch(replica, event.step, event.micro)
-                # Bypasses DDP, whose reducer would wait for a backward that never comes.
-                replica.module(*batch.args, **batch.kwargs)
+                self.call_alone(replica)(*batch.args, **batch.kwargs)
             case Action.READ:
                 replica.history.reads.append({name: note(param) for name, param in replica.params.items()})
             case Action.LEARNING_RATE:
@@ -286,8 +289,8 @@ class Reference(ABC):
 
     def _attempt(self, replica: Replica, event: Event, begun: int) -> None:
         """
-        Do what an interrupted attempt leaves behind: its forwards may have changed buffers. Its gradients are dropped,
-        so there is no backward. Bypasses DDP, whose reducer would wait for one.
+        Do what an interrupted attempt leaves behind: its passes, and what they recompute, may have changed buffers. Its
+        gradients are dropped, and no reducer sees it.
         """
         if self.workload.fuse is None:
             raise SuiteError(f"{self.workload.name} must have a fuse for an event that raises, got None")
@@ -297,13 +300,17 @@ class Reference(ABC):
             batch = self._batch(replica, event.step, micro)
             if event.moment is Moment.FORWARD and micro == last:
                 fuse.arm("forward", code)
-                text = _raised_by(fuse, partial(replica.module, *batch.args, **batch.kwargs))
+                text = _raised_by(fuse, partial(self.call_alone(replica), *batch.args, **batch.kwargs))
                 replica.history.caught.append(text)
+                continue
+            raises = event.moment is Moment.LOSS and micro == last
+            if raises:
+                fuse.arm("backward", code)
+            loss = self.workload.loss(self.call_alone(replica)(*batch.args, **batch.kwargs), batch)
+            if raises:
+                replica.history.caught.append(_raised_by(fuse, partial(self._backward, loss)))
             else:
-                replica.module(*batch.args, **batch.kwargs)
-        if event.moment is Moment.LOSS:
-            fuse.arm("backward", code)
-            replica.history.caught.append(_raised_by(fuse, partial(fuse.reach, "backward")))
+                self._backward(loss)
         for param in replica.params.values():
             param.grad = None
 
@@ -320,9 +327,12 @@ class Reference(ABC):
                 self._apply(event, replica)
             if self.regime.init_scale is not None:
                 loss = self.scaled(replica, loss)
-            parts = self.regime.backwards_per_forward
-            for part in range(parts):
-                torch.autograd.backward(loss / parts if parts > 1 else loss, retain_graph=part < parts - 1)
+            self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
+        parts = self.regime.backwards_per_forward
+        for part in range(parts):
+            torch.autograd.backward(loss / parts if parts > 1 else loss, retain_graph=part < parts - 1)
 
     def _update(self, replica: Replica, step: int) -> None:
         record = replica.history.steps[step]

@@ -6,28 +6,33 @@ The oracle for mixed precision: all ranks in one process, rounding where a shard
     gradients     in the compute dtype, cast to the reduce dtype, averaged in it, cast to float32
     buffers       floating-point ones cast once
 
-Deferred micro-batches are accumulated in float32, so the reduce dtype must be float32 then. At most two ranks: their
-sum is the same in either order and halving it is exact, so every correct engine produces the same bits.
+Deferred micro-batches are accumulated in float32, so the reduce dtype must be float32 then. Two ranks have one sum, and
+halving it is exact, so every correct engine produces the same bits. With more ranks that depends on the values: it is
+shown for each training, by adding the ranks in the opposite order as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.errors import NotExact, SuiteError
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.plan import Plan
+from fsdp_conformance.references.exactness import values
 from fsdp_conformance.references.loop import Replica
-from fsdp_conformance.references.single_process import SingleProcess
+from fsdp_conformance.references.single_process import Order, SingleProcess
 from fsdp_conformance.references.structures import convert
 from fsdp_conformance.workload.definition import Regime, Workload
 from fsdp_conformance.workload.units import ROOT, owner
+
+#: Up to so many ranks, there is one sum.
+_ONE_SUM = 2
 
 
 class Rounding(SingleProcess):
@@ -38,33 +43,78 @@ class Rounding(SingleProcess):
     def __init__(self, workload: Workload, regime: Regime, plan: Plan, **rest: Any) -> None:
         super().__init__(workload, regime, dtype=torch.float32, **rest)
         deferred = not all(regime.is_reduced(micro) for micro in range(regime.micro_batches))
-        if self.world_size > 2 or (deferred and plan.reduce_dtype != "float32"):
+        if deferred and plan.reduce_dtype != "float32":
             raise SuiteError(
-                "rounding is only determined for at most 2 ranks, and for deferred micro-batches only with "
-                f"reduce_dtype=float32: got world_size={self.world_size}, reduce_dtype={plan.reduce_dtype} "
-                "[rounding reference]"
+                "reduce_dtype must be float32 with deferred micro-batches, which are accumulated in it, got "
+                f"{plan.reduce_dtype} [rounding reference]"
             )
         self.plan = plan
+        self._places: dict[int, dict[str, tuple[nn.Module, str]]] = {}
+        """By rank: every place of a parameter, also where it is tied, as module and key."""
+        self._originals: dict[int, dict[str, nn.Parameter]] = {}
         for replica in self.replicas:
+            self._places[replica.rank] = places = dict(_places_of(replica.module))
+            self._originals[replica.rank] = {
+                place: holder.get_parameter(key) for place, (holder, key) in places.items()
+            }
             for unit in (ROOT, *(unit for unit, _ in plan.unit_dtypes)):
-                module = replica.module.get_submodule(unit)
-                module.register_forward_pre_hook(partial(self._cast_inputs, unit), with_kwargs=True)
+                for name in unit.split("+"):
+                    module = replica.module.get_submodule(name)
+                    module.register_forward_pre_hook(partial(self._cast_inputs, unit), with_kwargs=True)
             _cast_buffers(replica.module, _dtype(plan.buffer_dtype))
 
     def call(self, replica: Replica) -> Callable[..., Any]:
-        return partial(self._called, replica)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            # They stay until the backward has ended: what is recomputed in it uses them, too.
+            self._swap(replica, self._rounded(replica))
+            return replica.module(*args, **kwargs)
+
+        return called
+
+    def call_alone(self, replica: Replica) -> Callable[..., Any]:
+        return self.call(replica)
 
     def call_in_eval(self, replica: Replica) -> Callable[..., Any]:
-        return partial(self._called, replica)
+        return partial(self._evaluated, replica)
 
-    def _called(self, replica: Replica, *args: Any, **kwargs: Any) -> Any:
+    def reduce(self, micro: int, reduced: bool) -> None:
+        for replica in self.replicas:
+            self._swap(replica, replica.params)
+        super().reduce(micro, reduced)
+
+    def _save(self, replica: Replica) -> None:
+        self._swap(replica, replica.params)
+        super()._save(replica)
+
+    def _load(self, replica: Replica) -> None:
+        self._swap(replica, replica.params)
+        super()._load(replica)
+
+    def _evaluated(self, replica: Replica, *args: Any, **kwargs: Any) -> Any:
+        """A forward that no backward follows, perhaps between another forward and its backward."""
         module = replica.module
-        tensors: dict[str, Tensor] = {
-            name: param.to(self._compute_dtype(name, module)) for name, param in replica.params.items()
+        before = {place: holder._parameters[key] for place, (holder, key) in self._places[replica.rank].items()}
+        buffers = {name: b.float() for name, b in module.named_buffers() if b.is_floating_point()}
+        self._swap(replica, self._rounded(replica))
+        try:
+            return functional_call(module, buffers if self._is_full(module) else {}, args, kwargs)
+        finally:
+            for place, (holder, key) in self._places[replica.rank].items():
+                holder._parameters[key] = before[place]
+
+    def _rounded(self, replica: Replica) -> dict[str, Tensor]:
+        """The parameters in the dtypes that they are computed in, differentiable."""
+        module = replica.module
+        return {
+            name: param.to(self._compute_dtype(name, module)) if param.is_floating_point() else param
+            for name, param in replica.params.items()
         }
-        if self._is_full(module):
-            tensors |= {name: b.float() for name, b in module.named_buffers() if b.is_floating_point()}
-        return functional_call(module, tensors, args, kwargs)
+
+    def _swap(self, replica: Replica, tensors: Mapping[str, Tensor]) -> None:
+        """Let the module compute with these tensors, wherever a parameter is used."""
+        of_parameter = {id(param): tensors[name] for name, param in replica.params.items()}
+        for place, (holder, key) in self._places[replica.rank].items():
+            holder._parameters[key] = cast(Any, of_parameter[id(self._originals[replica.rank][place])])
 
     def _compute_dtype(self, parameter: str, module: nn.Module) -> torch.dtype:
         unit = owner(parameter, self.plan.units)
@@ -84,16 +134,45 @@ class Rounding(SingleProcess):
     def mean(self, name: str, grads: list[Tensor], before: Tensor | None) -> Tensor:
         plan = self.plan
         dtype = _dtype(plan.reduce_dtype or plan.dtype_of(owner(name, plan.units))) or torch.float32
-        mean = (reduce(torch.add, [grad.to(dtype) for grad in grads]) / self.world_size).float()
+        in_order = grads[::-1] if self.order is Order.REVERSED else grads
+        mean = (reduce(torch.add, [grad.to(dtype) for grad in in_order]) / self.world_size).float()
         return mean if before is None else before + mean
 
 
 def rounding_reference(
     workload: Workload, regime: Regime, plan: Plan, *, rank: int, world_size: int, device: torch.device | str = "cpu"
 ) -> TrainingHistory:
-    """The expected history of one rank. Not collective. Raises SuiteError if the rounding is not determined."""
-    run = Rounding(workload, regime, plan, ranks=range(world_size), world_size=world_size, device=device)
-    return run.train()[rank]
+    """The expected history of one rank. Not collective. Raises NotExact if the rounding is not determined."""
+    return rounding_histories(workload, regime, plan, world_size=world_size, device=device)[rank]
+
+
+def rounding_histories(
+    workload: Workload, regime: Regime, plan: Plan, *, world_size: int, device: torch.device | str = "cpu"
+) -> list[TrainingHistory]:
+    """The expected histories of all ranks. Not collective. Raises NotExact if they depend on the order of ranks."""
+    orders = (Order.SUM,) if world_size <= _ONE_SUM else (Order.SUM, Order.REVERSED)
+    expected, *others = (
+        Rounding(
+            workload, regime, plan, order=order, ranks=range(world_size), world_size=world_size, device=device
+        ).train()
+        for order in orders
+    )
+    for other in others:
+        for history, twin in zip(other, expected, strict=True):
+            for (label, got), (_, want) in zip(values(history), values(twin), strict=True):
+                if not torch.equal(got, want):
+                    raise NotExact(
+                        f"{label} in low precision depends on the order in which ranks are added "
+                        f"[{workload.name}, rank {history.rank}]"
+                    )
+    return expected
+
+
+def _places_of(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    for prefix, below in module.named_modules():
+        for key, parameter in below._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{key}", (below, key)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:

@@ -7,6 +7,7 @@ The output of a run: the run file, the certificate that follows from it, and the
     recorder       writes the run file while the run goes on
     last_run       where runs leave their files, and what the last one found
     unjudged       records of cases whose test ended without a verdict
+    pairs          the pairs of values that a run covers
     certificate    what a run certifies, computed from its file and the profile
     verify         the certificate, derived again from a file
     folding        text folded to the width of the terminal

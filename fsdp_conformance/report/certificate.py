@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any
@@ -23,11 +23,12 @@ from fsdp_conformance import codec, stress
 from fsdp_conformance.capability import CAPABILITIES, Asked, offered
 from fsdp_conformance.contract import Contract, Level, load
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION, Entry, Profile, shipped
-from fsdp_conformance.contract.scopes import ADVICE, BASE, title
+from fsdp_conformance.contract.scopes import ADVICE, BASE, PAIRS, title
 from fsdp_conformance.contract.selection import OPTIONS
 from fsdp_conformance.judge import LOUD_REFUSAL, contradictions
 from fsdp_conformance.outcome.records import CaseRecord, RequirementId
 from fsdp_conformance.plan import SIMULATED
+from fsdp_conformance.report.pairs import pair_coverage
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.run_settings import SHARED_DEVICES, RunSettings, settings_from_json
 from fsdp_conformance.status import Status
@@ -195,7 +196,7 @@ def certify(
         declarations=tuple(_declarations(run)),
         unobserved=_unobserved(shown, profile, contract),
         reasons=tuple(reasons),
-        remarks=tuple(dict.fromkeys([*_remarks(run), *(item.remark for item in shown if item.remark)])),
+        remarks=tuple(dict.fromkeys([*_pairs(run), *_remarks(run), *(item.remark for item in shown if item.remark)])),
         counts={verdict.value: count for verdict, count in _counts(run.records).items()},
         executed=len(records.keys() & profile.by_id.keys()),
         expected=len(profile.entries),
@@ -242,7 +243,7 @@ def _is_silent(record: CaseRecord, entry: Entry) -> bool:
     A case that asks for a capability only through its model runs for every engine. To declare that capability must not
     turn wrong numbers into the failure of an extension.
     """
-    if entry.scope in (BASE, ADVICE):
+    if entry.scope in (BASE, ADVICE, PAIRS):
         return entry.scope == ADVICE
     names_refusal = any(finding.requirement == LOUD_REFUSAL for finding in record.findings)
     by_model = all(flag in CAPABILITIES and CAPABILITIES[flag].asked is Asked.MODEL for flag in entry.needs)
@@ -322,6 +323,14 @@ def _subject(run: RunFile) -> dict[str, str]:
     return {key: str(value or "") for key, value in subject.items()}
 
 
+def _pairs(run: RunFile) -> Iterator[str]:
+    """How many pairs of values the rows of the run cover."""
+    device = str((run.header.get("settings") or {}).get("device") or "cpu")
+    coverage = pair_coverage(run.records, run.header.get("implementation") or {}, device)
+    if coverage is not None:
+        yield coverage.sentence()
+
+
 def _declarations(run: RunFile) -> list[str]:
     """The adapter's declarations that loosen a check or change what runs."""
     described: Mapping[str, Any] = run.header.get("implementation") or {}
@@ -333,6 +342,10 @@ def _declarations(run: RunFile) -> list[str]:
     if described.get("max_unsharded"):
         units = f"{described['max_unsharded']} unit{'s' if described['max_unsharded'] > 1 else ''}"
         phrases.append(f"max_unsharded: up to {units} below the root with full parameters at once")
+    phrases += [
+        f"avoids: {' and '.join(f'{axis} {value}' for axis, value in values.items())}"
+        for values in described.get("avoids") or ()
+    ]
     phrases += [f"environment: {key}={value}" for key, value in (described.get("environment") or {}).items()]
     phrases += [
         f"declines on {device}: {', '.join(flags)}" for device, flags in (described.get("declines_on") or {}).items()

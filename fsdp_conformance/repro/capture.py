@@ -55,8 +55,8 @@ class Captured:
     """By the id of the workload."""
     left_out: dict[str, None] = field(default_factory=dict)
     """Further checks of the trainings."""
-    kept: list[Any] = field(default_factory=list)
-    """Keeps the objects alive, so that no id is used again."""
+    objects: list[Any] = field(default_factory=list)
+    """Those whose ids are noted here: while they are alive, no id is used again."""
 
     def maker(self, workload: Workload) -> Made:
         """The call that made it. Raises NoScript if the body has changed it, or built it directly."""
@@ -98,14 +98,14 @@ def _instance(bound: BoundCase, captured: Captured, chosen: RunSettings) -> Any:
             raise NoScript(f"{bound.case.id} trains with {', '.join(extra)}")
         training = Training(workload=workload, plan=plan or self.plan(workload), regime=regime or Regime())
         captured.trainings.append(training)
-        captured.kept.append(workload)
+        captured.objects.append(workload)
         return training
 
     def check_parity(self: Any, run: Any, workload: Workload, regime: Any = None, **options: Any) -> None:
         if not isinstance(run, Training) or (regime or Regime()) != run.regime:
             raise NoScript(f"{bound.case.id} compares a training with another one")
         run.reference = workload
-        captured.kept.append(workload)
+        captured.objects.append(workload)
 
     def nothing(self: Any, *args: Any) -> None:
         """Stand in for a method of the adapter."""
@@ -150,7 +150,7 @@ def _note(captured: Captured, frame: FrameType, event: str, value: Any) -> None:
     given = [(each, frame.f_locals[each]) for each in frame.f_code.co_varnames[:count] if each in frame.f_locals]
     if all(_is_literal(each) for _, each in given):
         captured.made[id(value)] = Made(module, name, ", ".join(f"{each}={what!r}" for each, what in given))
-        captured.kept.append(value)
+        captured.objects.append(value)
 
 
 def _is_literal(value: Any) -> bool:

@@ -25,7 +25,7 @@ from fsdp_conformance.workload.definition import Regime
 from fsdp_conformance.workload.events import Action
 
 #: What a script can do between the passes of a step, by its name there; the others only with an adapter's code.
-_FORWARDS = {Action.EVALUATE: "eval", Action.FORWARD: "train"}
+_FORWARDS = {Action.EVALUATE: "eval", Action.INFER: "eval", Action.FORWARD: "train"}
 _THROUGH_ADAPTERS = {Action.FREEZE: "freeze", Action.DROP: "drop"}
 
 #: The methods of an adapter that do these.

@@ -10,14 +10,14 @@ from fsdp_conformance.stress import MEASUREMENT, Provocation
 from fsdp_conformance.verdict import Verdict
 
 
-def _record(found: Any, *, ranks: int = 2, reported: int | None = None) -> CaseRecord:
+def _record(counts: Any, *, ranks: int = 2, reported: int | None = None) -> CaseRecord:
     reported = ranks if reported is None else reported
     return CaseRecord(
         case="R001/exact-probe-ws2",
         requirements=["R001"],
         chapter="A",
         verdict=Verdict.PASS,
-        measurements={} if found is None else {MEASUREMENT: found},
+        measurements={} if counts is None else {MEASUREMENT: counts},
         exits=[RankExit(rank=rank, pid=1, exitcode=0, time=0.0, reported=rank < reported) for rank in range(ranks)],
     )
 

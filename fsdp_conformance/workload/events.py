@@ -40,6 +40,8 @@ class Action(StrEnum):
 
     EVALUATE = "evaluate"
     """A forward in eval mode under no_grad; its output is compared."""
+    INFER = "infer"
+    """The same under inference_mode."""
     FORWARD = "forward"
     """A forward in training mode that no backward follows."""
     READ = "read"
@@ -82,6 +84,7 @@ class Action(StrEnum):
 #: At which moments an action is legal, because the contract says what it leads to.
 LEGAL: dict[Action, frozenset[Moment]] = {
     Action.EVALUATE: _ANY,
+    Action.INFER: _ANY,
     # Two forwards before the first one's backward are a pipelined order: R099.
     Action.FORWARD: _ANY - {Moment.LOSS},
     # Full parameters can be read where no forward waits for its backward (R047, R052).

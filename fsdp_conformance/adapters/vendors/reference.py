@@ -19,6 +19,7 @@ from fsdp_conformance.adapters.sharded import full_copy
 from fsdp_conformance.adapters.torch_like import (
     TorchAdapter,
     all_units,
+    hook_of_both_kinds,
     hybrid_shape,
     replace_submodule,
     submodules,
@@ -53,7 +54,7 @@ _KEPT = {
     engine.ShardingStrategy.FULL_SHARD: engine.ShardingStrategy.SHARD_GRAD_OP,
     engine.ShardingStrategy.HYBRID_SHARD: engine.ShardingStrategy.HYBRID_SHARD_ZERO2,
 }
-_FREED = {kept: freed for freed, kept in _KEPT.items()}
+_FREED = {keeping: freeing for freeing, keeping in _KEPT.items()}
 _PREFETCH = {
     BackwardPrefetch.DEFAULT: engine.BackwardPrefetch.BACKWARD_PRE,
     BackwardPrefetch.PRE: engine.BackwardPrefetch.BACKWARD_PRE,
@@ -174,7 +175,7 @@ class Reference(TorchAdapter):
         return self._root.no_all_reduce()
 
     def register_comm_hook(self, hook: CommunicationHook) -> None:
-        self._root.register_comm_hook(None, lambda _, gradient, shard: hook(gradient, shard))
+        self._root.register_comm_hook(None, hook_of_both_kinds(hook))
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)

@@ -65,7 +65,7 @@ class TorchCheckpoints(TorchAdapter):
 
     def load_optim_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.optimizer is not None:
-            options = StateDictOptions(full_state_dict=True)
+            options = StateDictOptions(full_state_dict=True, strict=False)
             set_optimizer_state_dict(self.model, self.optimizer, _copied(state), options=options)
 
     def save_checkpoint(self, directory: Path) -> None:
@@ -92,8 +92,9 @@ class TorchCheckpoints(TorchAdapter):
         return state
 
     def _options_to_save(self) -> StateDictOptions:
-        # Groups have numbers and not names: those of two stages would be in each other's place.
-        return StateDictOptions(flatten_optimizer_state_dict=bool(self.plan.stages))
+        # Groups have numbers and not names: those of two stages would be in each other's place. Not strict: that means
+        # only that a parameter without state is an error, and SGD without momentum, for example, has none.
+        return StateDictOptions(flatten_optimizer_state_dict=bool(self.plan.stages), strict=False)
 
 
 class FutureSave:

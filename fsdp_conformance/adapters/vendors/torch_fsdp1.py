@@ -32,6 +32,7 @@ from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradient
 from fsdp_conformance.adapters.torch_like import (
     all_units,
     apply_tensor_parallelism,
+    hook_of_both_kinds,
     hybrid_shape,
     refusal,
     replace_submodule,
@@ -136,8 +137,7 @@ class TorchFSDP1(TorchCheckpoints):
         return self._root.no_sync()
 
     def register_comm_hook(self, hook: CommunicationHook) -> None:
-        # FSDP1 looks at the number of arguments; a function that is called for replicated parameters has only two.
-        self._root.register_comm_hook(None, lambda state, gradient, shard: hook(gradient, shard))
+        self._root.register_comm_hook(None, hook_of_both_kinds(hook))
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)

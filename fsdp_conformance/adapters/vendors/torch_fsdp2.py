@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, cast
 
@@ -49,6 +49,40 @@ class TorchFSDP2(TorchCheckpoints):
         frozenset() if hasattr(FSDPModule, "reset_iter_state") else frozenset({"exception_recovery"})
     )
     max_unsharded: ClassVar[int] = 1
+    avoids: ClassVar[tuple[Mapping[str, str], ...]] = (
+        # pytorch#181832: a view that the caller changes in place loses the hook that gathers for its backward.
+        {"outputs": "views changed in place"},
+        # pytorch#197327: tensors made in inference mode are used in training.
+        {"evaluation": "in inference mode first"},
+        # The root stays gathered after a forward without a backward: parameters() then shows parameters without
+        # gradients, which clipping leaves out, and later code sees values from before the optimizer:
+        # ci/findings/torch-fsdp2/clip_after_a_forward.py and forward_before_the_update.py.
+        {"forward alone": "after a backward"},
+        {"evaluation": "before the optimizer"},
+        # What a backward had accumulated and not yet reduced when it was interrupted is part of later gradients:
+        # ci/findings/torch-fsdp2/recovery_keeps_gradients.py.
+        {"exception": "in backward"},
+        # Backward cannot gather what such a unit keeps after forward:
+        # ci/findings/torch-fsdp2/smaller_group_and_columns.py.
+        {"resharding": "to a smaller group", "shard dim": "1"},
+        {"use": "one never", "accumulation": "three, middle deferred"},
+        # torch.nn.utils.get_total_norm has no largest element of an empty shard:
+        # ci/findings/torch-fsdp2/clip_inf_empty_shard.py.
+        *({"clipping": "largest element", "rows": rows} for rows in ("uneven", "fewer than ranks")),
+        *({"clipping": "largest element", "other shapes": shape} for shape in ("single elements", "several dims")),
+        # torch.distributed.checkpoint.state_dict loses the settings of an empty group that is not the last one:
+        # ci/findings/torch-fsdp2/settings_of_an_empty_group.py.
+        *(
+            {"optimizer": "sgd, in groups", "checkpoints": loaded}
+            for loaded in ("loaded at once", "loaded later", "second one loaded")
+        ),
+        # It drops the state of parameters that are frozen when a checkpoint is loaded:
+        # ci/findings/torch-fsdp2/optimizer_state_of_a_frozen_parameter.py, pytorch#192202.
+        *({"frozen": "later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),
+        # It steps an optimizer that has no state yet, and so Adam's first step counts twice:
+        # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
+        *({"optimizer": adam, "checkpoints": "second one loaded"} for adam in ("adam", "adamw, fused")),
+    )
 
     @classmethod
     def version(cls) -> str:

@@ -57,15 +57,38 @@ def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def follow(answers: Iterable[dict[str, Any]], *, scripts: bool = False, as_json: bool = False) -> Status:
-    """Print what comes, and sum it up; as JSON, print it at the end."""
-    shown = time.monotonic()
+    """Print what comes, and sum it up, also if it is stopped; as JSON, print it at the end."""
     failures: list[dict[str, Any]] = []
+    progress: dict[str, Any] = {}
+    try:
+        return _followed(answers, failures, progress, scripts=scripts, as_json=as_json)
+    except KeyboardInterrupt:
+        if progress:
+            if as_json:
+                messages.say_json({"status": None, "counts": progress, "failures": failures})
+            else:
+                print("\nstopped; until then:")
+                _sum_up(progress, failures)
+        raise
+
+
+def _followed(
+    answers: Iterable[dict[str, Any]],
+    failures: list[dict[str, Any]],
+    progress: dict[str, Any],
+    *,
+    scripts: bool,
+    as_json: bool,
+) -> Status:
+    """Follow to the end, with the failures and the last counts in the two arguments."""
+    shown = time.monotonic()
     counts: dict[str, Any] | None = None
     for answer in answers:
         match answer.pop("what"):
             case "begin" if not as_json:
                 print(f"exploring {answer['name']} {answer['version']}", flush=True)
             case "progress":
+                progress |= answer["counts"]
                 if sys.stderr.isatty() and time.monotonic() - shown > _PROGRESS_S:
                     shown = time.monotonic()
                     print(f"\r{messages.plural(answer['ran'], 'example')} ", end="", file=sys.stderr, flush=True)
@@ -107,7 +130,7 @@ def _print_failure(answer: dict[str, Any], *, scripts: bool) -> None:
     if answer["saved"]:
         print(f"    saved     {answer['saved']}")
     else:
-        print(f"    example   {answer['example']}")
+        print(f"    scenario  {answer['scenario']}")
     if scripts:
         print(f"\n{answer['script']}", flush=True)
 

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
         PytestProcess() as pytest,
     ):
         profile = load_profile(settings.profile)
-        cases = chosen_cases.selected(profile, settings)
+        cases = chosen_cases.selected(profile, settings, arguments.suites)
         _check_workers(arguments.workers)
         expected = expected_by(arguments)
         survey = pytest.survey(settings.device, settings.implementation, signals)

@@ -2,14 +2,13 @@
 The job of `explore`: draw examples, shrink failures, and confirm them on processes. Its answers:
 
     begin     the implementation, and the flags that are drawn for
-    progress  after every example: the number that ran
+    progress  after every scenario: the number that ran, and the counts so far
     failure   a shrunk failure, with its text, and where it was saved
     done      the counts
 """
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def run(answer: Answer, order: dict[str, Any]) -> None:
-    """Explore as ordered. Raises EnvironmentUnavailable without Hypothesis, or without the device."""
-    if importlib.util.find_spec("hypothesis") is None:
-        raise EnvironmentUnavailable(
-            "explore needs Hypothesis, which is not installed: pip install 'fsdp-conformance[explore]'"
-        )
+    """Explore as ordered. Raises EnvironmentUnavailable without the device."""
     from fsdp_conformance.adapters import registry
     from fsdp_conformance.cases import places
     from fsdp_conformance.explore.exploration import Budget, Explorer
@@ -51,14 +46,16 @@ def run(answer: Answer, order: dict[str, Any]) -> None:
             elif what == "failure":
                 answer("shrinking", signature=str(about))
             else:
-                answer("progress", ran=explorer.result.ran)
+                answer("progress", ran=explorer.result.ran, counts=_counts(explorer.result))
 
         explorer = Explorer(
             worker,
             declared,
             Budget(seconds=order["seconds"], max_examples=order["max_examples"]),
             first_seed=order["seed"],
-            world_sizes=settings.world_sizes or (2, 3, 1, 4, 5),
+            world_sizes=settings.world_sizes or (2, 3, 1, 4),
+            # What the adapter avoids is known to fail, and would hide the rest.
+            known=[frozenset(f"{axis}: {value}" for axis, value in each.items()) for each in description.avoids],
             tell=tell,
         )
         exploration = explorer.explore()
@@ -74,6 +71,8 @@ def _counts(exploration: Exploration) -> dict[str, Any]:
         "declined": dict(exploration.declined),
         "left_out": exploration.left_out,
         "covered": {axis: dict(values) for axis, values in exploration.covered.items()},
+        "pairs": exploration.pairs,
+        "triples": exploration.triples,
         "shrinks": exploration.shrinks,
         "seconds": exploration.seconds,
         "fails_always": exploration.fails_always,
@@ -86,26 +85,25 @@ def _confirmed(failure: Failure, order: dict[str, Any], settings: RunSettings) -
     from fsdp_conformance.diagnosis.headline import most_telling
     from fsdp_conformance.explore import saved
     from fsdp_conformance.explore.case import run_on
-    from fsdp_conformance.explore.example import features
     from fsdp_conformance.explore.summary import Told, failure_text, script
     from fsdp_conformance.verdict import FINE
 
     implementation, signature = settings.implementation, str(failure.signature)
     simulated = failure.outcome.record
     assert simulated is not None, "what failed has a record"
-    record = run_on(failure.example, implementation, base=replace(settings, ranks="processes"))
+    record = run_on(failure.scenario, implementation, base=replace(settings, ranks="processes"))
     confirmed = record.verdict not in FINE
     summary = Told(
-        example=failure.example,
+        scenario=failure.scenario,
         signature=signature,
         record=record if confirmed else simulated,
         confirmed=confirmed,
         shrinks=failure.shrinks,
-        drawn_features=len(features(failure.drawn)),
+        drawn_features=len(failure.drawn.values),
     )
     path = None
     if order["save"] and confirmed:
-        path = saved.save(Path(order["save"]), failure.example, implementation=implementation, signature=signature)
+        path = saved.save(Path(order["save"]), failure.scenario, implementation=implementation, signature=signature)
     # One finding is printed; there is no run file in which the others could be looked up.
     summary.record.findings = [finding for finding in (most_telling(summary.record.findings),) if finding is not None]
     summary.record.repro = f"python -m pytest {path}" if path is not None else ""
@@ -113,7 +111,7 @@ def _confirmed(failure: Failure, order: dict[str, Any], settings: RunSettings) -
         "signature": signature,
         "confirmed": confirmed,
         "text": failure_text(summary, width=order["width"]),
-        "example": failure.example.to_json(),
-        "script": script(failure.example, implementation=implementation, signature=signature),
+        "scenario": failure.scenario.to_json(),
+        "script": script(failure.scenario, implementation=implementation, signature=signature),
         "saved": None if path is None else str(path),
     }

@@ -115,6 +115,8 @@ class Chunk(ShardedStorage):
         self._open: Tensor | None = None
         self._stand_ins: list[Tensor] = []
         config = config or ChunkConfig()
+        if not dtype.is_floating_point:
+            raise ChunkError(f"dtype must be a floating-point dtype, got {dtype}", where=f"Chunk of {numel} x {dtype}")
         block = BlockSpec(numel, config.compute_dtype or dtype)
         if config.block is BlockKind.PUBLIC and pool.public_spec not in (None, block):
             raise ChunkError(

@@ -119,6 +119,13 @@ class StorageLayout:
         end = max(min(slot.end, self.shard_begin + self.shard_numel), begin)
         return ShardSlice(begin - slot.offset, end - slot.offset, begin - self.shard_begin if begin < end else 0)
 
+    def holders(self, index: int) -> range:
+        """The ranks whose shards have elements of a tensor; all ranks if it has no elements."""
+        slot = self.slots[index]
+        if slot.offset == slot.end:
+            return range(self.world_size)
+        return range(slot.offset // self.shard_numel, (slot.end - 1) // self.shard_numel + 1)
+
     def shard_views(self, shard: Tensor) -> list[Tensor]:
         """The parts of the tensors in this rank's shard as 1D views of it, in order, including empty ones."""
         slices = map(self.shard_slice, range(len(self.slots)))

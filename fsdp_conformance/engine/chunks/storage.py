@@ -128,11 +128,13 @@ class Gathering:
         event = self.complete()
         if self._error is not None:
             raise self._error
+        # On every call: the current stream may be another one than last time.
         self._streams.wait(event)
         self._on_arrival(self)
 
     def complete(self) -> torch.Event | None:
         """The event at the gather's end; None without streams, when it has ended. Raises its work's error once."""
+        # Before waiting: a collective that failed is not waited for again.
         work, self._work = self._work, None
         if work is not None:
             # On the gather's stream, so that the event below is after the collective, which may have its own stream.
@@ -165,6 +167,9 @@ def start_all_gather(payload: Tensor, shard: Tensor, layout: StorageLayout, grou
     if shard.dtype is not payload.dtype or shard.device != payload.device:
         # A rank's own slice of the payload is its part of the result: gathering from there needs no other memory.
         shard = layout.own_slice(payload).copy_(shard, non_blocking=True)
+    if not payload.dtype.is_floating_point:
+        # As bytes: gloo lacks some kinds of integers, and nothing is computed.
+        payload, shard = payload.view(torch.uint8), shard.view(torch.uint8)
     return all_gather(payload, shard, group)
 
 
@@ -201,8 +206,10 @@ class ShardedStorage:
         problems = []
         if numel < 1 or numel % world_size:
             problems.append(f"numel must be a positive multiple of the group size {world_size}, got {numel}")
-        if not dtype.is_floating_point:
-            problems.append(f"dtype must be a floating-point dtype, got {dtype}")
+        if dtype.is_complex:
+            problems.append(f"dtype must be a floating-point dtype or one of integers, got {dtype}")
+        elif not dtype.is_floating_point and (config.compute_dtype or config.reduce_dtype):
+            problems.append(f"compute_dtype and reduce_dtype must be None for {dtype}, which is not cast or reduced")
         if problems:
             raise ChunkError(problems, where=f"{type(self).__name__} of {numel} x {dtype}")
         self.layout = StorageLayout(numel, world_size=world_size, rank=dist.get_rank(self.group), align=config.align)
@@ -214,8 +221,10 @@ class ShardedStorage:
         # True if waiting for a work orders streams instead of blocking the host: then it can be done at once.
         self._gathers_ahead = pool.streams.orders(self.group)
         self._shard = torch.empty(0)
+        # The end of the last upload of an offloaded shard, until the host has waited for it.
         self._shard_read: torch.Event | None = None
         self._block = None if self.aliases_shard else self._own_block()
+        # The gather that has filled the block, or is filling it; None while sharded.
         self._gathering: Gathering | None = None
         self._views: dict[Block | None, list[Tensor]] = {}
 
@@ -242,6 +251,7 @@ class ShardedStorage:
 
     @torch.no_grad()
     def _fill(self, tensors: Sequence[Tensor]) -> None:
+        # Memory of its own, not a block: in a group of one rank it becomes the shard.
         flat = torch.empty(self.numel, dtype=self.dtype, device=self.pool.device)
         for tensor in tensors:
             slot = self.layout.append(tensor.shape)
@@ -261,6 +271,7 @@ class ShardedStorage:
     def moved(self, pool: MemoryPool, dtype: torch.dtype, *, config: StorageConfig) -> ShardedStorage:
         """A storage of the same layout, on `pool` and in `dtype`; its shard is zero, for the caller to write."""
         twin = self._twin(pool, dtype, config)
+        # Zeros: the caller writes what belongs to tensors, and gaps and padding are gathered with it.
         twin._shard = torch.zeros(
             twin.layout.shard_numel, dtype=dtype, device=twin.shard_device, pin_memory=twin.pins_memory
         )
@@ -274,6 +285,7 @@ class ShardedStorage:
         Only one of the two may be unsharded, or have gradients, at a time: nothing orders one after the other.
         """
         twin = self._twin(self.pool, self.dtype, config)
+        # Not a copy: what the optimizer writes has to reach both.
         twin._shard = self.shard
         twin._go(StorageState.SHARDED)
         return twin
@@ -328,6 +340,7 @@ class ShardedStorage:
             memory = self._block.payload.untyped_storage()
             memory.resize_(self._block.nbytes)
             views = self._make_views()
+            # The views outlive this: they refer to the storage object, which stays.
             memory.resize_(0)
             return views
         return self._make_views()
@@ -408,6 +421,7 @@ class ShardedStorage:
 
     def _own_block(self) -> Block | None:
         """The block that it keeps, with or without memory; None if it is lent one for each gather."""
+        # Autograd saves views in forward: what is gathered for backward has to appear behind the same storage object.
         return self.pool.reserve(self.numel, self.compute_dtype)
 
     def _lease_block(self) -> Block:
@@ -486,6 +500,7 @@ class ShardedStorage:
                     work = start_all_gather(block.payload, shard, self.layout, group)
                     gathering = Gathering(work, streams, self._arrive)
                     if work is not None and self._gathers_ahead:
+                        # Only orders streams here, and the event covers the collective: nothing is left to wait for.
                         gathering.complete()
                     else:
                         gathering.mark()
@@ -515,6 +530,7 @@ class ShardedStorage:
         finally:
             # Also after a failed gather: its block must go back, or the pool would run out after a few retries.
             self._go(StorageState.SHARDED)
+            # From now on the old handle means nothing: see `_arrive`.
             self._gathering = None
             if self._block is not None:
                 self._give_back(self._block, after)

@@ -7,6 +7,7 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
 
     schedule             when each unit is gathered, resharded and reduced
     unit                 a unit and its states during a training step
+    boundary             the nodes of the graph where the backward of a unit begins and ends
     hooks                the module hooks that tell the schedule what runs
     deferral             no optimizer steps while gradients are deferred
     inputs               moving and casting a unit's inputs

@@ -32,7 +32,11 @@ from fsdp_conformance.engine.fully_sharded.model_state import (
     own_pieces,
     sharded_state_dict,
 )
-from fsdp_conformance.engine.fully_sharded.optimizer_state import load_optimizer_state, sharded_optimizer_state
+from fsdp_conformance.engine.fully_sharded.optimizer_state import (
+    is_sharded,
+    load_optimizer_state,
+    sharded_optimizer_state,
+)
 
 _MODEL, _OPTIMIZER = "model", "optim"
 
@@ -109,26 +113,27 @@ def _room_for_optimizer(module: nn.Module, metadata: Metadata, optimizer_key: st
     }
     room: dict[str, Any] = {}
     for key, path in metadata.planner_data.items():
-        if path[0] == optimizer_key:
+        # An earlier version wrote down names of state without elements, and nothing of the state.
+        if path[0] == optimizer_key and key in metadata.state_dict_metadata:
             inner = room
             *outer, last = map(str, path[1:])
             for part in outer:
                 inner = inner.setdefault(part, {})
             home = homes.get(outer[1]) if outer[:1] == ["state"] and len(outer) > 1 else None
-            inner[last] = _room(metadata.state_dict_metadata[key], home)
+            inner[last] = _room(metadata.state_dict_metadata[key], last, home)
     if not room:
         raise StructureMismatch("the checkpoint has no optimizer state", where="load_checkpoint")
     return {"state": {}} | room
 
 
-def _room(saved: object, home: tuple[FlatParameter, int] | None) -> Tensor | None:
+def _room(saved: object, key: str, home: tuple[FlatParameter, int] | None) -> Tensor | None:
     if not isinstance(saved, TensorStorageMetadata):
         return None
     dtype = saved.properties.dtype
     if home is None:
         return torch.empty(saved.size, dtype=dtype)
     flat, index = home
-    if saved.size != flat.members[index].shape or not saved.size:
+    if not is_sharded(key, saved.size, flat, index):
         return torch.empty(saved.size, dtype=dtype)
     return own_pieces(flat, index, torch.empty_like(flat.parts[index], dtype=dtype))
 

@@ -98,8 +98,10 @@ def check_members(members: Sequence[Member]) -> None:
     problems = []
     for member in members:
         parameter = member.parameter
-        if not parameter.dtype.is_floating_point:
-            problems.append(f"dtype of {member.name} must be a floating-point dtype, got {parameter.dtype}")
+        if parameter.dtype.is_complex:
+            problems.append(
+                f"dtype of {member.name} must be a floating-point dtype or one of integers, got {parameter.dtype}"
+            )
         if parameter.grad is not None:
             problems.append(f"{member.name} has a gradient: wrap the module before the first backward")
     if problems:

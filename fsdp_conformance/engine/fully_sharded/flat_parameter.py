@@ -60,10 +60,12 @@ class FlatParameter:
         self.tag = tag
         # The gather whose tag was compared: `finish_gather` is called again for units that stay unsharded.
         self._checked: Gathering | None = None
-        # Version counters at the last gather and at the last forward: the number of `write`s, and each parameter's.
+        # Version counters at the last gather and at the last forward: the number of `write`s, and each parameter's. At
+        # the last gather also the number of optimizer steps.
         self._versions: list[int] = []
         self._forward_versions: list[int] = []
         self._writes = 0
+        self._steps = 0
         # The data that this rank keeps after forward if it reshards to a smaller group: 1D, numel // group size.
         self._part: Tensor | None = None
         self.is_full_precision = False
@@ -193,7 +195,11 @@ class FlatParameter:
     @property
     def is_stale(self) -> bool:
         """True if a parameter was written since the gather, so that the unsharded values are out of date."""
-        return self._versions != self._current_versions()
+        return self._versions != [self._steps, *self._current_versions()]
+
+    def note_step(self) -> None:
+        """An optimizer that has parameters of the unit has stepped."""
+        self._steps += 1
 
     def note_forward(self) -> None:
         """Remember the parameters' versions: the backward of the forward that begins needs these values."""
@@ -240,13 +246,14 @@ class FlatParameter:
             self.storage.gather_parts(part, self.part_group, after=after)
             return
         # Before the gather, not when it arrives: a write in between is not gathered, and must make the data stale.
-        self._versions = self._current_versions()
+        self._versions = [self._steps, *self._current_versions()]
         self.storage.access(async_op=True, after=after)
 
     def finish_gather(self, watch: OrderWatch) -> None:
         """Wait for the gather. Raises ExecutionOrderError if another unit's data arrived; `watch` checks on a GPU."""
         gathering = self.storage.access(async_op=True)
         gathering.wait()
+        self.shown.unseal()
         if gathering is not self._checked:
             self._checked = gathering
             if self.tag is not None and not self.is_whole:
@@ -269,13 +276,24 @@ class FlatParameter:
         if self.storage.is_gathered:
             self._checked = None
             self.storage.release()
+            if not self.has_memory:
+                self.shown.seal()
 
     @property
     def is_unsharded(self) -> bool:
         """True if whole parameters are held, or being gathered."""
         return self.storage.is_gathered
 
+    @property
+    def has_memory(self) -> bool:
+        """True if the leaves have memory, even if their values have yet to arrive."""
+        return self.storage.is_gathered or self.storage.aliases_shard
+
     # --- whole values ------------------------------------------------------------------------------------------------
+
+    def has_elements(self, index: int) -> bool:
+        """True if this rank has elements of a parameter, or if there are none."""
+        return self.storage.layout.rank in self.storage.layout.holders(index)
 
     def part_of(self, index: int, whole: Tensor) -> Tensor:
         """This rank's part of a tensor of a parameter's shape."""
@@ -313,3 +331,5 @@ class FlatParameter:
             self.reduction.reset()
         finally:
             self.storage.reset()
+            if not self.has_memory:
+                self.shown.seal()

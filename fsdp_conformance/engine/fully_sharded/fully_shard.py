@@ -36,7 +36,7 @@ from fsdp_conformance.engine.fully_sharded.construction import (
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.hooks import UnitHooks
 from fsdp_conformance.engine.fully_sharded.materialisation import materialise
-from fsdp_conformance.engine.fully_sharded.optimizers import refuse_whole_tensor_optimizers
+from fsdp_conformance.engine.fully_sharded.optimizers import notice_steps, refuse_whole_tensor_optimizers
 from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
 from fsdp_conformance.engine.fully_sharded.sharding_groups import sharding_groups
 from fsdp_conformance.engine.fully_sharded.shown_parameters import Member
@@ -192,6 +192,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
     )
     _owners.note(found.members, unit)
     refuse_whole_tensor_optimizers(_owners)
+    notice_steps(_owners)
     _name_units(modules, unit)
     schedule = UnitSchedule(backward_prefetch=options.backward_prefetch, forward_prefetch=options.forward_prefetch)
     for each in [*inner, unit]:

@@ -139,6 +139,9 @@ def own_pieces(flat: FlatParameter, index: int, part: Tensor) -> Tensor:
     part = part.detach()
     if flat.is_whole:
         return part
+    if not flat.members[index].shape.numel():
+        # Nothing would be saved of it in pieces, and then it would be missing.
+        return part.view(flat.members[index].shape)
     return LocalPieces(part, flat.members[index].shape, flat.storage.layout.shard_slice(index).begin)
 
 

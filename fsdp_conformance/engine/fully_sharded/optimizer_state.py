@@ -2,13 +2,15 @@
 State of an optimizer over sharded parameters: saved in full or sharded for torch.distributed.checkpoint, and loaded.
 
 A state dict is {"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}. Tensors as large as the
-rank's part of their parameter are sharded with it; others, such as step counters, are the same on every rank.
+rank's part of their parameter are sharded with it; others, such as step counters, are the same on every rank that has
+elements of the parameter. A rank without elements has nothing to say about it: it cannot tell whether any rank has used
+the parameter, and may count steps that the others have skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,20 @@ from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.fully_shard import units_below
 from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
 from fsdp_conformance.engine.fully_sharded.model_state import fits, original_names, own_pieces, settled
-from fsdp_conformance.engine.verification import agree_on_text
+from fsdp_conformance.engine.verification import values_of_ranks
+
+#: What torch's optimizers keep once for each parameter: tensors without dims, like a scalar parameter's own state.
+_KEPT_ONCE = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+class _Entries(NamedTuple):
+    """A parameter's state on a rank with elements of it, as that rank describes it to the others."""
+
+    sharded: dict[str, torch.dtype]
+    whole: dict[str, Any]
+    """All that is not sharded. Tensors are on the CPU."""
+    off_cpu: frozenset[str]
+    """The keys of those that are not on the CPU there."""
 
 
 @torch.no_grad()
@@ -31,7 +46,7 @@ def full_optimizer_state(
     The state in full. Collective.
 
     `rank0_only`: ranks other than the first of their shard group get no sharded tensors. Raises StructureMismatch on
-    every rank if ranks have state for different parameters.
+    every rank if ranks with elements of a parameter have different state for it.
     """
 
     def whole(flat: FlatParameter, view: Tensor) -> Tensor | None:
@@ -56,13 +71,17 @@ def full_optimizer_state(
 
 @torch.no_grad()
 def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """This rank's part of the state, as live storage, for torch.distributed.checkpoint. Not collective."""
+    """
+    This rank's part of the state, as live storage, for torch.distributed.checkpoint. Not collective.
+
+    Parameters of which this rank has no elements are left to the others.
+    """
     names = original_names(module)
     places = {id(member.parameter): (flat, i) for flat in _flats(module) for i, member in enumerate(flat.members)}
     found: dict[str, dict[str, Any]] = {}
     for parameter, entries in optimizer.state.items():
         flat, index = places.get(id(parameter), (None, 0))
-        if id(parameter) in names:
+        if id(parameter) in names and (flat is None or flat.has_elements(index)):
             found[names[id(parameter)]] = {
                 key: own_pieces(flat, index, value) if flat is not None and _is_part(value, flat, index) else value
                 for key, value in entries.items()
@@ -109,7 +128,7 @@ def loadable_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Map
         parameter = by_name[name]
         flat, index = homes.get(id(parameter), (None, 0))
         loaded[positions[id(parameter)]] = {
-            key: _own_part(name, flat, index, value) if isinstance(value, Tensor) else value
+            key: _own_part(name, key, flat, index, value) if isinstance(value, Tensor) else value
             for key, value in entries.items()
         }
     groups = _loaded_groups(optimizer, state, by_name, positions)
@@ -130,6 +149,11 @@ def _is_part(value: object, flat: FlatParameter, index: int) -> bool:
     return isinstance(value, Tensor) and not flat.is_whole and value.shape == flat.parts[index].shape
 
 
+def is_sharded(key: str, shape: torch.Size, flat: FlatParameter, index: int) -> bool:
+    """True if a whole tensor of that shape in an optimizer's state is sharded with its parameter."""
+    return shape == flat.members[index].shape and (len(shape) > 0 or key not in _KEPT_ONCE)
+
+
 def _state_of(
     flat: FlatParameter,
     optimizer: Optimizer,
@@ -139,39 +163,86 @@ def _state_of(
     """State of the parameters in one storage. One all-gather per kind of tensor."""
     storage = flat.storage
     states = [optimizer.state.get(member.parameter, {}) for member in flat.members]
-    sharded = [
-        {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == part.shape}
-        for entries, part in zip(states, flat.parts, strict=True)
-    ]
-    # A step counter of a parameter of one element has its shape on no rank but one.
-    sharded = [{key for key in keys if key != "step"} for keys in sharded]
-    known = [sorted(map(str, entries)) for entries in states]
-    agree_on_text(repr(known), storage.group, device=storage.pool.device, what=f"optimizer state of {flat.name}")
-    found: dict[str, dict[str, Any]] = {
-        names[id(member.parameter)]: {key: value for key, value in entries.items() if key not in keys}
-        for member, entries, keys in zip(flat.members, states, sharded, strict=True)
-        if entries
-    }
-    for key in sorted({key for keys in sharded for key in keys}):
-        dtype = next(entries[key].dtype for entries, keys in zip(states, sharded, strict=True) if key in keys)
+    described = _described_by_holders(flat, states)
+    found: dict[str, dict[str, Any]] = {}
+    for index, (member, entries, given) in enumerate(zip(flat.members, states, described, strict=True)):
+        if given is not None:
+            described_here = storage.layout.holders(index)[0] == storage.layout.rank
+            found[names[id(member.parameter)]] = {
+                key: entries[key] if described_here else _placed(value, storage.pool.device, key in given.off_cpu)
+                for key, value in given.whole.items()
+            }
+    dtypes = {key: dtype for each in described if each is not None for key, dtype in each.sharded.items()}
+    for key, dtype in sorted(dtypes.items()):
         shard = torch.zeros(storage.layout.shard_numel, dtype=dtype, device=storage.shard_device)
-        parts = storage.layout.parts(shard)
-        for entries, keys, part in zip(states, sharded, parts, strict=False):
-            if key in keys:
+        has_key = [each is not None and key in each.sharded for each in described]
+        for entries, has, part in zip(states, has_key, storage.layout.parts(shard), strict=False):
+            if has and part.numel():
                 part.copy_(entries[key])
         views = storage.layout.views(flat.storage.gathered(shard))
-        for member, keys, view in zip(flat.members, sharded, views, strict=False):
-            if key in keys:
+        for member, has, view in zip(flat.members, has_key, views, strict=False):
+            if has:
                 value = finish(flat, view)
                 if value is not None:
                     found[names[id(member.parameter)]][key] = value
     return found
 
 
-def _own_part(name: str, flat: FlatParameter | None, index: int, value: Tensor) -> Tensor:
+def _described_by_holders(flat: FlatParameter, states: Sequence[Mapping[str, Any]]) -> list[_Entries | None]:
     """
-    This rank's part of a state tensor of the parameter `name`. One not as large as the parameter is the same on all
-    ranks.
+    The state of each parameter on the first rank with elements of it; None for no state. Collective.
+
+    Raises StructureMismatch on every rank if others with elements have state with other names or dtypes.
+    """
+    layout, group = flat.storage.layout, flat.storage.group
+    mine = [
+        _described(entries, part) if entries and flat.has_elements(index) else None
+        for index, (entries, part) in enumerate(zip(states, flat.parts, strict=True))
+    ]
+    if flat.is_whole:
+        return mine
+    by_rank: list[list[_Entries | None]] = values_of_ranks(mine, group)
+    problems = []
+    for index, member in enumerate(flat.members):
+        first, *others = layout.holders(index)
+        kinds = {rank: _kind(by_rank[rank][index]) for rank in (first, *others)}
+        different = [rank for rank in others if kinds[rank] != kinds[first]]
+        if different:
+            problems.append(
+                f"optimizer state of {member.name} of group ranks {different} differs from that of rank {first}"
+            )
+    if problems:
+        raise StructureMismatch(problems, where=f"{flat.name}, rank {layout.rank}")
+    return [by_rank[layout.holders(index)[0]][index] for index in range(len(flat.members))]
+
+
+def _described(entries: Mapping[str, Any], part: Tensor) -> _Entries:
+    sharded = {
+        key: value.dtype
+        for key, value in entries.items()
+        if isinstance(value, Tensor) and value.shape == part.shape and key not in _KEPT_ONCE
+    }
+    whole = {key: value for key, value in entries.items() if key not in sharded}
+    off_cpu = {key for key, value in whole.items() if isinstance(value, Tensor) and value.device.type != "cpu"}
+    return _Entries(
+        sharded, {key: value.cpu() if key in off_cpu else value for key, value in whole.items()}, frozenset(off_cpu)
+    )
+
+
+def _kind(entries: _Entries | None) -> object:
+    """The part that has to be equal on all ranks."""
+    return None if entries is None else (entries.sharded, set(entries.whole))
+
+
+def _placed(value: Any, device: torch.device, off_cpu: bool) -> Any:
+    """A value that another rank has described, on the device if it is not on the CPU there."""
+    return value.to(device) if off_cpu else value
+
+
+def _own_part(name: str, key: str, flat: FlatParameter | None, index: int, value: Tensor) -> Tensor:
+    """
+    This rank's part of the state tensor `key` of the parameter `name`. One not as large as the parameter is the same on
+    all ranks.
 
     Raises StructureMismatch for a part of a parameter that is sharded in another way.
     """
@@ -186,7 +257,7 @@ def _own_part(name: str, flat: FlatParameter | None, index: int, value: Tensor) 
         return value.part.to(flat.storage.shard_device, copy=True)
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    if flat is None or value.shape != flat.members[index].shape or (value.dim() == 0):
+    if flat is None or not is_sharded(key, value.shape, flat, index):
         return value.clone()
     return flat.part_of(index, value).to(flat.storage.shard_device, copy=True)
 
@@ -194,13 +265,21 @@ def _own_part(name: str, flat: FlatParameter | None, index: int, value: Tensor) 
 def _loaded_groups(
     optimizer: Optimizer, state: Mapping[str, Any], by_name: Mapping[str, nn.Parameter], positions: Mapping[int, int]
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups, with the hyper-parameters saved for the same parameters."""
-    saved = {name: group for group in state.get("param_groups", ()) for name in group["params"]}
+    """
+    The optimizer's groups, with the hyper-parameters saved for the same parameters.
+
+    Groups without parameters have no other name than their place among such groups.
+    """
+    saved_groups = state.get("param_groups", ())
+    saved = {name: group for group in saved_groups for name in group["params"]}
+    empty = iter([group for group in saved_groups if not group["params"]])
     names = {id(parameter): name for name, parameter in by_name.items()}
     groups = []
     for group in optimizer.param_groups:
-        known = [saved[names[id(p)]] for p in group["params"] if names.get(id(p)) in saved]
-        settings = {key: value for key, value in (known[0] if known else group).items() if key != "params"}
+        own = [names[id(p)] for p in group["params"] if id(p) in names]
+        known = [saved[name] for name in own if name in saved]
+        source = (known[0] if known else group) if own else next(empty, group)
+        settings = {key: value for key, value in source.items() if key != "params"}
         groups.append({**settings, "params": [positions[id(p)] for p in group["params"]]})
     return groups
 

@@ -1,9 +1,10 @@
 """
-Which optimizers may step shards: those that treat each element by itself.
+The steps of optimizers that have shards: which of them are refused, and how units notice the others.
 
-To an optimizer, a shard is a tensor of one dimension. One that needs whole tensors, for a norm, a row or a product of
-matrices, would take the shard for the tensor, and each rank would train something else. torch's own ones are known, so
-their step raises. Those that users have written are not: they are up to them.
+Only optimizers that treat each element by itself may step shards. To an optimizer, a shard is a tensor of one
+dimension. One that needs whole tensors, for a norm, a row or a product of matrices, would take the shard for the
+tensor, and each rank would train something else. torch's own ones are known, so their step raises. Those that users
+have written are not: they are up to them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from functools import cache
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_conformance.engine.fully_sharded.construction import OwnerRegistry
 from fsdp_conformance.errors import Unsupported
@@ -41,6 +43,29 @@ def refuse_whole_tensor_optimizers(owners: OwnerRegistry) -> None:
                 )
 
     register_optimizer_step_pre_hook(check)
+
+
+@cache
+def notice_steps(owners: OwnerRegistry) -> None:
+    """
+    From now on, what is gathered is stale after a step of an optimizer that has parameters in `owners`.
+
+    Version counters do not tell: fused optimizers write without them. And they differ between ranks, if only some of
+    those have elements of what was written, but all ranks must gather the same units.
+    """
+
+    def note(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        units = {id(unit): unit for parameter in parameters if (unit := owners.of(parameter)) is not None}
+        for unit in units.values():
+            for flat in unit.flats:
+                flat.note_step()
+        for parameter in parameters if units else ():
+            if parameter.grad is not None and owners.of(parameter) is not None:
+                # For the check that a backward uses the values of its forward: these alone were written.
+                increment_version(parameter)
+
+    register_optimizer_step_post_hook(note)
 
 
 def _is_shard(parameter: nn.Parameter, owners: OwnerRegistry) -> bool:

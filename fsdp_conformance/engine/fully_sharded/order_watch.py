@@ -204,9 +204,12 @@ _NUM_TAGS = 251
 TAG_TOLERANCE = 0.3
 
 
-def tag_of(ordinal: int) -> int:
-    """The tag of the unit with that number."""
-    return ordinal % _NUM_TAGS + 1
+def tag_of(ordinal: int, dtype: torch.dtype) -> int:
+    """The tag of the unit with that number, in a storage of that dtype."""
+    if dtype is torch.bool:
+        return 1
+    largest = _NUM_TAGS if dtype.is_floating_point else min(_NUM_TAGS, torch.iinfo(dtype).max)
+    return ordinal % largest + 1
 
 
 def averaged_tag(tag: int, dtype: torch.dtype) -> int:

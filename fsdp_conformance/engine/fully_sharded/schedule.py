@@ -21,8 +21,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
 
 from fsdp_conformance.engine.chunks.memory_pool import MemoryPool
 from fsdp_conformance.engine.errors import TrainingStateError
@@ -31,7 +29,7 @@ from fsdp_conformance.engine.fully_sharded.inputs import Arguments, placed_input
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState, UnshardHandle
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
-from fsdp_conformance.engine.structures import has_unknown, tensors_in, with_tensors
+from fsdp_conformance.engine.structures import has_unknown, tensors_in
 
 #: Reductions under way at once if waiting blocks the host. Each keeps a buffer as large as a whole unit.
 MAX_REDUCTIONS = 2
@@ -102,7 +100,7 @@ class UnitSchedule:
         if _in_own_backward(unit):
             # Recomputed by a checkpoint in the unit's own backward: the hooks are in place.
             self._unshard(unit)
-            return arguments
+            return self._prepared(unit, arguments, entering=self._is_outermost(unit))
         # A forward inside backward is a recomputation: it belongs to the iteration that is under way.
         if not self._stack and not _inside_backward():
             self._enter()
@@ -121,14 +119,20 @@ class UnitSchedule:
             for ahead in self._ahead_in_forward(unit):
                 ahead.start_unshard(self._written, self.order)
             unit.finish_unshard(self.order)
-            arguments = self._prepared(unit, arguments, entering=entering)
-            # The views of the first forward have the hooks. A second set would end the unit's backward twice.
+            # What is recomputed begins in the middle of the model: its inputs were prepared by the outermost unit.
+            is_first = entering and (self._is_outermost(unit) or not _inside_backward())
+            arguments = self._prepared(unit, arguments, entering=is_first)
+            # The graph of the first forward has the hooks. A second set would end the unit's backward twice.
             if not self._is_recomputing(unit):
-                arguments = _watched_inputs(arguments, partial(self.after_backward, unit))
+                arguments = unit.boundary.enter(arguments, partial(self.after_backward, unit))
         return arguments
 
     def after_forward(self, unit: ShardedUnit, output: object) -> None:
-        """Watch the outputs, and reshard."""
+        """
+        Watch the outputs, and reshard.
+
+        Raises UsedWhileSharded if an output is a parameter of the unit, and its memory is freed.
+        """
         if _in_own_backward(unit):
             return
         self.watch(unit, output)
@@ -142,6 +146,7 @@ class UnitSchedule:
                 break
         if not self._stack and not _inside_backward():
             self._leave()
+        unit.check_returned(output)
 
     def watch(self, unit: ShardedUnit, output: object) -> None:
         """Watch some outputs of a unit, whose backward begins the unit's."""
@@ -150,15 +155,11 @@ class UnitSchedule:
         if self._is_recomputing(unit):
             unit.keeps_graph = unit.keeps_graph or any(tensor.requires_grad for tensor in tensors_in(output))
             return
-        unit.keeps_graph |= _watch_outputs(output, partial(self.before_backward, unit, unit.is_full_precision))
+        unit.keeps_graph |= unit.boundary.leave(output, partial(self.before_backward, unit, unit.is_full_precision))
         if unit.is_trained and has_unknown(output):
             # No hook on the output will say when its backward begins. So it stays unsharded, and its leaves say that
             # it takes part.
-            unit.keeps_graph = True
-            if not unit.is_held:
-                unit.is_held = True
-                for flat in unit.flats:
-                    flat.shown.watch_leaves(partial(self._note_gradient, unit))
+            unit.keeps_graph = unit.is_held = True
 
     def _close(self, unit: ShardedUnit) -> None:
         """A unit's forward is over: reshard it, unless its backward will need it soon."""
@@ -168,6 +169,7 @@ class UnitSchedule:
             unit.num_expected += keeps_graph and not recomputing
             self._ended.append(unit.index)
             unit.move(TrainingState.IDLE)
+            unit.boundary.forget()
             unit.show_originals()
             entered = not self._stack and not _inside_backward()
             # These stay: a recomputed unit, whose backward is about to run; the outermost one, whose backward comes
@@ -209,6 +211,7 @@ class UnitSchedule:
             failed = self._stack.pop()
             if failed.state is TrainingState.FORWARD:
                 failed.move(TrainingState.IDLE)
+                failed.boundary.forget()
                 failed.show_originals()
                 # A checkpoint stops its recomputation with an exception, and needs what it saved right away.
                 if not _inside_backward():
@@ -267,6 +270,9 @@ class UnitSchedule:
         if not entering and dtype is None:
             return arguments
         return self._placed(unit, arguments, dtype)
+
+    def _is_outermost(self, unit: ShardedUnit) -> bool:
+        return unit is self.units[-1]
 
     def _placed(self, unit: ShardedUnit, arguments: Arguments, dtype: torch.dtype | None = None) -> Arguments:
         """Inputs where the unit computes; one without parameters computes where the others do."""
@@ -331,8 +337,8 @@ class UnitSchedule:
         with unit.span("before_backward"):
             self._unshard(unit, ahead=self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
 
-    def _note_gradient(self, unit: ShardedUnit) -> None:
-        """A parameter of a held unit has its gradient: the unit takes part even if no output was seen to."""
+    def note_gradient(self, unit: ShardedUnit) -> None:
+        """A parameter has received a gradient: its unit takes part, even if no output was seen to."""
         self._begin_backward()
         unit.took_part = True
 
@@ -464,39 +470,3 @@ def _inside_backward() -> bool:
 
 def _call_at_end(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def _watched_inputs(arguments: Arguments, on_gradients: Callable[[], None]) -> Arguments:
-    """
-    The inputs, set up so that `on_gradients` is called in backward once the gradients of all of them are computed.
-
-    Inputs that need a gradient are replaced by views of themselves, so that the hooks see only this use. If no input
-    needs one, `on_gradients` is never called.
-    """
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors_in(arguments)):
-        return arguments
-    watched: list[Tensor] = []
-
-    def watch(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        # A hook on the tensor itself would wait for its other uses, a residual connection around the unit, for example.
-        watched.append(tensor.view_as(tensor))
-        return watched[-1]
-
-    arguments = with_tensors(arguments, watch)
-    if len(watched) == 1:
-        watched[0].register_hook(lambda _: on_gradients())  # type: ignore[no-untyped-call]
-    elif watched:
-        register_multi_grad_hook(watched, lambda _: on_gradients())
-    return arguments
-
-
-def _watch_outputs(output: object, on_gradient: Callable[[], None]) -> bool:
-    """Call `on_gradient` in backward before a gradient of an output propagates. Returns whether any output has one."""
-    found = False
-    for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
-            found = True
-    return found

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from fsdp_conformance.engine.errors import ParameterReplaced, UsedWhileSharded
 
+#: Added to the version of a leaf without memory, to be recognised in autograd's message.
+FREED = 1_000_000
+
 
 class Place:
     """Where a parameter is registered: under a key of a module, which it does not keep alive."""
@@ -106,6 +109,10 @@ class ShownParameters:
         self.members = list(members)
         self.name = name
         self.leaves: list[nn.Parameter] = []
+        self.on_gradient: Callable[[Tensor], None] | None = None
+        """Called with a leaf whenever it has received a gradient, from the next `follow_flags` on."""
+        # Of the leaves when they were sealed; empty while they are not.
+        self._versions: list[int] = []
         self._places = [(place, index) for index, member in enumerate(members) for place in member.places]
         self.registered: Sequence[nn.Parameter] = [member.parameter for member in members]
         """The parameters that modules have now, one for each member: originals, leaves, or whole copies."""
@@ -114,10 +121,30 @@ class ShownParameters:
         """Let the leaves be views of new memory, in the shapes of the parameters."""
         for index, member in enumerate(self.members):
             if index < len(self.leaves):
-                # The same object: hooks that `watch_leaves` has registered stay.
+                # The same object, with its hooks.
                 self.leaves[index].data = views[index]
             else:
                 self.leaves.append(_leaf(member.parameter, views[index]))
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        """
+        The memory of the leaves is gone: let autograd refuse to use them.
+
+        What a user has taken out of a forward unseen, in an attribute for example, leads to a backward that no hook
+        announces. It would compute with whatever is in the memory, or where it was. Autograd raises if the version of
+        what it has saved is another one.
+        """
+        if not self._versions:
+            self._versions = [leaf._version for leaf in self.leaves]
+            _set_versions(self.leaves, [version + FREED for version in self._versions])
+
+    def unseal(self) -> None:
+        """The values of the leaves are back, the same as before."""
+        if self._versions:
+            _set_versions(self.leaves, self._versions)
+            self._versions = []
 
     # --- registering -------------------------------------------------------------------------------------------------
 
@@ -157,7 +184,7 @@ class ShownParameters:
     # --- flags and hooks ---------------------------------------------------------------------------------------------
 
     def follow_flags(self) -> None:
-        """Let the leaves have the `requires_grad` and the hooks of the originals."""
+        """Let the leaves have the `requires_grad` and the hooks of the originals, and report their gradients."""
         for member, leaf in zip(self.members, self.leaves, strict=True):
             parameter = member.parameter
             if leaf.requires_grad != parameter.requires_grad:
@@ -166,14 +193,20 @@ class ShownParameters:
                 member.guard()
             if parameter.requires_grad and (len(parameter._backward_hooks or ()) > 1 or leaf._backward_hooks):
                 member.show_hooks(leaf)
-
-    def watch_leaves(self, on_gradient: Callable[[], None]) -> None:
-        """Call `on_gradient` whenever a leaf has received its gradient."""
-        for leaf in self.leaves:
-            leaf.register_post_accumulate_grad_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
+            if parameter.requires_grad and self.on_gradient is not None and not leaf._post_accumulate_grad_hooks:
+                leaf.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
 
 
 def _leaf(original: nn.Parameter, view: Tensor) -> nn.Parameter:
     leaf = nn.Parameter(view, requires_grad=original.requires_grad)
     leaf.__dict__.update(original.__dict__)  # attributes that users have set
     return leaf
+
+
+def _set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    set_version: Any = torch._C._autograd._unsafe_set_version_counter
+    try:
+        set_version(tensors, versions)
+    except TypeError:  # in older versions of torch: one tensor at a time
+        for tensor, version in zip(tensors, versions, strict=True):
+            set_version(tensor, version)

@@ -11,14 +11,16 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import profiler
 
-from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
+from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError, UsedWhileSharded
+from fsdp_conformance.engine.fully_sharded.boundary import Boundary, base_of
 from fsdp_conformance.engine.fully_sharded.buffers import UnitBuffers
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.gradient_reduction import GradientReduction, ReductionHook
@@ -27,6 +29,7 @@ from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
 from fsdp_conformance.engine.fully_sharded.shown_parameters import Member, Place
 from fsdp_conformance.engine.fully_sharded.unit_spec import UnitSpec
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
+from fsdp_conformance.engine.structures import tensors_in
 from fsdp_conformance.errors import Unsupported
 
 
@@ -106,6 +109,9 @@ class Schedule(Protocol):
     def recover_if_interrupted(self) -> None:
         """`recover`, if an exception ended a backward."""
 
+    def note_gradient(self, unit: ShardedUnit) -> None:
+        """A parameter has received a gradient: its unit takes part in this backward."""
+
 
 class ShardedUnit:
     """
@@ -124,7 +130,7 @@ class ShardedUnit:
         reshard_after_forward: bool,
         foreign: Mapping[int, ForeignParameter],
     ) -> None:
-        self.flats = list(flats)
+        self.take(flats)
         self.spec = spec
         self.buffers = buffers
         self.name = ""
@@ -140,6 +146,8 @@ class ShardedUnit:
         self.reshard_after_forward = reshard_after_forward
         self.mixed_precision = spec.mixed_precision
         self.state = TrainingState.IDLE
+        self.boundary = Boundary()
+        """Of its forward that is under way."""
         self.sync_gradients = True
         """True if gradients are reduced in backward; otherwise they are collected on this rank."""
         self.reshards_after_backward = True
@@ -159,15 +167,26 @@ class ShardedUnit:
         self.ahead_in_backward: list[weakref.ref[ShardedUnit]] | None = None
         self.communication_hook: ReductionHook | None = None
         """A user's replacement for the average in a reduction."""
+        # Apart from `state`: modules still see the originals of a unit that is gathered ahead.
         self._sees_leaves = False
         self.is_full_precision = False
         """True if it computes in the parameters' own dtype regardless of its policy, as requested for eval mode."""
+        # True while `show_full_precision` has raised buffers that were lowered, which are then lowered again.
         self._raised_buffers = False
+
+    def take(self, flats: Sequence[FlatParameter]) -> None:
+        """Own these flat parameters from now on."""
+        self.flats = list(flats)
+        # Weakly: a parameter does not keep its unit alive.
+        own = weakref.ref(self)
+        for flat in self.flats:
+            flat.shown.on_gradient = partial(_note_gradient, own)
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def move(self, state: TrainingState) -> None:
         """Go to a state. Raises TrainingStateError, and keeps the state, if that is not legal."""
+        # The state that it is in is legal: a unit may call itself.
         if state is not self.state and state not in TRAINING_TRANSITIONS[self.state]:
             legal = ", ".join(sorted(legal.name for legal in TRAINING_TRANSITIONS[self.state]))
             raise TrainingStateError(
@@ -245,6 +264,7 @@ class ShardedUnit:
             # between backward and step, computes the next forward with the weights from before the step.
             if flat.is_unsharded and flat.is_stale:
                 flat.release()
+            # After `follow_users`, which takes another pool if a user has moved the parameters.
             self.device = flat.storage.pool.device
 
     def start_unshard(self, after: torch.Event | None, watch: OrderWatch) -> None:
@@ -262,6 +282,7 @@ class ShardedUnit:
             # Also for a unit that was unsharded all along: another stream than last time may be about to read it.
             for flat in self.flats:
                 flat.finish_gather(watch)
+        # Last: modules may read a leaf as soon as they see it.
         self.show_leaves()
 
     def use_full_precision(self, full: bool) -> None:
@@ -307,7 +328,9 @@ class ShardedUnit:
         with self.span("all_gather"):
             for flat in self.flats:
                 views = flat.storage.layout.views(flat.storage.gathered())
+                # Without the last view, which is that of the tag.
                 flat.shown.register([nn.Parameter(view, requires_grad=False) for view in views[: len(flat.members)]])
+        # The copies count as leaves: `show_originals` takes them away, and with them their memory.
         self._sees_leaves = True
 
     def show_leaves(self) -> None:
@@ -339,9 +362,29 @@ class ShardedUnit:
 
     def reshard_until_backward(self) -> None:
         """Free whole parameters, except for what a smaller group keeps of them."""
+        # In this order, as in `reshard`.
         self.show_originals()
         for flat in self.flats:
             flat.shrink()
+
+    def check_returned(self, output: object) -> None:
+        """Raise UsedWhileSharded if a tensor in `output` is a parameter that has just been freed, or a view of one."""
+        returned = [base for tensor in tensors_in(output) if isinstance(base := base_of(tensor), nn.Parameter)]
+        if returned:
+            freed = [
+                member.name
+                for flat in self.flats
+                if not flat.has_memory
+                for member, leaf in zip(flat.members, flat.shown.leaves, strict=True)
+                if any(leaf is parameter for parameter in returned)
+            ]
+            if freed:
+                raise UsedWhileSharded(
+                    f"the output must not be a parameter, whose memory is freed after the forward, got "
+                    f"{', '.join(freed)}",
+                    where=f"forward of {self.label}",
+                    hint="Return a clone of it.",
+                )
 
     def finish_reads(self) -> None:
         """Block the host until it may write offloaded shards: an optimizer on the CPU steps without asking streams."""
@@ -357,10 +400,11 @@ class ShardedUnit:
     def give_up(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
         """Give some parameters, whole again, to an outer unit, and shard the rest again. Collective."""
         members = [member for flat in self.flats for member in flat.members]
+        # Also those that stay: a flat parameter cannot lose members, so new ones are made.
         for flat in self.flats:
             flat.restore()
         given = {id(parameter) for parameter in parameters}
-        self.flats = self.spec.flat_parameters([each for each in members if id(each.parameter) not in given])
+        self.take(self.spec.flat_parameters([each for each in members if id(each.parameter) not in given]))
         self.rename(self.name)
         return [each for each in members if id(each.parameter) in given]
 
@@ -388,15 +432,18 @@ class ShardedUnit:
         ]
         with self.span("reduce_scatter"):
             for reduction in started:
+                # Before the collective, as in `start_unshard`.
                 reduction.announce(watch)
                 reduction.start(watch, self.communication_hook, all_reduce=self.all_reduces)
         return started
 
     def reset(self) -> None:
         """Return to the state between two steps after an exception: sharded, without unreduced gradients."""
+        # Before the memory goes, as in `reshard`.
         self.show_originals()
         # Without `move`: an exception leaves it in any state.
         self.state = TrainingState.IDLE
+        self.boundary.forget()
         self.num_expected = 0
         self.took_part = self.keeps_graph = False
         for flat in self.flats:
@@ -407,6 +454,12 @@ class ShardedUnit:
 
     def __reduce__(self) -> NoReturn:
         raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
+
+
+def _note_gradient(unit: weakref.ref[ShardedUnit], _: Tensor) -> None:
+    owner = unit()
+    if owner is not None:
+        owner.schedule.note_gradient(owner)
 
 
 class UnshardHandle:
@@ -427,6 +480,7 @@ class UnshardHandle:
 
         Does nothing on a second call, or if the unit has been resharded since.
         """
+        # Forgotten before it waits: a handle must not keep the unit alive, nor gather again after an error.
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_unsharded:
             unit.finish_unshard(self._watch)

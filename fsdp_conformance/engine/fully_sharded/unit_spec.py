@@ -62,9 +62,9 @@ class UnitSpec:
     def _flat_parameter(self, members: Sequence[Member], place: int, groups: ShardingGroups) -> FlatParameter:
         tensors: list[Tensor] = [member.parameter.detach() for member in members]
         dtype = tensors[0].dtype
-        tag = tag_of(_DTYPES_PER_UNIT * self.ordinal + place) if groups.size > 1 else None
+        tag = tag_of(_DTYPES_PER_UNIT * self.ordinal + place, dtype) if groups.size > 1 else None
         if tag is not None:
-            tensors.append(torch.tensor(float(tag), dtype=dtype))
+            tensors.append(torch.tensor(tag, dtype=dtype))
         config = self._config(self.device, dtype, sum(tensor.numel() for tensor in tensors))
         storage = ShardedStorage.of(
             pool_of(self.device), tensors, groups.shard, replica_group=groups.replica, config=config
@@ -82,11 +82,12 @@ class UnitSpec:
 
     def _config(self, device: torch.device, dtype: torch.dtype, numel: int) -> StorageConfig:
         precision = self.mixed_precision
-        compute = precision.param_dtype if dtype.is_floating_point else None
+        # Integers are not rounded numbers: quantised weights, for example, are codes.
+        compute, reduce = (precision.param_dtype, precision.reduce_dtype) if dtype.is_floating_point else (None, None)
         offloads = self.offload.offload_params
         return StorageConfig(
             compute_dtype=compute,
-            reduce_dtype=precision.reduce_dtype,
+            reduce_dtype=reduce,
             shard_device=torch.device("cpu") if offloads else None,
             pin_memory=self.offload.pin_memory,
             align=_ALIGN_BYTES // min(dtype.itemsize, (compute or dtype).itemsize) if numel >= _LARGE_NUMEL else 1,
@@ -109,8 +110,9 @@ class UnitSpec:
                 f"parameters must stay on {old.pool.device}, where they were wrapped, got {device}",
                 where=flat.name,
             )
-        if not dtype.is_floating_point:
-            raise ParameterMoved(f"parameters must keep a floating-point dtype, got {dtype}", where=flat.name)
+        if dtype is not old.dtype and not (dtype.is_floating_point and old.dtype.is_floating_point):
+            kind = "a floating-point dtype" if old.dtype.is_floating_point else f"their dtype {old.dtype}"
+            raise ParameterMoved(f"parameters must keep {kind}, got {dtype}", where=flat.name)
         # Gaps stay in place: the shards of other ranks are laid out like this one's.
         config = replace(self._config(device, dtype, old.layout.used_numel), align=old.config.align)
         storage = old.moved(pool_of(device), dtype, config=config)

@@ -111,7 +111,8 @@ class FullyShardedDataParallel(TorchStateDicts):
         `param_init_fn`: gets each module on the meta device, and gives its own tensors memory and values; None: the
         unit does, with their `reset_parameters`. `device_id`: where the unit computes and its parameters and buffers
         are moved; None: where they are. `sync_module_states`: whether parameters and buffers are broadcast from the
-        first rank of the group. `persist_numel`: parameters of at most this many elements stay whole.
+        first rank of the group. `persist_numel`: parameters of at most this many elements stay whole; 0 with a hybrid
+        strategy.
         `reshard_after_forward`: the number of ranks to shard parameters over between forward and backward; None: the
         whole group.
 
@@ -119,9 +120,11 @@ class FullyShardedDataParallel(TorchStateDicts):
         gathers use, so the host is never blocked; and only original parameters are supported.
         """
         super().__init__()
+        # Before anything else is assigned: these are the arguments, by name.
         given = locals()
         options = ShardingOptions(**converted({name: given[name] for name in _OPTIONS}))
         if auto_wrap_policy is not None:
+            # The units inside first: a unit owns what no unit inside it owns.
             wrap_submodules(
                 module,
                 choice_of(auto_wrap_policy, module, ignored=options.ignored_modules or ()),
@@ -138,6 +141,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         self.unit = make_unit([module], options)
         mark_unit(self, self.unit)
         setattr(self, _INNER, module)
+        # torch would report names inside as missing, although `_load_from_state_dict` has loaded them.
         self.register_load_state_dict_post_hook(_forget_names_inside)  # type: ignore[no-untyped-call]
 
     _loaded_inside = ""
@@ -191,6 +195,7 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     def check_is_root(self) -> bool:
         """True if it is the outermost wrapper so far. A wrapper made around it later makes this False."""
+        # The schedule is that of the outermost unit, and has all units below that one.
         return len(self.unit.schedule.units) == len(self.units)
 
     @property
@@ -307,6 +312,7 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     def set_forward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
         """Prefetch these units in this one's forward, regardless of `forward_prefetch`."""
+        # Weak: a wrapper that is dropped must not leave its memory behind in a neighbour's list.
         self.unit.ahead_in_forward = [weakref.ref(wrapper.unit) for wrapper in wrappers]
 
     def set_backward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
@@ -366,6 +372,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         try:
             missing, unexpected = self._load_chosen_state_dict(own, strict=False)
         except ParameterReplaced as error:
+            # torch raises the errors of all modules together, once every module has been loaded.
             error_msgs.append(str(error))
             return
         missing_keys += [f"{prefix}{name}" for name in missing]
@@ -440,6 +447,7 @@ class FullyShardedDataParallel(TorchStateDicts):
             return True
         # Outside a forward, ranks may call methods of the module alone, to log for example: nothing is gathered there.
         unit = self.unit
+        # A unit that is not idle is gathered already, and its module may call its own methods as they are.
         inside = unit.schedule.is_in_forward and unit.state is TrainingState.IDLE
         return inside and not name.startswith("_") and not hasattr(nn.Module, name)
 
@@ -451,11 +459,13 @@ class FullyShardedDataParallel(TorchStateDicts):
         """A wrapper around a copy of the module, with its own shards and no gradients. Nothing is communicated."""
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
+        # Before the module is copied: what refers back to this wrapper has to find the twin.
         memo[id(self)] = twin
         # All but the unit, which is made below from the copied parameters: they share the groups and the memory pool.
         own = {key: value for key, value in vars(self).items() if key not in ("unit", UNIT, "_modules")}
         twin.__dict__.update(copy.deepcopy(own, memo))
         twin.add_module(_INNER, copy.deepcopy(self.module, memo))
+        # After the module: `memo` then has the copied parameters, from which the unit is made.
         twin.unit = copy_unit(self.unit, [twin.module], memo)
         mark_unit(twin, twin.unit)
         return twin
@@ -480,6 +490,7 @@ def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
 
 def _wrapped(module: nn.Module, options: ShardingOptions) -> FullyShardedDataParallel:
     """A submodule in a wrapper with these options."""
+    # Not by the constructor: options are converted already, and the walk that called this makes the units inside.
     wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(wrapper)
     wrapper._make(module, options)

@@ -5,6 +5,7 @@ The simulated device under CUDA's names, for scripts and tests that say "cuda".
     names             CUDA's names, and the callers that see them
     torch_cuda        torch.cuda as the program sees it
     tools             profilers, the memory's history and limit, CUDA's runtime
+    distributed       torch.distributed: process groups, meshes, DDP
     process_groups    process groups that a program makes itself
     attention         attention on DTensors, flex attention
     dtensor_rng       random operations on DTensors

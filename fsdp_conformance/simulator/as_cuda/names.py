@@ -22,6 +22,9 @@ from fsdp_conformance.simulator.frames import Owner, below_torch, owner
 
 CUDA = "cuda"
 
+#: Torch's version of CUDA, where something asks for one.
+CUDA_VERSION = "12.8"
+
 #: The backend that replaces NCCL.
 COLLECTIVES = "simccl"
 

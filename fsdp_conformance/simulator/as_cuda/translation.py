@@ -18,43 +18,33 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.parallel.comm
 from torch import _utils
-from torch.distributed import device_mesh, distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils import _device
 from torch.utils.data import dataloader
 
-from fsdp_conformance.simulator.as_cuda import attention, dtensor_rng
+from fsdp_conformance.simulator.as_cuda import attention, distributed, dtensor_rng
 from fsdp_conformance.simulator.as_cuda import error_messages as messages
-from fsdp_conformance.simulator.as_cuda import process_groups as made_groups
 from fsdp_conformance.simulator.as_cuda import torch_cuda as cuda_module
 from fsdp_conformance.simulator.as_cuda.names import (
-    COLLECTIVES,
     CUDA,
+    CUDA_VERSION,
     NotSimulated,
-    asks_for_gloo,
     script_asks,
     shown_to_script,
     simulated,
-    simulated_backend,
     simulated_map,
     translated,
 )
 from fsdp_conformance.simulator.checker.labels import Labels
-from fsdp_conformance.simulator.device import SIMULATED, build, process_group
+from fsdp_conformance.simulator.device import SIMULATED, build
 from fsdp_conformance.simulator.frames import Owner, owner
 from fsdp_conformance.simulator.import_hook import when_imported
 from fsdp_conformance.simulator.replacements import Replacements
-
-#: Torch's version of CUDA, where something asks for one.
-_CUDA_VERSION = "12.8"
 
 #: Factories that are missing from torch's own list.
 _MORE_FACTORIES = (
@@ -115,7 +105,9 @@ def install(labels: Labels) -> Replacements:
     _install_factories(replaced, factories)
     _install_tensors(replaced)
     _install_mixed_precision(replaced)
-    _install_distributed(replaced)
+    distributed.install(replaced)
+    attention.install(replaced)
+    dtensor_rng.install(replaced)
     _install_checkpoints(replaced)
     _install_refusals(replaced)
     messages.install(replaced)
@@ -135,7 +127,7 @@ def show_version(replaced: Replacements) -> None:
     def attribute(name: str) -> str | None:
         if name != "cuda":
             raise AttributeError(f"module {torch.version.__name__!r} has no attribute {name!r}")
-        return _CUDA_VERSION if owner(sys._getframe(1).f_code.co_filename) is Owner.USER else built_with
+        return CUDA_VERSION if owner(sys._getframe(1).f_code.co_filename) is Owner.USER else built_with
 
     del torch.version.cuda
     replaced.on_undo(functools.partial(setattr, torch.version, "cuda", built_with))
@@ -309,221 +301,6 @@ def _install_mixed_precision(replaced: Replacements) -> None:
         init(self, simulated(device), *args, **kwargs)
 
     replaced.set(scaler.GradScaler, __init__=scaler_init)
-
-
-def _install_distributed(replaced: Replacements) -> None:
-    for name in ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"):
-        wrapper = _with_backend(getattr(distributed_c10d, name))
-        for module in (distributed_c10d, dist):
-            replaced.set(module, **{name: wrapper})
-    nccl_available, backend_of = distributed_c10d.is_nccl_available, distributed_c10d.get_backend
-    has_backend = distributed_c10d.is_backend_available
-    default_of = getattr(distributed_c10d, "get_default_backend_for_device", None)
-
-    def is_nccl_available() -> bool:
-        return True if script_asks() else nccl_available()
-
-    def is_backend_available(backend: str) -> bool:
-        return True if backend.lower() == "nccl" and script_asks() else has_backend(backend)
-
-    @functools.wraps(backend_of)
-    def get_backend(group: Any = None) -> Any:
-        backend = backend_of(group)
-        # This function of torch's refuses all but gloo's groups.
-        asks = script_asks() or sys._getframe(1).f_code.co_name == "monitored_barrier"
-        if COLLECTIVES not in str(backend) or not asks:
-            return backend
-        target = distributed_c10d._get_default_group() if group is None else group
-        return "gloo" if process_group.is_gloo(target) else "nccl"
-
-    name_of = dist.ProcessGroup.name
-
-    def name_of_group(self: Any) -> str:
-        backend_name: str = name_of(self)
-        # torch's word for any backend that is not its own, and before 2.7 for a group with several.
-        if backend_name not in ("custom", "undefined") or not any(
-            device.type == SIMULATED for device in self._device_types
-        ):
-            return backend_name
-        return ("gloo" if process_group.is_gloo(self) else "nccl") if script_asks() else backend_name
-
-    replaced.set(dist.ProcessGroup, name=name_of_group, barrier=_barrier(dist.ProcessGroup.barrier))
-    for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
-        if hasattr(dist.ProcessGroup, name):  # torch 2.14 has only the first one
-            replaced.set(dist.ProcessGroup, **{name: _of_backend(name, getattr(dist.ProcessGroup, name))})
-
-    def get_default_backend_for_device(device: Any) -> Any:
-        backend = default_of(device)  # type: ignore[misc]
-        return "nccl" if backend == COLLECTIVES and script_asks() else backend
-
-    for module in (distributed_c10d, dist):
-        replaced.set(
-            module,
-            is_nccl_available=is_nccl_available,
-            is_backend_available=is_backend_available,
-            get_backend=get_backend,
-        )
-        if default_of is not None:  # not in every version
-            replaced.set(module, get_default_backend_for_device=get_default_backend_for_device)
-        if not hasattr(module, "ProcessGroupNCCL"):  # a build for the CPU
-            replaced.set(module, ProcessGroupNCCL=made_groups.process_group_nccl())
-    made_gloo = made_groups.process_group_gloo()
-    for module in (distributed_c10d, dist):
-        replaced.set(module, ProcessGroupGloo=made_gloo)
-    if not hasattr(dist, "set_timeout"):  # since torch 2.14 every backend is asked
-        replaced.set(distributed_c10d, _set_pg_timeout=_set_timeout(distributed_c10d._set_pg_timeout))
-    _install_backends(replaced)
-    _install_hooks(replaced)
-    _install_meshes(replaced)
-    attention.install(replaced)
-    dtensor_rng.install(replaced)
-
-
-def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ProcessGroup.barrier`, which in C++ asks NCCL's group for a GPU and any other one for the CPU."""
-
-    @functools.wraps(original)
-    def barrier(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and [device.type for device in self._device_types] == [SIMULATED]:
-            options = dist.BarrierOptions()
-            options.device = torch.device(SIMULATED, torch.accelerator.current_device_index())
-            return original(self, options)
-        return original(self, *args, **kwargs)
-
-    return barrier
-
-
-def _of_backend(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of groups that in C++ is for torch's own backends alone, and that the device's backend has too."""
-
-    @functools.wraps(original)
-    def asking_the_backend(self: Any) -> Any:
-        for device in self._device_types:
-            if device.type == SIMULATED:
-                return getattr(self._get_backend(device), name)()
-        return original(self)
-
-    return asking_the_backend
-
-
-def _set_timeout(original: Callable[..., None]) -> Callable[..., None]:
-    """`_set_pg_timeout`, which knows the classes of NCCL's and gloo's groups, and warns of all others."""
-
-    @functools.wraps(original)
-    def set_timeout(timeout: timedelta, group: Any = None) -> None:
-        target = distributed_c10d._get_default_group() if group is None else group
-        if not isinstance(target, dist.ProcessGroup):  # torch raises the error
-            original(timeout, group)
-            return
-        devices = [device for device in target._device_types if device.type == SIMULATED]
-        if len(devices) < len(target._device_types):
-            original(timeout, target)
-        for device in devices:
-            target._get_backend(device)._set_default_timeout(timeout)
-
-    return set_timeout
-
-
-def _install_hooks(replaced: Replacements) -> None:
-    """DDP accepts `bf16_compress_hook` only where torch has CUDA and NCCL, which a build for the CPU has not."""
-    check: Any = DistributedDataParallel._check_comm_hook
-
-    def checked(self: Any, hook: Any) -> None:
-        meanwhile = Replacements()
-        meanwhile.set(torch.version, cuda=torch.version.cuda or _CUDA_VERSION)
-        meanwhile.set(dist, is_nccl_available=lambda: True)
-        try:
-            check(self, hook)
-        finally:
-            meanwhile.undo()
-
-    replaced.set(DistributedDataParallel, _check_comm_hook=checked)
-
-
-def _install_backends(replaced: Replacements) -> None:
-    """A program's own backends for CUDA, such as torch.testing's between threads, serve tensors on the accelerator."""
-    backends: Any = distributed_c10d.Backend
-    register = vars(backends)["register_backend"].__func__
-
-    def serve(name: str) -> None:
-        devices = backends.backend_capability.get(name, ())
-        if CUDA in devices and SIMULATED not in devices:
-            replaced.on_undo(functools.partial(backends.backend_capability.__setitem__, name, devices))
-            backends.backend_capability[name] = [*devices, SIMULATED]
-
-    @functools.wraps(register)
-    def register_and_serve(cls: Any, name: str, *args: Any, **kwargs: Any) -> None:
-        register(cls, name, *args, **kwargs)
-        serve(name.lower())
-
-    for name in backends._plugins:
-        serve(name.lower())
-    replaced.set(backends, register_backend=classmethod(register_and_serve))
-    config: Any = distributed_c10d.BackendConfig
-    text = config.__repr__
-
-    def repr_for_caller(self: Any) -> str:
-        description: str = text(self)
-        return _as_script_named(description) if script_asks() else description
-
-    replaced.set(config, __repr__=repr_for_caller)
-
-
-def _as_script_named(description: str) -> str:
-    """ "cpu:gloo,cuda:nccl" for "cpu:gloo,sim:simccl"."""
-    backends = {}
-    for pair in description.split(","):
-        device, _, backend = pair.partition(":")
-        backends[CUDA if device == SIMULATED else device] = "nccl" if backend == COLLECTIVES else backend
-    return ",".join(f"{device}:{backend}" for device, backend in backends.items())
-
-
-def _install_meshes(replaced: Replacements) -> None:
-    make = translated(device_mesh.init_device_mesh)
-    for module in (device_mesh, dist):
-        replaced.set(module, init_device_mesh=make)
-    mesh = device_mesh.DeviceMesh
-    kind, text = vars(mesh).get("device_type"), mesh.__repr__
-    is_asked = isinstance(kind, property)  # in older versions a mesh stores it
-
-    def type_for_caller(self: device_mesh.DeviceMesh) -> str:
-        device_type: str = kind.__get__(self) if is_asked else vars(self)["device_type"]  # type: ignore[union-attr]
-        return CUDA if device_type == SIMULATED and script_asks() else device_type
-
-    def store_type(self: device_mesh.DeviceMesh, value: str) -> None:
-        vars(self)["device_type"] = value
-
-    def repr_for_caller(self: device_mesh.DeviceMesh) -> str:
-        return text(self).replace(f"'{SIMULATED}'", f"'{CUDA}'")
-
-    replaced.set(mesh, __init__=translated(mesh.__init__), __repr__=repr_for_caller)
-    replaced.set(mesh, device_type=property(type_for_caller, None if is_asked else store_type))
-
-
-#: Before torch 2.7, a group is bound only to a device of the type "cuda", as torch sees it.
-_BINDS_ONLY_CUDA = torch.__version__ < "2.7"
-
-
-def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with `backend` translated: the first argument of init_process_group, a keyword of the others."""
-
-    @functools.wraps(function)
-    def translating(*args: Any, **kwargs: Any) -> Any:
-        backend = kwargs.get("backend")
-        if args and isinstance(args[0], str):
-            backend = args[0]
-            args = (simulated_backend(args[0]), *args[1:])
-        if "backend" in kwargs:
-            kwargs["backend"] = simulated_backend(kwargs["backend"])
-        bound = kwargs.pop("device_id", None) if _BINDS_ONLY_CUDA else None
-        with process_group.as_gloo(asks_for_gloo(backend)):
-            made = function(*args, **kwargs)
-        group = distributed_c10d._get_default_group() if made is None else made
-        if bound is not None and isinstance(group, dist.ProcessGroup):
-            group.bound_device_id = bound
-        return made
-
-    return translating
 
 
 def _install_checkpoints(replaced: Replacements) -> None:

@@ -80,7 +80,7 @@ class Agreement:
     """One rank's side of the check: `check` is called before each collective."""
 
     def __init__(self, directory: Path, rank: int, world_size: int, caller: Caller = lambda: None) -> None:
-        self.found: list[Disagreement] = []
+        self.disagreements: list[Disagreement] = []
         self.checked = 0
         """How many calls were compared or are still to be compared."""
         self._rank = rank
@@ -188,7 +188,7 @@ class Agreement:
         """A call of this rank that another rank has answered by a different one; that rank may have gone on since."""
         for peer in self._peers.values():
             self._catch_up(peer)
-        return next((one for one in self.found if one.kind is DisagreementKind.DIFFERENT), None)
+        return next((one for one in self.disagreements if one.kind is DisagreementKind.DIFFERENT), None)
 
     def _abandoned(self) -> Disagreement | None:
         """A call of this rank that another rank has ended without."""
@@ -263,12 +263,12 @@ class Agreement:
     def _note(self, disagreement: Disagreement) -> Disagreement:
         if disagreement.key not in self._reported:
             self._reported.add(disagreement.key)
-            self.found.append(disagreement)
+            self.disagreements.append(disagreement)
         return disagreement
 
     def observed(self) -> dict[str, Any]:
         """The findings, JSON-ready."""
-        return {"found": [asdict(one) for one in self.found], "checked": self.checked}
+        return {"found": [asdict(one) for one in self.disagreements], "checked": self.checked}
 
 
 def _missing(call: Call, caller: int, absent: int) -> Disagreement:

@@ -201,7 +201,7 @@ def _check(
 
 
 def _harmless(agreement: Agreement) -> list[Disagreement]:
-    return [one for one in agreement.found if one.kind in _HARMLESS_HERE]
+    return [one for one in agreement.disagreements if one.kind in _HARMLESS_HERE]
 
 
 def _warning(one: Disagreement) -> str:

@@ -57,7 +57,7 @@ def alerts_of(report: ScriptReport) -> list[Alert]:
     """The findings of a run, as they are printed."""
     alerts = [_of_hazard(one.hazard) for one in report.hazards]
     for folded in report.disagreements:
-        disagreement = folded.found
+        disagreement = folded.disagreement
         lines = [(party.words, party.place) for party in disagreement.parties]
         alerts.append(
             Alert(

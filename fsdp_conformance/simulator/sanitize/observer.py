@@ -75,7 +75,7 @@ class Observer:
 
     def progress(self) -> int:
         """A number that changes when there is a new finding."""
-        return checker.num_hazards() + len(self.agreement.found)
+        return checker.num_hazards() + len(self.agreement.disagreements)
 
     def look(self) -> None:
         """Check if the ranks are in a deadlock."""

@@ -120,7 +120,7 @@ class FoldedHazard:
 class FoldedDisagreement:
     """A finding about collectives, merged over the ranks that noticed it."""
 
-    found: Disagreement
+    disagreement: Disagreement
     ranks: set[int] = field(default_factory=set)
     """The ranks that it is about."""
 
@@ -204,7 +204,7 @@ class ScriptReport:
             places = f" in {len(one.places)} places" if len(one.places) > 1 else ""
             yield f"{rest}\n  seen: {_times(one.count)}{places}, on {_ranks(one.ranks)}{_in_processes(one)}\n", ""
         for number, of_ranks in enumerate(self.disagreements, 1):
-            head, _, rest = of_ranks.found.explain().partition("\n")
+            head, _, rest = of_ranks.disagreement.explain().partition("\n")
             yield f"✗ collectives {number}: {head}", "bold red"
             yield f"{rest}\n", ""
         if self.failed and not self.failed_by_finding:
@@ -293,10 +293,10 @@ class ScriptReport:
             ],
             "collectives": [
                 {
-                    **asdict(one.found),
+                    **asdict(one.disagreement),
                     "ranks": sorted(one.ranks),
-                    "sentence": one.found.sentence(),
-                    "text": one.found.explain(),
+                    "sentence": one.disagreement.sentence(),
+                    "text": one.disagreement.explain(),
                 }
                 for one in self.disagreements
             ],

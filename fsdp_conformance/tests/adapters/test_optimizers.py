@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -36,3 +40,41 @@ def test_a_new_learning_rate_reaches_each() -> None:
     parameter.grad = torch.ones(1)
     several.step()
     assert parameter.item() == 0.75
+
+
+def test_a_state_dict_is_loaded_into_each() -> None:
+    """Settings and state that were saved are those of the optimizers that step, also of a group without parameters."""
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    groups: list[dict[str, Any]] = [{"params": parameters[:1]}, {"params": []}]
+    first = torch.optim.SGD(groups, lr=0.5, momentum=0.5)
+    several = Several([first, torch.optim.SGD(parameters[1:], lr=0.25, momentum=0.5)])
+    for parameter in parameters[:2]:
+        parameter.grad = torch.ones(1)
+    several.step()
+    saved = copy.deepcopy(several.state_dict())
+    for group in several.param_groups:
+        group["lr"] = 8.0
+    for parameter in parameters:
+        parameter.grad = torch.ones(1)
+    several.step()
+    several.load_state_dict(saved)
+    assert [group["lr"] for each in several.optimizers for group in each.param_groups] == [0.5, 0.5, 0.25]
+    assert [group["lr"] for group in several.param_groups] == [0.5, 0.5, 0.25]
+    assert all(torch.equal(several.state[parameter]["momentum_buffer"], torch.ones(1)) for parameter in parameters[:2])
+    # It had no state when it was saved.
+    assert parameters[2] not in several.state
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+    several.step()
+    assert [parameter.item() for parameter in parameters] == [-0.75, -0.375, -0.25]
+
+
+def test_a_state_dict_of_other_groups_is_refused() -> None:
+    """Before anything is loaded."""
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    several = Several([torch.optim.SGD([parameter], lr=0.5) for parameter in parameters])
+    other = torch.optim.SGD(parameters, lr=0.25)
+    with pytest.raises(ValueError, match=r"must have \[1, 1\] parameters, got \[2\]"):
+        several.load_state_dict(other.state_dict())
+    assert [group["lr"] for group in several.param_groups] == [0.5, 0.5]

@@ -14,6 +14,7 @@ from fsdp_conformance import codec, run_settings
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.absent import ENGINES
 from fsdp_conformance.errors import AdapterError, AdapterNotFound
+from fsdp_conformance.mutants.gradients import AveragedTwice
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.adapters import example_adapter
 
@@ -59,14 +60,24 @@ def test_entry_points_are_read_once_per_process(monkeypatch: pytest.MonkeyPatch)
     registry._entry_points.cache_clear()
     for _ in range(3):
         registry.load("torch-fsdp2")
+        registry.load("mutant:averaged-twice")
 
-    assert [registry.ENTRY_POINTS] == groups
+    assert sorted([registry.ENTRY_POINTS, registry.FAMILIES]) == sorted(groups)
 
 
 def test_modules() -> None:
     """`package.module:Class`, and a module that has one adapter without `:Class`."""
     assert registry.load("fsdp_conformance.tests.adapters.example_adapter:MyFSDP").display_name() == "my-fsdp"
     assert registry.load("fsdp_conformance.tests.adapters.example_adapter").__name__ == "MyFSDP"
+
+
+def test_a_mutant_by_its_name() -> None:
+    """`mutant:NAME` is the class that is registered under that name, and its description has the mutant's name."""
+    described = registry.describe_here("mutant:averaged-twice")
+
+    assert registry.load("mutant:averaged-twice") is AveragedTwice
+    assert (described.spec, described.name) == ("mutant:averaged-twice", "mutant:averaged-twice")
+    assert described.source_sha256 not in ("", registry.describe_here("torch-fsdp2").source_sha256)
 
 
 @pytest.mark.parametrize("padding", ["100", "0.26", "-0.1", "'much'"])
@@ -118,6 +129,9 @@ def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
         ("fsdp_conformance.errors", "errors.py defines no adapter: none of its classes derives from"),
         ("nowhere/my_adapter.py:Mine", "the adapter's file 'nowhere/my_adapter.py' does not exist"),
         ("nowhere/my_adapter", "file name must end in .py"),
+        ("mutant:averagd-twice", r"no mutant 'averagd-twice' \[.*\]. Did you mean 'mutant:averaged-twice' or "),
+        ("mutant:", r"no mutant '' \[implementation 'mutant:'\]. fsdp_conformance.mutants has \d+, such as 'mutant:"),
+        ("mutants:averaged-twice", "module 'mutants' cannot be imported"),
     ],
 )
 def test_what_is_not_found(spec: str, message: str) -> None:

@@ -56,6 +56,23 @@ class Parity(RankTestCase):
             self.assertEqual(len(zeros), 6 if name in FLAT else 0, name)
             self.assertEqual([], [line for line in divergences if line not in zeros], name)
 
+    @with_fsdp2_on_the_cpu
+    def test_checkpoints_of_parameters_without_state(self) -> None:
+        """They load, and such parameters are without state again; also from a state dict."""
+        for name in ("torch-ddp", "torch-fsdp2", "reference"):
+            adapter = registry.load(name)()
+            self.run_training(adapter, RICH)
+            state, saved = adapter.full_optim_state(), adapter.optim_state_dict()
+            self.assertNotIn("unused.weight", state)
+            directory = self.shared_directory() / name
+            adapter.save_checkpoint(directory)
+            for load in (
+                partial(adapter.load_checkpoint, directory),
+                partial(adapter.load_optim_state_dict, saved),
+            ):
+                load()
+                self.assertEqual(state, adapter.full_optim_state(), name)
+
     @pytest.mark.slow
     def test_micro_batches(self) -> None:
         """Micro-batches add up, reduced each, deferred, and in between."""

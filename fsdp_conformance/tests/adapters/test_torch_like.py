@@ -15,6 +15,7 @@ from torch.optim import SGD, Optimizer
 from fsdp_conformance.adapters.base import OptimFn
 from fsdp_conformance.adapters.torch_like import (
     TorchAdapter,
+    hook_of_both_kinds,
     refuse_other_norm,
     replace_submodule,
     submodules,
@@ -269,3 +270,18 @@ def test_what_a_flat_layout_hides_cannot_be_frozen() -> None:
     with pytest.raises(Unsupported, match="shows no parameter 'weight' that can be frozen"):
         adapter.set_requires_grad(["weight"])
     adapter.set_requires_grad([])
+
+
+def test_a_hook_of_both_kinds_fills_the_shard_or_replaces_the_gradient() -> None:
+    """It reads the whole gradient also after it has written to the shard, which is the gradient itself on one rank."""
+
+    def halves(gradient: Tensor, shard: Tensor) -> None:
+        shard.zero_()
+        shard.add_(gradient[: len(shard)], alpha=0.5)
+
+    hook = hook_of_both_kinds(halves)
+    gradient, shard = torch.tensor([2.0, 4.0]), torch.ones(1)
+    hook(None, gradient, shard)
+    assert (gradient.tolist(), shard.tolist()) == ([2.0, 4.0], [1.0])
+    hook(None, gradient)
+    assert gradient.tolist() == [1.0, 2.0]

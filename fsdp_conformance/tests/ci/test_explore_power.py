@@ -12,15 +12,15 @@ import pytest
 from fsdp_conformance.contract import requirement
 from fsdp_conformance.contract.gate import empty_record
 from fsdp_conformance.explore.case import case_for
-from fsdp_conformance.explore.example import Example
 from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.mutants import ALL, MUTANTS
 from fsdp_conformance.outcome.records import Finding
 from fsdp_conformance.run_settings import RunSettings
+from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.verdict import Verdict
 from studies import explore_power, explore_reach
-from studies.explore_power import Answer, Forks
+from studies.explore_power import Answer, Fork, Forks
 
 pytestmark = [checkout.required, pytest.mark.nightly]
 
@@ -72,7 +72,7 @@ def test_the_engine_without_the_defect() -> None:
 
 
 def _outcome(verdict: Verdict) -> Outcome:
-    record = empty_record(case_for(Example()), RunSettings(implementation="an-engine"), "cpu")
+    record = empty_record(case_for(Scenario()), RunSettings(implementation="an-engine"), "cpu")
     record.verdict = verdict
     record.findings = [Finding(requirement="R003", check="gradient parity", message="no")] * (verdict is Verdict.FAIL)
     return Outcome(record=record)
@@ -94,10 +94,27 @@ def test_what_counts_as_found(
     """A failure that the engine has without the defect is not the defect's; a crash may be the machine's."""
     forks = Forks("torch-fsdp2", "torch-ddp", 1.0, counts_ends=counts_ends)
     answers = {"torch-fsdp2": _outcome(wrong), "torch-ddp": _outcome(correct)}
-    monkeypatch.setattr(forks, "_outcome", lambda order, example: answers[order.settings.implementation])
+    monkeypatch.setattr(forks.wrong, "run", lambda scenario: answers["torch-fsdp2"])
+    monkeypatch.setattr(forks.correct, "run", lambda scenario: answers["torch-ddp"])
 
-    assert forks.run(Example()).failed is failed
+    assert forks.run(Scenario()).failed is failed
     assert bool(forks.own) is (wrong is correct is Verdict.FAIL)
+
+
+def test_what_fails_without_a_defect_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is what the failures of the correct engine take, with what that says it avoids, and a file keeps it."""
+
+    def run(fork: Fork, scenario: Scenario) -> Outcome:
+        return _outcome(Verdict.FAIL if "buffers: counter" in scenario.features else Verdict.PASS)
+
+    monkeypatch.setattr(Fork, "run", run)
+    known = explore_power.known_of("reference", 20, 1.0)
+    file = tmp_path / "answers.jsonl"
+    file.write_text(json.dumps({"correct": "reference", "known": [sorted(features) for features in known]}) + "\n")
+
+    assert frozenset({"buffers: counter"}) in known
+    assert explore_power.read_known(file) == {"reference": known}
+    assert explore_power.read(file, 60) == {}
 
 
 def test_a_fork_that_dies_or_takes_too_long() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ _FAILURE = {
     "signature": "FAIL R003 (gradient parity)",
     "confirmed": True,
     "text": "the text",
-    "example": "{}",
+    "scenario": "{}",
     "script": "the script",
     "saved": None,
 }
@@ -24,8 +25,8 @@ _FAILURE = {
 
 def _done(**changes: Any) -> dict[str, Any]:
     counts = {
-        "ran": 5, "passed": 5, "rejected": {}, "declined": {}, "left_out": 0, "covered": {}, "shrinks": 0,
-        "seconds": 2.0, "fails_always": False, "failures": [],
+        "ran": 5, "passed": 5, "rejected": {}, "declined": {}, "left_out": 0, "covered": {}, "pairs": (3, 9),
+        "triples": (0, 0), "shrinks": 0, "seconds": 2.0, "fails_always": False, "failures": [],
     }  # fmt: skip
     return {"what": "done", **counts, **changes}
 
@@ -53,17 +54,35 @@ def test_the_status(answers: list[dict[str, Any]], status: int, line: str, capsy
 
 
 def test_a_failure_is_printed_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    """The text, the example or the file that it was saved to, and the script if asked for."""
+    """The text, the scenario or the file that it was saved to, and the script if asked for."""
     explore.follow([dict(_FAILURE), dict(_FAILURE, saved="tests/test_explored_1.py"), _done()], scripts=True)
     output = capsys.readouterr().out
 
-    assert "example   {}" in output
+    assert "scenario  {}" in output
     assert "saved     tests/test_explored_1.py" in output
     assert output.count("the script") == 2
 
 
 def _order(*words: str) -> dict[str, Any]:
     return explore.order_of(arguments.parse(["explore", *words]))
+
+
+def test_what_was_drawn_until_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    """The counts until then are printed, and the signal goes on to the command line."""
+
+    def answers() -> Iterator[dict[str, Any]]:
+        yield dict(_BEGIN)
+        yield dict(_FAILURE)
+        yield {"what": "progress", "ran": 5, "counts": {k: v for k, v in _done().items() if k != "what"}}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        explore.follow(answers())
+
+    printed = capsys.readouterr().out
+    assert "stopped; until then:" in printed
+    assert "5 examples ran" in printed or "5 scenarios ran" in printed
+    assert "explore: 1 different failure" in printed
 
 
 def test_the_order() -> None:

@@ -303,7 +303,7 @@ def test_a_run_does_not_start_with_an_adapter_that_is_wrong(suite: mini_suite.Mi
 
 
 @pytest.mark.parametrize(
-    ("told", "line"),
+    ("answer", "line"),
     [
         (
             _smoke_result(problems=["step() must drop the gradients"]),
@@ -314,10 +314,10 @@ def test_a_run_does_not_start_with_an_adapter_that_is_wrong(suite: mini_suite.Mi
     ids=["a problem of either", "no answer"],
 )
 def test_a_run_starts_with_problems_that_may_be_the_engines(
-    told: str, line: str, suite: mini_suite.MiniSuite, tmp_path: Path
+    answer: str, line: str, suite: mini_suite.MiniSuite, tmp_path: Path
 ) -> None:
     """They are printed, and the cases judge."""
-    result = run(suite, tmp_path, MINI_SUITE_SMOKE=told)
+    result = run(suite, tmp_path, MINI_SUITE_SMOKE=answer)
 
     assert result.status == 0, result.out + result.err
     assert line in result.out

@@ -12,6 +12,7 @@ import pytest
 from fsdp_conformance import status
 from fsdp_conformance.cli import arguments
 from fsdp_conformance.tests.cli.cli_runs import answered, words
+from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 
 
@@ -58,7 +59,11 @@ def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str,
     ("typed", "expected"),
     [
         (["--case", "R001/prob-ws2"], "Did you mean R001/probe-ws"),
-        (["--case", "R150"], "got 'R150'"),
+        (["--case", "R999"], "got 'R999'"),
+        (
+            ["--case", "R150"],
+            "case 'R150' is in the suites, but not in profile mini. Use --profile core-2026.11 or full-",
+        ),
         (["--case", "R001/pobe*"], "case must match at least one case, got 'R001/pobe*'. Did you mean R001/probe-ws"),
         (["--requirement", "R003"], "got 'R003'. --binding R003 selects the cases that cover it"),
         (["--binding", "R150"], "binding must be a requirement that has cases, got 'R150'"),
@@ -143,6 +148,22 @@ def test_commands_that_start_nothing_leave_torch_alone(typed: list[str], tmp_pat
     )
 
     assert done.stdout.rstrip().endswith("HEAVY []")
+
+
+@checkout.required
+@pytest.mark.parametrize("has_requirements", [False, True])
+def test_a_checkout_that_is_not_installed_says_what_to_do(has_requirements: bool) -> None:
+    """Packages at the top of the checkout cannot be found there, whether its requirements are installed or not."""
+    requirements = {"PYTHONPATH": str(Path(pytest.__file__).parents[1])} if has_requirements else {}
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "fsdp_conformance", "doctor"],
+        cwd=checkout.ROOT, env=requirements, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"fsdp-conformance: the checkout {checkout.ROOT} must be installed before it can run")
+    assert f"or run pip install -e {checkout.ROOT} in an environment of your own." in line
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_conformance.contract.profile import Profile, profile_of
+from fsdp_conformance.contract.profile import Profile, load_profile, profile_of
 from fsdp_conformance.contract.selection import left_out_by, selected, selection_options
-from fsdp_conformance.errors import ConfigError, UsageError
+from fsdp_conformance.errors import ConfigError, SuiteError, UsageError
 from fsdp_conformance.run_settings import RunSettings
+from fsdp_conformance.tests.pytest_plugin import mini_suite
 from fsdp_conformance.tests.report.evidence import a_case
 
 #: Case id to what it covers besides the requirement that it is named after.
@@ -78,12 +80,12 @@ def test_values_add_up_and_kinds_narrow_down(profile: Profile, settings: dict[st
             ),
         ),
         ({"cases": ("R003/onec*",)}, "case must match at least one case, got 'R003/onec*'. Did you mean R003/once-ws2"),
-        ({"cases": ("R004/*",)}, "case must match at least one case, got 'R004/*'. Did you mean R0"),
+        ({"cases": ("R904/*",)}, "case must match at least one case, got 'R904/*'. Did you mean R0"),
         (
-            {"requirements": ("R007",)},
-            "requirement must be one that cases are named after, got 'R007'. Did you mean",
+            {"requirements": ("R907",)},
+            "requirement must be one that cases are named after, got 'R907'. Did you mean",
         ),
-        ({"bindings": ("R123",)}, "binding must be a requirement that has cases, got 'R123'. Did you mean R003"),
+        ({"bindings": ("R923",)}, "binding must be a requirement that has cases, got 'R923'. Did you mean R003"),
         ({"chapters": ("B",)}, "chapter must be one of A, G, got 'B'"),
         ({"scopes": ("offlod",)}, "scope must be one of base"),
         ({"world_sizes": (7,)}, "world_size must be one of 2, 3, 4, got 7"),
@@ -101,6 +103,83 @@ def test_a_value_that_selects_nothing_is_refused(profile: Profile, settings: dic
 
     (text,) = raised.value.problems
     assert text.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        (
+            "core",
+            {"cases": ("R163/assignment-by-size-ws1",)},
+            (
+                "case 'R163/assignment-by-size-ws1' is in the suites, but not in profile core-2026.11. "
+                "Use --profile components-2026.11 or full-2026.11"
+            ),
+        ),
+        (
+            "quick",
+            {"cases": ("R001/exact-probe-ws[34]",)},
+            (
+                "case 'R001/exact-probe-ws[34]' is in the suites, but not in profile quick-2026.11. "
+                "Use --profile core-2026.11 or full-2026.11"
+            ),
+        ),
+        (
+            "components",
+            {"cases": ("R001",)},
+            (
+                "case 'R001' is in the suites, but not in profile components-2026.11. "
+                "Use --profile core-2026.11 or full-2026.11"
+            ),
+        ),
+        (
+            "core",
+            {"requirements": ("R163",)},
+            "named after, got 'R163'. Use --profile components-2026.11 or full-2026.11",
+        ),
+        ("core", {"bindings": ("R163",)}, "has cases, got 'R163'. Use --profile components-2026.11 or full-2026.11"),
+        ("core", {"chapters": ("AA",)}, "got 'AA'. Use --profile components-2026.11 or full-2026.11"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_is_in_another_profile_is_not_called_missing(name: str, settings: dict[str, Any], problem: str) -> None:
+    """The profiles that have it are named."""
+    with pytest.raises(ConfigError) as raised:
+        ids(load_profile(name), **settings)
+
+    (text,) = raised.value.problems
+    assert text.endswith(problem)
+
+
+@pytest.mark.parametrize("pattern", ["R001/probe-ws2", "R001/pro*", "R*/probe-*"])
+def test_a_case_that_no_profile_has_yet_is_to_be_written_into_one(pattern: str, tmp_path: Path) -> None:
+    """As for every new case: it is in the suites, and can only be selected once a profile has it."""
+    mini_suite.write(tmp_path)
+
+    with (
+        mini_suite.importable(tmp_path),
+        pytest.raises(ConfigError) as raised,
+    ):
+        selected(load_profile("quick"), RunSettings(cases=(pattern,)), suites=mini_suite.PACKAGE)
+
+    assert raised.value.problems == (
+        (
+            f"case {pattern!r} is in the suites, but not in profile quick-2026.11. Write it there with "
+            "`python -m fsdp_conformance.contract.profile --write core-2026.11`. Then use --profile core-2026.11."
+        ),
+    )
+
+
+def test_a_mistyped_case_imports_no_suite(tmp_path: Path) -> None:
+    """It would take seconds; the text of the suites shows that no case has such a name."""
+    suite = mini_suite.write(tmp_path)
+    (suite.package / "test_cases.py").write_text("def test_probe(self): ...\nraise RuntimeError('imported')\n")
+
+    with mini_suite.importable(tmp_path):
+        with pytest.raises(ConfigError, match=r"got 'R001/prob-ws2'\. Did you mean R001/"):
+            selected(load_profile("core"), RunSettings(cases=("R001/prob-ws2",)), suites=mini_suite.PACKAGE)
+        with pytest.raises(SuiteError, match=r"which may have case R001/probe-ws2, cannot be imported: imported"):
+            selected(load_profile("core"), RunSettings(cases=("R001/probe-ws2",)), suites=mini_suite.PACKAGE)
 
 
 def test_a_requirement_that_is_only_covered_points_to_the_other_option() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,28 +45,17 @@ class SaysItShards(TorchDDP):
     capabilities: ClassVar[frozenset[str]] = frozenset({"zero3", "reshard_after_forward"})
 
 
-class DiesInTheThirdStep(TorchFSDP2):
-    """The process ends in the third step."""
+class DiesWhenAccumulating(TorchFSDP2):
+    """The process ends in the third step, if there are several micro-batches."""
 
-    name: ClassVar[str] = "dies-in-the-third-step"
+    name: ClassVar[str] = "dies-when-accumulating"
     _steps = 0
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         self._steps += 1
-        if self._steps == 3:
+        if self._steps == 3 and self.plan.micro_batches > 1:
             os._exit(7)
         return super().step(max_norm, norm_type=norm_type)
-
-
-class SleepsUnderClipping(TorchFSDP2):
-    """A rank never comes back from clipping."""
-
-    name: ClassVar[str] = "sleeps-under-clipping"
-
-    def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        if dist.get_rank() == 0:
-            threading.Event().wait(3600)
-        return super().clip(max_norm, norm_type)
 
 
 class WaitsAlone(TorchFSDP2):
@@ -81,15 +69,25 @@ class WaitsAlone(TorchFSDP2):
             dist.barrier()
 
 
-class RefusesBiases(TorchFSDP2):
-    """Refuses models in which a parameter has one dim and more than one unit: a combination, said clearly."""
+class RefusesNesting(TorchFSDP2):
+    """Refuses units inside of others: a combination, in clear words."""
 
-    name: ClassVar[str] = "refuses-biases"
+    name: ClassVar[str] = "refuses-nesting"
 
     def wrap(self, model: Any, plan: Any) -> Any:
-        if len(plan.units) > 1:
-            raise Unsupported("zero3", "more than one unit is not offered")
+        if any(".inner." in unit for unit in plan.units):
+            raise Unsupported("zero3", "units inside of units are not offered")
         return super().wrap(model, plan)
+
+
+class KeepsTheRateWhenAccumulating(Reference):
+    """Wrong where a new learning rate meets several micro-batches: the first rate stays."""
+
+    name: ClassVar[str] = "keeps-the-rate-when-accumulating"
+
+    def set_learning_rate(self, value: float) -> None:
+        if self.plan.micro_batches == 1:
+            super().set_learning_rate(value)
 
 
 class SavingHalvesMomentum(Reference):

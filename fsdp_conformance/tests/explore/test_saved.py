@@ -12,15 +12,10 @@ import pytest
 from fsdp_conformance.contract.case import case_of
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.explore import saved
-from fsdp_conformance.explore.example import Example
 from fsdp_conformance.explore.summary import script
-from fsdp_conformance.fixtures.drawn import DrawnModel
-from fsdp_conformance.plan import Plan
-from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.scenarios.scenario import Scenario
 
-_EXAMPLE = Example(
-    model=DrawnModel(width=3), plan=Plan(units=("blocks.0",)), regime=Regime(micro_batches=2, unused_parameters=True)
-)
+_SCENARIO = Scenario.of({"rows": "uneven", "accumulation": "two reduced"})
 _ENGINES = Path(__file__).with_name("engines.py")
 
 
@@ -37,58 +32,58 @@ def _pytest(directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_saved_case_is_bound_to_its_example() -> None:
-    """Its id has the digest of the example, and belongs to no profile."""
+def test_a_saved_case_is_bound_to_its_scenario() -> None:
+    """Its id has the digest of the scenario, and belongs to no profile."""
 
     class Kept(saved.SavedCase):
-        example_json = _EXAMPLE.to_json()
+        scenario_json = _SCENARIO.to_json()
 
     case = case_of(Kept.test_drawn)
 
     assert case is not None
-    assert case.id == f"R000/explored-{_EXAMPLE.digest}-ws2"
+    assert case.id == f"R000/explored-{_SCENARIO.digest}-ws2"
     assert case.is_saved
     assert case_of(saved.SavedCase.test_drawn) is None
 
 
 def test_the_file_is_python_and_the_same_every_time(tmp_path: Path) -> None:
-    """Saving an example twice writes one file, whatever the signature has in it."""
+    """Saving a scenario twice writes one file, whatever the signature has in it."""
     paths = {
-        saved.save(tmp_path / "new", _EXAMPLE, implementation="torch-fsdp2", signature='FAIL """ \\ (x)')
+        saved.save(tmp_path / "new", _SCENARIO, implementation="torch-fsdp2", signature='FAIL """ \\ (x)')
         for _ in range(2)
     }
 
     (path,) = paths
     compile(path.read_text(encoding="utf-8"), str(path), "exec")
-    assert path.name == f"test_explored_{_EXAMPLE.digest}.py"
+    assert path.name == f"test_explored_{_SCENARIO.digest}.py"
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     """The error names the directory and what to do."""
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentUnavailable, match="Choose another --save"):
-        saved.save(tmp_path / "file", _EXAMPLE, implementation="torch-fsdp2", signature="FAIL")
+        saved.save(tmp_path / "file", _SCENARIO, implementation="torch-fsdp2", signature="FAIL")
 
 
 def test_the_script_is_python() -> None:
-    """It runs the example through the adapter."""
-    text = script(_EXAMPLE, implementation="my.py:Mine", signature="FAIL R003 (gradient parity)")
+    """It runs the scenario through the adapter."""
+    text = script(_SCENARIO, implementation="my.py:Mine", signature="FAIL R003 (gradient parity)")
 
     compile(text, "script.py", "exec")
     assert "my.py:Mine" in text
-    assert '"micro_batches": 2' in text
+    assert '"accumulation": "two reduced"' in text
 
 
 @pytest.mark.nightly
 def test_pytest_judges_saved_cases(tmp_path: Path) -> None:
     """One on an engine with the defect fails with the report, one on a correct engine passes; no run file appears."""
-    for example, implementation in ((_EXAMPLE, f"{_ENGINES}:OddAndSecond"), (Example(), "torch-fsdp2")):
-        saved.save(tmp_path, example, implementation=implementation, signature="FAIL R003 (gradient parity)")
+    for scenario, implementation in ((_SCENARIO, f"{_ENGINES}:OddAndSecond"), (Scenario(), "torch-fsdp2")):
+        saved.save(tmp_path, scenario, implementation=implementation, signature="FAIL R003 (gradient parity)")
 
     run = _pytest(tmp_path)
 
     assert run.returncode == 1, run.stdout
     assert "R003" in run.stdout
-    assert f"R000/explored-{_EXAMPLE.digest}-ws2" in run.stdout
+    assert f"R000/explored-{_SCENARIO.digest}-ws2" in run.stdout
     assert "1 failed, 1 passed" in run.stdout
     assert not list(tmp_path.rglob("*.jsonl"))

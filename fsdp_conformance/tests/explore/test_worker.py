@@ -1,10 +1,9 @@
-"""Real examples on the warm worker: correct engines, engines that are wrong where axes meet, that lie, die or hang."""
+"""Real scenarios on the warm worker: correct engines, and engines that are wrong where axes meet, lie, die or wait."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,21 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.errors import AdapterError
 from fsdp_conformance.explore.case import run_on
-from fsdp_conformance.explore.example import Example, features
 from fsdp_conformance.explore.exploration import Budget, Exploration, Explorer
 from fsdp_conformance.explore.pool import Outcome, WarmWorker
-from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.mutants import MUTANTS
-from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.run_settings import RunOrder, RunSettings
+from fsdp_conformance.scenarios.axes import SPACE
+from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.simulator.device import build
 from fsdp_conformance.verdict import Verdict
-from fsdp_conformance.workload.definition import Regime
-from fsdp_conformance.workload.events import Action, Event, Moment
 
 pytestmark = pytest.mark.slow
 
 _ENGINES = f"{Path(__file__).with_name('engines.py')}"
+
+#: The plainest scenario with two micro-batches.
+TWO_REDUCED = Scenario.of({"accumulation": "two reduced"})
 
 
 def _order(implementation: str, **settings: object) -> RunOrder:
@@ -44,28 +43,18 @@ def _worker(name: str, **settings: object) -> Iterator[WarmWorker]:
         yield worker
 
 
-def _example(model: DrawnModel | None = None, *, world_size: int = 2, **plan: object) -> Example:
-    drawn = model or DrawnModel()
-    return Example(
-        world_size=world_size,
-        model=drawn,
-        plan=Plan(units=drawn.units(), **plan),  # type: ignore[arg-type]
-        regime=Regime(steps=3, unused_parameters=True),
-    )
-
-
 def _explored(name: str, *, examples: int, failures: int | None = None) -> Exploration:
     implementation = name if name in registry.names() else f"{_ENGINES}:{name}"
     declared = registry.describe(implementation).declared("cpu")
     with _worker(name) as worker:
         budget = Budget(max_examples=examples)
-        return Explorer(worker, declared, budget, max_shrinks=25, max_failures=failures).explore()
+        return Explorer(worker, declared, budget, max_failures=failures).explore()
 
 
-def test_one_process_runs_many_examples() -> None:
-    """Examples pass, are not the same process's first one, and need no new process."""
+def test_one_process_runs_many_scenarios() -> None:
+    """Scenarios pass, are not the same process's first one, and need no new process."""
     with _worker("torch-fsdp2") as worker:
-        outcomes = [worker.run(_example(world_size=size)) for size in (1, 2, 3)]
+        outcomes = [worker.run(Scenario.of({"ranks": ranks})) for ranks in "123"]
         starts = worker.starts
 
     assert [outcome.record.verdict for outcome in outcomes if outcome.record] == [Verdict.PASS] * 3
@@ -74,7 +63,7 @@ def test_one_process_runs_many_examples() -> None:
 
 
 def test_a_correct_engine_has_no_failure() -> None:
-    """Examples drawn for it pass, or are refused by it; hardly any cannot be judged."""
+    """Scenarios drawn for it pass, or are refused by it; hardly any cannot be judged."""
     exploration = _explored("reference", examples=8)
 
     assert [str(failure.signature) for failure in exploration.failures] == []
@@ -82,8 +71,8 @@ def test_a_correct_engine_has_no_failure() -> None:
 
 
 @pytest.mark.nightly
-def test_a_correct_engine_has_no_failure_in_many_examples() -> None:
-    """The result is the same with two hundred examples."""
+def test_a_correct_engine_has_no_failure_in_many_scenarios() -> None:
+    """The result is the same with two hundred of them."""
     exploration = _explored("reference", examples=200)
 
     assert [str(failure.signature) for failure in exploration.failures] == []
@@ -92,31 +81,34 @@ def test_a_correct_engine_has_no_failure_in_many_examples() -> None:
 
 @pytest.mark.nightly
 def test_wrong_where_two_axes_meet() -> None:
-    """An engine that is wrong only for odd rows in a second micro-batch is found, and shrunk to that."""
-    exploration = _explored("OddAndSecond", examples=60, failures=1)
+    """
+    An engine that is wrong only for a new learning rate in accumulation is found, and shrunk to these two.
+
+    A third value may stay that gives the parameters larger gradients.
+    """
+    exploration = _explored("KeepsTheRateWhenAccumulating", examples=60, failures=1)
 
     (failure,) = exploration.failures
-    assert failure.signature.requirement in {"R001", "R002", "R003"}
-    assert failure.example.regime.micro_batches > 1
-    assert any(shape[0] % 2 for shape in failure.example.model.shapes().values() if len(shape) == 2)
-    assert len(failure.needs) < len(features(failure.drawn))
+    assert failure.signature.requirement == "R002"
+    assert {feature.partition(": ")[0] for feature in failure.needs} >= {"accumulation", "learning rate"}
+    assert len(failure.needs) <= 3
 
 
 def test_an_engine_that_says_it_shards() -> None:
     """Replicated training is at parity; the bytes and the traffic give it away."""
     with _worker("SaysItShards") as worker:
-        outcome = worker.run(_example(DrawnModel(width=5, blocks=(DrawnBlock(hidden=7),)), sharding=Sharding.FULL))
+        outcome = worker.run(Scenario.of({"sharding": "everything", "rows": "uneven"}))
 
     assert outcome.failed
     assert outcome.record is not None
     assert {finding.requirement for finding in outcome.record.findings} & {"R188", "R033", "R035"}
 
 
-def test_a_crash_is_a_failure_and_the_next_example_runs() -> None:
+def test_a_crash_is_a_failure_and_the_next_scenario_runs() -> None:
     """The process of the ranks ends in the third step; the one after it is new."""
-    with _worker("DiesInTheThirdStep") as worker:
-        crashed = worker.run(_example())
-        again = worker.run(Example(regime=Regime(steps=1), plan=Plan(units=("blocks.0",))))
+    with _worker("DiesWhenAccumulating") as worker:
+        crashed = worker.run(TWO_REDUCED)
+        again = worker.run(Scenario())
 
     assert crashed.record is not None
     assert crashed.record.verdict is Verdict.CRASH
@@ -125,13 +117,10 @@ def test_a_crash_is_a_failure_and_the_next_example_runs() -> None:
 
 
 def test_waiting_in_vain_is_noticed_at_once() -> None:
-    """A collective that only one rank issues ends the example without waiting for a deadline, and the next one runs."""
-    drawn = DrawnModel()
+    """A collective that only one rank issues ends the scenario without waiting for a deadline; the next one runs."""
     with _worker("WaitsAlone") as worker:
-        stuck = worker.run(
-            Example(plan=Plan(units=drawn.units()), regime=Regime(micro_batches=2, unused_parameters=True))
-        )
-        again = worker.run(_example())
+        stuck = worker.run(TWO_REDUCED)
+        again = worker.run(Scenario())
 
     assert stuck.failed
     assert again.record is not None
@@ -140,11 +129,11 @@ def test_waiting_in_vain_is_noticed_at_once() -> None:
 
 def test_a_refusal_is_no_failure() -> None:
     """A combination that every rank refuses before it trains is counted as refused, with what was said."""
-    with _worker("RefusesBiases") as worker:
-        outcome = worker.run(_example(DrawnModel(blocks=(DrawnBlock(), DrawnBlock()))))
+    with _worker("RefusesNesting") as worker:
+        outcome = worker.run(Scenario.of({"units": "nested"}))
 
     assert not outcome.failed
-    assert "more than one unit is not offered" in outcome.declined
+    assert "units inside of units are not offered" in outcome.declined
 
 
 @pytest.mark.nightly
@@ -152,55 +141,37 @@ def test_an_adapter_that_cannot_be_loaded() -> None:
     """The adapter is at fault, and the error quotes Python's message."""
     order = RunOrder(settings=RunSettings(implementation=f"{_ENGINES}:Missing", ranks="simulated"), device="cpu")
     with WarmWorker(order) as worker, pytest.raises(AdapterError, match="Missing"):
-        worker.run(_example())
+        worker.run(Scenario())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["processes", "simulated"])
 def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
-    """An example that fails on the warm worker fails on processes, against all references, and so does a pass."""
-    wrong = Example(
-        model=DrawnModel(width=3),
-        plan=Plan(units=("blocks.0",)),
-        regime=Regime(micro_batches=2, steps=2, unused_parameters=True),
-    )
+    """A scenario that fails on the warm worker fails on processes, against all references, and so does a pass."""
+    wrong = Scenario.of({"rows": "uneven", "accumulation": "two reduced"})
     base = RunSettings(ranks=kind)
 
     assert run_on(wrong, f"{_ENGINES}:OddAndSecond", base=base).verdict is Verdict.FAIL
     assert run_on(wrong, "torch-fsdp2", base=base).verdict is Verdict.PASS
 
 
-def _save_and_load() -> tuple[Event, ...]:
-    return (
-        Event(action=Action.SAVE, moment=Moment.END, step=0),
-        Event(action=Action.LOAD, moment=Moment.END, step=1),
-    )
-
-
-def _raise(moment: Moment, micro: int = 0) -> tuple[Event, ...]:
-    return (Event(action=Action.RAISE, moment=moment, step=1, micro=micro),)
-
-
 @pytest.mark.parametrize(
-    ("name", "events", "requirement"),
+    ("name", "axis", "value", "requirement"),
     [
-        pytest.param("SavingHalvesMomentum", _save_and_load()[:1], "R002", marks=pytest.mark.nightly),
-        ("RollbackKeepsMomentum", _save_and_load(), "R002"),
-        pytest.param("RecoversLate", _raise(Moment.OPTIMIZER), "R003", marks=pytest.mark.nightly),
-        pytest.param("RecoversLate", _raise(Moment.BACKWARD), "R003", marks=pytest.mark.nightly),
-        pytest.param("AnotherClass", _raise(Moment.FORWARD, 1), "R160", marks=pytest.mark.nightly),
-        pytest.param("GoesOnWithoutException", _raise(Moment.LOSS), "R160", marks=pytest.mark.nightly),
-        pytest.param("StaysGathered", _raise(Moment.BACKWARD, 1), "R161", marks=pytest.mark.nightly),
-        pytest.param("NeverRecovers", _raise(Moment.FORWARD), "R000", marks=pytest.mark.nightly),
+        pytest.param("SavingHalvesMomentum", "checkpoints", "saved", "R002", marks=pytest.mark.nightly),
+        ("RollbackKeepsMomentum", "checkpoints", "loaded later", "R002"),
+        pytest.param("RollbackKeepsMomentum", "checkpoints", "second one loaded", "R002", marks=pytest.mark.nightly),
+        pytest.param("RecoversLate", "exception", "between micro-batches", "R003", marks=pytest.mark.nightly),
+        pytest.param("AnotherClass", "exception", "in forward", "R160", marks=pytest.mark.nightly),
+        pytest.param("GoesOnWithoutException", "exception", "in backward", "R160", marks=pytest.mark.nightly),
+        pytest.param("StaysGathered", "exception", "between micro-batches", "R161", marks=pytest.mark.nightly),
+        pytest.param("NeverRecovers", "exception", "in forward", "R000", marks=pytest.mark.nightly),
     ],
 )
-def test_wrong_only_at_an_event(name: str, events: tuple[Event, ...], requirement: str) -> None:
+def test_wrong_only_at_an_event(name: str, axis: str, value: str, requirement: str) -> None:
     """Each event exposes an engine that is right without it, under the requirement that names the defect."""
-    regime = Regime(steps=3, micro_batches=2, unused_parameters=True)
-    plain = replace(_example(), regime=regime)
     with _worker(name) as worker:
-        without = worker.run(plain)
-        disturbed = worker.run(replace(plain, regime=replace(regime, events=events)))
+        without = worker.run(TWO_REDUCED)
+        disturbed = worker.run(Scenario.of({**TWO_REDUCED.choice, axis: value}))
 
     assert without.record is not None
     assert without.record.verdict is Verdict.PASS
@@ -209,29 +180,21 @@ def test_wrong_only_at_an_event(name: str, events: tuple[Event, ...], requiremen
     assert requirement in {finding.requirement for finding in disturbed.record.findings}
 
 
-def test_a_correct_engine_passes_at_every_moment_of_these_events() -> None:
+@pytest.mark.parametrize("axis", ["checkpoints", "exception"])
+def test_a_correct_engine_passes_at_every_moment_of_these_events(axis: str) -> None:
     """Checkpoints between any steps, and exceptions anywhere in a step, leave nothing behind."""
-    moments = [
-        [Event(action=Action.SAVE, moment=Moment.STEP, step=0), Event(action=Action.LOAD, moment=Moment.STEP, step=2)],
-        _save_and_load(),
-        [*_raise(Moment.FORWARD), *_raise(Moment.LOSS, 1)],
-        [*_raise(Moment.BACKWARD), *_raise(Moment.OPTIMIZER)],
-    ]
-    regime = Regime(steps=3, micro_batches=2, reduced=(False, True), unused_parameters=True)
-    model = DrawnModel(blocks=(DrawnBlock(hidden=3, counts=True), DrawnBlock(extras=((5, 1),))))
+    others = {"accumulation": "two, first deferred", "buffers": "counter", "other shapes": "several dims"}
+    names = [value.name for value in SPACE.by_name[axis].values]
     with _worker("reference") as worker:
-        outcomes = [
-            worker.run(replace(_example(model), regime=replace(regime, events=tuple(events)))) for events in moments
-        ]
+        outcomes = [worker.run(Scenario.of({**others, axis: name})) for name in names]
 
-    assert [outcome.record.verdict for outcome in outcomes if outcome.record] == [Verdict.PASS] * 4
+    assert [outcome.record.verdict for outcome in outcomes if outcome.record] == [Verdict.PASS] * len(names)
 
 
 def test_a_correct_engine_passes_with_joined_blocks() -> None:
-    """Any engine that declares both can be asked to shard a unit of several modules."""
-    joined = _example(DrawnModel(blocks=(DrawnBlock(), DrawnBlock()), joined=True))
+    """Any engine that declares it can be asked to shard a unit of several modules."""
     with _worker("reference") as worker:
-        outcome = worker.run(joined)
+        outcome = worker.run(Scenario.of({"units": "two blocks as one"}))
 
     assert outcome.record is not None
     assert outcome.record.verdict is Verdict.PASS
@@ -247,7 +210,7 @@ def test_the_simulated_accelerator_shows_races() -> None:
         settings = RunSettings(implementation=implementation, ranks="simulated", device="sim")
         order = RunOrder(settings=settings, description=codec.plain(description), device="sim")
         with WarmWorker(order) as worker:
-            outcomes.append(worker.run(_example()))
+            outcomes.append(worker.run(Scenario()))
 
     right, wrong = (outcome.record for outcome in outcomes)
     assert right is not None
@@ -259,7 +222,7 @@ def test_the_simulated_accelerator_shows_races() -> None:
 def test_nothing_is_left_after_a_worker() -> None:
     """Its processes have ended when it is left."""
     with _worker("torch-ddp") as worker:
-        outcome: Outcome = worker.run(_example())
+        outcome: Outcome = worker.run(Scenario())
         process = worker._process
 
     assert outcome.record is not None

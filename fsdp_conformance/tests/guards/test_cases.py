@@ -99,8 +99,17 @@ def test_every_requirement_has_a_case_or_a_reason() -> None:
 
 
 def test_every_case_kills_a_mutant_that_exists() -> None:
-    """Every case names at least one known-wrong implementation, and every name in a case exists."""
-    assert case_problems(contract.load(), cases(), mutants.MUTANTS) == []
+    """
+    Every case names at least one known-wrong implementation, and every name in a case exists.
+
+    Rows of pairs are there for a combination each, not for a defect: some of them name engines for all.
+    """
+    rows = [case for case in cases() if case.id.startswith("R000/pairs-")]
+    silent = {f"{case.id}: kills nothing" for case in rows if not case.kills}
+    problems = case_problems(contract.load(), cases(), mutants.MUTANTS)
+
+    assert [problem for problem in problems if problem.partition(",")[0] not in silent] == []
+    assert len(rows) - len(silent) >= 2
 
 
 def test_every_mutant_is_claimed_by_a_case() -> None:

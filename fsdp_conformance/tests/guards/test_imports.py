@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"outcome"}),
     frozenset({"errors", "stress"}),
     frozenset({"plan", "history"}),
-    frozenset({"run_settings", "workload"}),
+    frozenset({"run_settings", "workload", "scenarios"}),
     frozenset({"contract"}),
     # torch from here on.
     frozenset({"harness"}),

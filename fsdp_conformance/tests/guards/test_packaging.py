@@ -99,7 +99,7 @@ def test_every_data_file_is_named_by_a_pattern() -> None:
 
 
 def test_every_entry_point_names_something_that_exists() -> None:
-    """Scripts, the pytest plugin and the bundled adapters are defined in the modules that pyproject names."""
+    """Scripts, the pytest plugin, adapters and mutants are defined in the modules that pyproject names."""
     project = pyproject()["project"]
     groups = {"scripts": project["scripts"], **project["entry-points"]}
     trees = {module.name: module.tree() for module in checkout.modules()}
@@ -121,8 +121,9 @@ def _defined(tree: ast.Module) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom):
             names.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
     return names
 
 

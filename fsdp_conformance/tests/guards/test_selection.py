@@ -54,14 +54,19 @@ def test_the_quick_ones(selection: ModuleType) -> None:
     assert len(chosen) < 2 * len(quick)
 
 
+def _pairs(ids: set[str]) -> set[str]:
+    """The rows of pairs, which the nightly job runs."""
+    return {case for case in ids if case.startswith("R000/pairs-")}
+
+
 def test_every_known_finding_is_looked_for(selection: ModuleType) -> None:
-    """Otherwise one that is gone would not be noticed."""
+    """Otherwise one that is gone would not be noticed before the night."""
     ids = {entry.id for entry in ENTRIES}
     for name in ("reference", "torch-fsdp2", "torch-fsdp1"):
         listed = {
             entry.case
             for entry in selection.known_findings.known_findings()
-            if fnmatchcase(name, entry.implementation) and entry.case in ids
+            if fnmatchcase(name, entry.implementation) and entry.case in ids - _pairs(ids)
         }
 
         for quick in (False, True):

@@ -153,13 +153,13 @@ RULES: tuple[Rule, ...] = (vacuous_assert, assert_without_message, sleeping_test
 
 def test_no_file_holds_forbidden_text() -> None:
     """No tracked file names one machine, a registry host, unfinished work, or how the work is organised."""
-    found = []
+    problems = []
     for file in checkout.files():
         if file.as_posix() != _OWN:
             text = (checkout.ROOT / file).read_bytes().decode("utf-8", errors="replace")
-            found += [f"{file}:{line}: {reason}" for line, reason in forbidden_text(text)]
+            problems += [f"{file}:{line}: {reason}" for line, reason in forbidden_text(text)]
 
-    assert found == []
+    assert problems == []
 
 
 def test_tics_only_become_fewer() -> None:
@@ -172,7 +172,7 @@ def test_tics_only_become_fewer() -> None:
         findings += questions(checkout.parse(checkout.ROOT / file)) if file.suffix == ".py" else []
         directory = "fsdp_conformance/tests" if file.parts[:2] == ("fsdp_conformance", "tests") else file.parts[0]
         places.setdefault(directory, []).extend(f"{file}:{line}: {advice}" for line, advice in findings)
-    counts = {directory: len(found) for directory, found in places.items() if found}
+    counts = {directory: len(lines) for directory, lines in places.items() if lines}
     more = {name: places[name] for name, count in counts.items() if count > TICS_LEFT.get(name, 0)}
 
     assert not more, f"counts are {counts}; look among {more}"
@@ -181,9 +181,9 @@ def test_tics_only_become_fewer() -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_no_module_breaks_the_rule(rule: Rule) -> None:
     """The rule is silent on every module of the package."""
-    found = [f"{module.place}:{line}: {reason}" for module in checkout.modules() for line, reason in rule(module)]
+    problems = [f"{module.place}:{line}: {reason}" for module in checkout.modules() for line, reason in rule(module)]
 
-    assert found == []
+    assert problems == []
 
 
 def test_a_file_is_one_noun() -> None:

@@ -114,10 +114,15 @@ def test_every_mutant_is_tested_here() -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_registry(name: str) -> None:
-    """A mutant loads, says what is wrong with it in one sentence, and names the requirement that kills it."""
+    """
+    A mutant loads, says what is wrong with it in one sentence, and names the requirement that kills it.
+
+    Reports must not give it the name of the engine that it breaks.
+    """
     registered = MUTANTS[name]
 
     assert registered.name == name
+    assert mutant(name).display_name() == f"mutant:{name}"
     assert {contract.load()[requirement].id for requirement in registered.requirements} == set(registered.requirements)
     assert issubclass(mutant(name), registry.load(registered.engine))
     assert registered.defect.endswith(".")

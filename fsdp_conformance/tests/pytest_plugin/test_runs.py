@@ -343,6 +343,11 @@ def test_a_whole_run_that_earns_no_certificate_is_not_a_success(suite: MiniSuite
             marks=pytest.mark.nightly,
         ),
         pytest.param(
+            ("--conformance-case", "R150"),
+            "case 'R150' is in the suites, but not in profile mini. Use --profile core-2026.11 or full-2026.11",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
             ("--conformance-world-size", "7"),
             "world_size must be one of 1, 2, 4, got 7",
             marks=pytest.mark.nightly,

@@ -9,12 +9,13 @@ import torch
 from torch.nn.functional import hardtanh, mse_loss
 
 from fsdp_conformance.checks.rounding import rounds_alike
-from fsdp_conformance.errors import SuiteError
-from fsdp_conformance.fixtures import precision
+from fsdp_conformance.errors import NotExact, SuiteError
+from fsdp_conformance.fixtures import drawn, precision
+from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.references.reference_set import Kind
-from fsdp_conformance.references.rounding import rounding_reference
+from fsdp_conformance.references.rounding import rounding_histories, rounding_reference
 from fsdp_conformance.workload.definition import BatchKey, Regime
 
 WORKLOAD = precision.scaled()
@@ -90,15 +91,31 @@ def test_a_gradient_in_another_dtype_is_seen() -> None:
     assert "torch.float64" in result.findings[0].message
 
 
-@pytest.mark.parametrize(
-    ("regime", "world_size"),
-    [(Regime(), 3), (Regime(micro_batches=2, reduced=(False, True)), 2)],
-    ids=["three ranks", "deferred"],
-)
-def test_rounding_that_is_not_determined_is_refused(regime: Regime, world_size: int) -> None:
-    """If the rounding depends on the order of sums, the reference cannot be used."""
-    with pytest.raises(SuiteError, match="rounding is only determined"):
-        trained(PLAN, regime, world_size)
+def test_deferred_gradients_need_a_reduction_in_float32() -> None:
+    """They are accumulated in it, so that with another dtype the rounding would not be determined."""
+    regime = Regime(micro_batches=2, reduced=(False, True))
+    with pytest.raises(SuiteError, match="reduce_dtype must be float32 with deferred micro-batches"):
+        trained(PLAN, regime)
+
+    assert trained(replace(PLAN, reduce_dtype="float32"), regime).steps
+
+
+def test_three_ranks_whose_sum_has_one_value_in_any_order() -> None:
+    """Coefficients with few bits add up without rounding, so that every engine must have the same bits."""
+    workload = drawn.workload(DrawnModel(blocks=(DrawnBlock(extras=((3,),)),)))
+    plan = Plan(units=workload.units, param_dtype="bfloat16", reduce_dtype="float32")
+    histories = rounding_histories(workload, Regime(steps=2), plan, world_size=3)
+
+    assert [history.rank for history in histories] == [0, 1, 2]
+    assert not rounds_alike(histories[0], histories[1], requirement="R084", kinds=[Kind.PARAMETER]).findings
+
+
+def test_three_ranks_whose_sum_depends_on_the_order() -> None:
+    """In a dtype in which the sum rounds, the reference says what depends on the order, instead of choosing one."""
+    with pytest.raises(NotExact, match="in low precision depends on the order in which ranks are added"):
+        trained(PLAN, Regime(steps=2), world_size=3)
+
+    assert trained(PLAN, Regime(steps=2), world_size=2).steps
 
 
 def test_hidden_gradients_are_judged_by_the_parameters() -> None:

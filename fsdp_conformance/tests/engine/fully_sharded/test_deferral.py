@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fsdp_conformance.engine.errors import TrainingStateError
+from fsdp_conformance.engine.errors import ParameterReplaced, TrainingStateError
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import ShardingStrategy
-from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import ShardedTestCase, batch, chain, sharded
+from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
+    LEARNING_RATE,
+    ShardedTestCase,
+    batch,
+    chain,
+    forward_sum,
+    sharded,
+)
 
 
 def _inner(model: FullyShardedDataParallel) -> list[FullyShardedDataParallel]:
@@ -115,6 +122,47 @@ class TestDeferral(ShardedTestCase):
         with model.keep_gathered():
             losses = self.train(model)
         self.assertEqual(losses, self.train(expected))
+
+    def test_whatever_the_optimizer_does(self) -> None:
+        """
+        Gathered parameters are gathered again after a step of any of torch's optimizers, fused ones too, which do not
+        count as writes for autograd. So are those of a unit that an earlier forward or a user has gathered.
+        """
+
+        def build(model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused, foreach=False)
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, leaves_gathered: bool) -> Tensor:
+            loss = forward_sum(model, batch(self.rank))
+            loss.backward()
+            if leaves_gathered:
+                forward_sum(model, batch(self.rank))
+                for unit in FullyShardedDataParallel.fsdp_modules(model):
+                    unit.unshard(async_op=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        for fused in (True, False):
+            model, expected = (sharded(chain()) for _ in range(2))
+            optimizers = [build(each, fused=fused) for each in (model, expected)]
+            for _ in range(3):
+                kept = step(model, optimizers[0], leaves_gathered=True)
+                self.assertEqual(step(expected, optimizers[1], leaves_gathered=False), kept)
+
+    def test_a_step_between_forward_and_backward(self) -> None:
+        """It raises, by whatever optimizer; one that has only parameters without a gradient writes nothing."""
+        for fused in (True, False):
+            model = sharded(chain())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused, foreach=False)
+            loss = forward_sum(model, batch(self.rank))
+            optimizer.step()
+            loss.backward()
+            loss = forward_sum(model, batch(self.rank))
+            optimizer.step()
+            with self.assertRaisesRegex(ParameterReplaced, "modified between forward and backward"):
+                loss.backward()
+            model.recover()
 
     def test_a_hook_may_write_anything(self) -> None:
         """A communication hook that fills a shard with zeros gives gradients of zeros, not an error about order."""

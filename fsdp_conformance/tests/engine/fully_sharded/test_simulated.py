@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_conformance.engine.errors import ExecutionOrderError, ParameterMoved
 from fsdp_conformance.engine.fully_sharded.model_state import full_state_dict, load_full_state_dict, sharded_state_dict
+from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer_state
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_conformance.simulator import checker
@@ -109,6 +110,35 @@ class TestOnSim(OnSim):
         """Gathers that a user starts, and waits for or not."""
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
             self.assert_same(by_hand, sharding_strategy=strategy)
+
+    def test_integers(self) -> None:
+        """Parameters of integers are gathered beside others, in low precision and offloaded or not."""
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for offload in (False, True):
+            for dtype in (torch.uint8, torch.int16):
+                options = {"mixed_precision": policy, "cpu_offload": CPUOffload(offload_params=offload)}
+                self.assert_same(plain, build=partial(_with_integers, dtype), **options)
+
+    def test_optimizer_state(self) -> None:
+        """Its counters stay where an optimizer has them, also of parameters of which this rank has no element."""
+        for offload in (False, True):
+            subject = sharded(
+                chain(), device_id=torch.device(self.device), cpu_offload=CPUOffload(offload_params=offload)
+            )
+            optimizer = torch.optim.Adam(subject.parameters())
+            counting = torch.optim.SGD(subject.parameters(), lr=LEARNING_RATE, momentum=0.5)
+            _backward(subject, batch(self.rank, 0).to(self.device))
+            optimizer.step()
+            for parameter in subject.parameters():
+                counting.state[parameter] = {"count": torch.ones((), device=parameter.device)}
+            for each, key, device in (
+                (optimizer, "step", "cpu"),
+                (counting, "count", "cpu" if offload else "sim"),
+            ):
+                with checker.suspended():
+                    state = full_optimizer_state(subject, each)["state"]
+                    self.assertEqual({1.0}, {entries[key].item() for entries in state.values()})
+                self.assertEqual({device}, {entries[key].device.type for entries in state.values()})
 
     def test_after_an_exception(self) -> None:
         """A backward that raised leaves nothing behind."""
@@ -215,6 +245,14 @@ class _Branched(nn.Module):
 
 def _recomputed(reentrant: bool) -> nn.Module:
     return nn.Sequential(_Recomputed(nn.Sequential(Stage(), Stage()), reentrant=reentrant), Stage(WIDTH, 3))
+
+
+def _with_integers(dtype: torch.dtype) -> nn.Module:
+    model = chain()
+    for stage in model.children():
+        stage.codes = nn.Parameter(torch.arange(7).to(dtype), requires_grad=False)
+        stage.register_forward_hook(lambda module, _, output: output * module.codes[2])
+    return model
 
 
 def _buffered() -> nn.Module:

@@ -475,6 +475,23 @@ class TestOutputs(ShardedTestCase):
             )
             self.assertEqual([], [unit.label for unit in subject.units if unit.is_unsharded])
 
+    def test_unknown_object_of_a_frozen_unit(self) -> None:
+        """So does one with frozen parameters, and one whose parameters begin to train later."""
+        for tuned in ("weight", "bias"):
+            plain = nn.Sequential(Stage(), Wrapping(), Unwrapping(), Stage(WIDTH, 3))
+            subject = sharded(copy.deepcopy(plain), units=["0", "1", "2", "3"])
+            losses = []
+            for model in (plain, subject):
+                optimizer = self.optimizer(model)
+                for step, trains in enumerate((False, True, False, True)):
+                    for name, parameter in model.named_parameters():
+                        parameter.requires_grad_(trains or not name.endswith(f"linear.{tuned}"))
+                    # A reducer of DDP keeps what trained when it was made.
+                    called = model if model is subject else DistributedDataParallel(model)
+                    losses += self.train(called, steps=1, first=step, optimizer=optimizer)
+            self.assertEqual(losses[:4], losses[4:])
+            self.assert_same_params(plain, subject)
+
 
 class TestReports(ShardedTestCase):
     """Tests of reports and questions of users."""

@@ -22,13 +22,13 @@ class Servers:
 
     def __init__(self, *culprits: str) -> None:
         self.culprits = culprits
-        self.asked: list[tuple[tuple[str, ...], dict[str, str]]] = []
+        self.requests: list[tuple[tuple[str, ...], dict[str, str]]] = []
 
     def find(self, modules: tuple[str, ...], variables: Mapping[str, str]) -> tuple[str, ...]:
         return modules
 
     def ask(self, server: tuple[str, ...]) -> str | None:
-        self.asked.append((server, {}))
+        self.requests.append((server, {}))
         return next((name for name in server if name in self.culprits), None)
 
 
@@ -51,7 +51,7 @@ def test_every_module_that_starts_cuda_is_left_out(monkeypatch: pytest.MonkeyPat
 
     assert found(monkeypatch, servers, "suite", "engine", "kernels") == ("suite",)
     assert found(monkeypatch, servers, "suite", "engine", "kernels") == ("suite",)
-    assert len(servers.asked) == 3
+    assert len(servers.requests) == 3
     assert found(monkeypatch, servers, "suite") == ("suite",)
 
 

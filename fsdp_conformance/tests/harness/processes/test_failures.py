@@ -35,13 +35,13 @@ class Seen(NamedTuple):
 
     reports: list[RankReport | None]
     exits: list[RankExit]
-    found: Attribution
+    attribution: Attribution
     errors: str
     skipped: list[str]
 
     @property
     def endings(self) -> list[Ending]:
-        return [item.ending for item in self.found.endings]
+        return [item.ending for item in self.attribution.endings]
 
 
 class Faulty(StartedRanks):
@@ -219,7 +219,7 @@ def test_clean_case_reports_every_rank() -> None:
 
     assert [report.rank for report in seen.reports if report is not None] == [0, 1, 2]
     assert [(end.exitcode, end.reported, end.ended_by_controller) for end in seen.exits] == [(0, True, False)] * 3
-    assert (seen.found.first, seen.found.notes) == (None, ())
+    assert (seen.attribution.first, seen.attribution.notes) == (None, ())
     report = seen.reports[2]
     assert report is not None
     assert {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3"}.items() <= report.environment["variables"].items()
@@ -236,9 +236,9 @@ def test_rank_that_raises_is_named_and_peers_are_consequences() -> None:
     seen = run(Faulty, "test_raises")
 
     assert seen.endings == [Ending.LOST_PEER, Ending.RAISED, Ending.LOST_PEER]
-    assert seen.found.headline == "rank 1 raised ValueError: expected 4 elements in shard 1, got 3"
+    assert seen.attribution.headline == "rank 1 raised ValueError: expected 4 elements in shard 1, got 3"
     assert [end.exitcode for end in seen.exits] == [10, 10, 10]
-    assert len(seen.found.consequences) == 2
+    assert len(seen.attribution.consequences) == 2
     # the text begins with the headline, and keeps the line that tests of torch's harness look for
     assert "RuntimeError: rank 1 raised ValueError" in seen.errors
     assert "Process 1 exited with error code 10 and exception:" in seen.errors
@@ -261,7 +261,7 @@ def test_killed_rank_is_named_by_its_signal() -> None:
     """A rank that dies of SIGKILL is the first failure, although its peers notice before the controller does."""
     seen = run(Faulty, "test_sigkill")
 
-    assert seen.found.headline == "rank 1 was killed by SIGKILL before it reported"
+    assert seen.attribution.headline == "rank 1 was killed by SIGKILL before it reported"
     assert (seen.exits[1].exitcode, seen.exits[1].reported, seen.exits[1].ended_by_controller) == (-9, False, False)
     assert_next_case_is_clean()
 
@@ -270,7 +270,7 @@ def test_segfault_leaves_its_python_stack() -> None:
     """A rank that dies of a segmentation fault or the like reports where in Python it was."""
     seen = run(Faulty, "test_segfault")
 
-    assert seen.found.headline == "rank 1 was killed by SIGSEGV before it reported"
+    assert seen.attribution.headline == "rank 1 was killed by SIGSEGV before it reported"
     assert "in test_segfault" in (seen.exits[1].stack or "")
     assert_next_case_is_clean()
 
@@ -281,7 +281,7 @@ def test_early_exit_is_a_failure(method: str, code: int) -> None:
     seen = run(Faulty, method)
 
     assert (code, False) == (seen.exits[1].exitcode, seen.exits[1].reported)
-    assert f"rank 1 exited with code {code} before it reported" == seen.found.headline
+    assert f"rank 1 exited with code {code} before it reported" == seen.attribution.headline
     assert seen.errors
     assert_next_case_is_clean()
 
@@ -293,7 +293,7 @@ def test_exit_of_the_last_rank_counts() -> None:
     assert seen.endings[2] == Ending.EXITED
     # A peer that is still connecting when rank 2 dies loses it; one that is through does not notice.
     assert set(seen.endings[:2]) <= {Ending.FINISHED, Ending.LOST_PEER}
-    assert seen.found.headline == "rank 2 exited with code 5 before it reported"
+    assert seen.attribution.headline == "rank 2 exited with code 5 before it reported"
 
 
 def test_rank_that_leaves_a_collective_out_is_a_hang() -> None:
@@ -303,8 +303,8 @@ def test_rank_that_leaves_a_collective_out_is_a_hang() -> None:
     assert seen.endings[1] == Ending.FINISHED
     assert Ending.TIMED_OUT in (seen.endings[0], seen.endings[2])
     assert {seen.endings[0], seen.endings[2]} <= {Ending.TIMED_OUT, Ending.LOST_PEER}
-    assert seen.found.is_hang
-    assert "timed out in a collective" in seen.found.headline
+    assert seen.attribution.is_hang
+    assert "timed out in a collective" in seen.attribution.headline
     assert_next_case_is_clean()
 
 
@@ -313,8 +313,8 @@ def test_sleeping_rank_is_found_with_its_stack() -> None:
     seen = run(Hanging, "test_sleeps")
 
     assert seen.endings[1] == Ending.STUCK
-    assert seen.found.is_hang
-    assert seen.found.headline == "rank 1 did not report in time and was terminated"
+    assert seen.attribution.is_hang
+    assert seen.attribution.headline == "rank 1 did not report in time and was terminated"
     assert "in test_sleeps" in (seen.exits[1].stack or "")
     assert "_end_with" not in (seen.exits[1].stack or "")
     assert seen.exits[1].ended_by_controller
@@ -335,7 +335,7 @@ def test_collectives_for_ever_are_a_hang(monkeypatch: pytest.MonkeyPatch) -> Non
     seen = run(Hanging, "test_goes_round_for_ever")
 
     assert Ending.STUCK in seen.endings
-    assert seen.found.is_hang
+    assert seen.attribution.is_hang
     assert_next_case_is_clean()
 
 
@@ -353,7 +353,7 @@ def test_stopped_rank_is_said_to_be_stopped() -> None:
     seen = run(Hanging, "test_is_stopped")
 
     assert seen.endings[1] == Ending.STOPPED
-    assert seen.found.headline == "rank 1 was stopped by a signal and never reported"
+    assert seen.attribution.headline == "rank 1 was stopped by a signal and never reported"
     assert "in test_is_stopped" in (seen.exits[1].stack or "")
     assert_next_case_is_clean()
 
@@ -388,7 +388,7 @@ def test_death_at_shutdown_is_said_and_is_no_failure() -> None:
 
     assert seen.endings == [Ending.FINISHED] * 3
     assert (seen.exits[1].exitcode, seen.exits[1].reported) == (-signal.SIGABRT, True)
-    assert seen.found.notes == ("rank 1 was killed by SIGABRT at shutdown, after it had reported",)
+    assert seen.attribution.notes == ("rank 1 was killed by SIGABRT at shutdown, after it had reported",)
     assert not seen.errors
 
 

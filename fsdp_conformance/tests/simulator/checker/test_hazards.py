@@ -464,7 +464,7 @@ all_gather_stream.wait_stream(stream_3)""",
 class TestJson:
     """Data first: the text is made from it."""
 
-    found = hazard(
+    reuse = hazard(
         HazardKind.REUSE_IN_FLIGHT,
         GATHERING,
         access("write", DEFAULT, site("aten::zero_", 1), offset=4, run=4, repeats=((8, 32), (2, 8))),
@@ -474,10 +474,10 @@ class TestJson:
     )
 
     def test_round_trip(self) -> None:
-        again = hazard_from_json(json.loads(json.dumps(self.found.to_json())))
+        again = hazard_from_json(json.loads(json.dumps(self.reuse.to_json())))
 
-        assert self.found == again
-        assert self.found.explain() == again.explain()
+        assert self.reuse == again
+        assert self.reuse.explain() == again.explain()
 
     def test_reading_hazards_needs_no_torch(self) -> None:
         program = (
@@ -485,11 +485,11 @@ class TestJson:
             "print(hazard_from_json(json.load(sys.stdin)).sentence()); assert 'torch' not in sys.modules"
         )
         result = subprocess.run(
-            [sys.executable, "-c", program], input=json.dumps(self.found.to_json()), capture_output=True, text=True,
+            [sys.executable, "-c", program], input=json.dumps(self.reuse.to_json()), capture_output=True, text=True,
             check=True, timeout=DEADLINE_S,
         )  # fmt: skip
 
-        assert self.found.sentence() == result.stdout.strip()
+        assert self.reuse.sentence() == result.stdout.strip()
 
     @compiled
     def test_what_the_checker_describes_is_the_same_form(self) -> None:

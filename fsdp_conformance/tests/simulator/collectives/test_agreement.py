@@ -63,7 +63,7 @@ def test_equal_calls_agree(ranks: list[Agreement]) -> None:
     ranks[0].end()
     ranks[1].end()
 
-    assert [] == ranks[0].found == ranks[1].found
+    assert [] == ranks[0].disagreements == ranks[1].disagreements
     assert ranks[0].checked == 4
 
 
@@ -87,7 +87,7 @@ def test_a_difference_is_raised_by_the_last_to_come(other: dict[str, Any], what:
         f"the {what} of a collective differ: rank 0 calls all_reduce(SUM, 4 float32) on the default group at "
         "/src/train.py:10 in step, rank 1 calls other() on the default group at /src/train.py:12 in step"
     )
-    assert [DisagreementKind.DIFFERENT] == [one.kind for one in ranks[0].found]
+    assert [DisagreementKind.DIFFERENT] == [one.kind for one in ranks[0].disagreements]
 
 
 def test_both_ranks_word_it_in_the_same_way(ranks: list[Agreement]) -> None:
@@ -96,8 +96,10 @@ def test_both_ranks_word_it_in_the_same_way(ranks: list[Agreement]) -> None:
     message(lambda: ranks[1].check(call(line=12, reduce_op="MAX")))
     ranks[0].check(call(channel=replace(WORLD, ranks=(0, 1), device="cpu")))
 
-    assert [one.explain() for one in ranks[0].found] == [one.explain() for one in ranks[1].found] != []
-    assert ranks[0].found == [disagreement_from_json(json.loads(json.dumps(asdict(one)))) for one in ranks[1].found]
+    assert [one.explain() for one in ranks[0].disagreements] == [one.explain() for one in ranks[1].disagreements] != []
+    assert ranks[0].disagreements == [
+        disagreement_from_json(json.loads(json.dumps(asdict(one)))) for one in ranks[1].disagreements
+    ]
 
 
 def test_a_rank_that_waits_is_released(ranks: list[Agreement]) -> None:
@@ -109,7 +111,7 @@ def test_a_rank_that_waits_is_released(ranks: list[Agreement]) -> None:
     ranks[0].look(1)
     ranks[0].look(1)
 
-    assert ranks[0].stopped_by == ranks[1].found[0]
+    assert ranks[0].stopped_by == ranks[1].disagreements[0]
 
 
 def test_what_may_differ(ranks: list[Agreement]) -> None:
@@ -119,7 +121,7 @@ def test_what_may_differ(ranks: list[Agreement]) -> None:
     ranks[0].check(call(line=1))
     ranks[1].check(call(line=2, words="all_reduce_coalesced(SUM, 4 float32)"))
 
-    assert [] == ranks[0].found == ranks[1].found
+    assert [] == ranks[0].disagreements == ranks[1].disagreements
 
 
 def test_a_group_has_a_communicator_for_each_device(ranks: list[Agreement]) -> None:
@@ -129,7 +131,7 @@ def test_a_group_has_a_communicator_for_each_device(ranks: list[Agreement]) -> N
         for channel in channels:
             ranks[rank].check(call(channel=channel, op="barrier" if channel is host else "all_reduce"))
 
-    assert [] == ranks[0].found == ranks[1].found
+    assert [] == ranks[0].disagreements == ranks[1].disagreements
 
 
 def test_an_all_to_all_agrees_pair_by_pair(ranks: list[Agreement]) -> None:
@@ -152,7 +154,7 @@ def test_messages_are_matched_by_pair(ranks: list[Agreement]) -> None:
     ranks[1].check(call(channel=pair, op="recv", reduce_op=""))
     ranks[0].check(call(channel=pair, op="send", reduce_op=""))
     ranks[0].check(call())
-    assert [] == ranks[0].found == ranks[1].found
+    assert [] == ranks[0].disagreements == ranks[1].disagreements
 
     ranks[0].check(call(channel=pair, op="send", reduce_op=""))
     text = message(lambda: ranks[1].check(call(channel=pair, op="recv", reduce_op="", numels=(8,))))
@@ -172,7 +174,7 @@ class TestOrder:
                 ranks[rank].check(call(channel=self.first))
                 ranks[rank].check(call(channel=self.second))
 
-        assert [] == ranks[0].found == ranks[1].found
+        assert [] == ranks[0].disagreements == ranks[1].disagreements
 
     def test_two_orders_are_reported_and_nothing_is_raised(self, ranks: list[Agreement]) -> None:
         """They are reported once, although they occur in every step, with the line where each rank's order begins."""
@@ -182,7 +184,7 @@ class TestOrder:
             ranks[1].check(call(20, channel=self.second, words="b()"))
             ranks[1].check(call(21, channel=self.first, words="a()"))
 
-        (disagreement,) = ranks[1].found
+        (disagreement,) = ranks[1].disagreements
         assert disagreement.kind is DisagreementKind.ORDER
         assert disagreement.sentence() == (
             "two communicators are used in different orders: rank 0 calls a() on the default group at "
@@ -197,7 +199,7 @@ class TestOrder:
         ranks[1].check(call(20, channel=self.second))
 
         text = message(ranks[1].end)
-        assert [DisagreementKind.MISSING] == [one.kind for one in ranks[1].found]
+        assert [DisagreementKind.MISSING] == [one.kind for one in ranks[1].disagreements]
         assert text.endswith("at /src/train.py:10 in step, but rank 1 has ended without calling it")
 
     @pytest.mark.parametrize("other", [{"device": "cpu"}, {"pair": (0, 1)}], ids=["host", "message"])
@@ -208,7 +210,7 @@ class TestOrder:
             for channel in channels:
                 ranks[rank].check(call(channel=channel))
 
-        assert [] == ranks[0].found == ranks[1].found
+        assert [] == ranks[0].disagreements == ranks[1].disagreements
 
 
 class TestEnd:
@@ -237,7 +239,7 @@ class TestEnd:
         ranks[2].end()
         ranks[1].check(call())
 
-        assert [[]] * 3 == [rank.found for rank in ranks]
+        assert [[]] * 3 == [rank.disagreements for rank in ranks]
 
 
 class TestDeadlock:
@@ -284,11 +286,11 @@ class TestDeadlock:
         for _ in range(4):
             ranks[0].look(8)
             ranks[1].look(3)
-        assert [] == ranks[0].found == ranks[1].found
+        assert [] == ranks[0].disagreements == ranks[1].disagreements
         ranks[1].look(3)
         ranks[0].look(8)
 
-        (disagreement,) = ranks[0].found
+        (disagreement,) = ranks[0].disagreements
         assert disagreement == ranks[0].stopped_by
         assert disagreement.kind is DisagreementKind.DEADLOCK
         assert disagreement.sentence().startswith("ranks 0, 1 wait for each other: rank 0 has called all_reduce")
@@ -304,8 +306,8 @@ def test_ranks_on_one_device(ranks: list[Agreement]) -> None:
         for rank in (0, 1):
             ranks[rank].check(call(device_index=3))
 
-    assert [] == [one for one in ranks[0].found if one.kind is not DisagreementKind.ONE_DEVICE]
-    (disagreement,) = ranks[1].found
+    assert [] == [one for one in ranks[0].disagreements if one.kind is not DisagreementKind.ONE_DEVICE]
+    (disagreement,) = ranks[1].disagreements
     assert disagreement.sentence().startswith("ranks 0 and 1 use the same device, 3: ")
     assert "set_device" in disagreement.advice()
 

@@ -34,7 +34,7 @@ class Sanitized:
     status: int
     out: str
     err: str
-    found: Mapping[str, Any]
+    report: Mapping[str, Any]
     """The file of --json; empty if there is none."""
     cwd: Path
 
@@ -46,7 +46,7 @@ class Sanitized:
     @property
     def hazards(self) -> list[dict[str, Any]]:
         """As data."""
-        return list(self.found.get("hazards", ()))
+        return list(self.report.get("hazards", ()))
 
     def lines(self) -> list[tuple[str, str]]:
         """The lines of code that each hazard is about: where the first access was issued, and where the second."""

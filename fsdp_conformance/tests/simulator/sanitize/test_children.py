@@ -79,7 +79,7 @@ if __name__ == "__main__":
     assert processes(run) == ["fork", "forkserver", "spawn", "worker.py"]
     assert run.lines() == [("data = torch.ones(4, device=device)", "data.mul_(2)")]
     assert run.hazards[0]["count"] == 5
-    (rank,) = run.found["ranks"]
+    (rank,) = run.report["ranks"]
     assert rank["ending"] == "finished"
     assert rank["accesses"] == 0
     assert [child["has_ended"] for child in rank["children"]] == [True] * 5
@@ -124,7 +124,7 @@ if __name__ == "__main__":
     assert "fork ended with 7" in run.out
     assert processes(run) == ["python -c", "train.py"]
     assert "main process is MainProcess" in run.out
-    (rank,) = run.found["ranks"]
+    (rank,) = run.report["ranks"]
     assert rank["ending"] == "finished"
     ended = sorted((child["process"], child["has_ended"]) for child in rank["children"])
     assert ended == [("python -c", False), ("python -c", False), ("python -c", True), ("train.py", True)]
@@ -185,7 +185,7 @@ if __name__ == "__main__":
     assert run.status == 1, run.out + run.err
     assert processes(run) == ["rank 1"]
     assert run.hazards[0]["count"] == 2
-    (rank,) = run.found["ranks"]
+    (rank,) = run.report["ranks"]
     # RANK is 0 in the script, too, so the spawned rank 0 goes by its process's name.
     assert sorted(child["process"] for child in rank["children"]) == ["SpawnProcess-1", "rank 0", "rank 1", "rank 1"]
     assert all(child["has_ended"] for child in rank["children"])
@@ -229,7 +229,7 @@ if os.environ["RANK"] == "1":
     (hazard,) = run.hazards
     assert (hazard["ranks"], hazard["processes"]) == ([1], {"worker.py": 1})
     assert "on sim:0" in hazard["text"]
-    assert [len(rank["children"]) for rank in run.found["ranks"]] == [0, 1]
+    assert [len(rank["children"]) for rank in run.report["ranks"]] == [0, 1]
 
 
 def test_children_that_are_right_are_clean(tmp_path: Path) -> None:

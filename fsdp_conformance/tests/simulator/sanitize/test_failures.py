@@ -53,7 +53,7 @@ def test_a_rank_that_raises_is_the_headline(tmp_path: Path) -> None:
 
     assert run.status == 5, run.out + run.err
     assert run.verdict == "the script failed: rank 1 raised ValueError: boom [exit 5]"
-    assert run.found["traceback"].splitlines()[:2] == [
+    assert run.report["traceback"].splitlines()[:2] == [
         "Traceback (most recent call last):",
         '  File "train.py", line 23, in <module>',
     ]

@@ -49,9 +49,9 @@ def test_a_correct_script_is_clean(script: str, arguments: list[str], tmp_path: 
 
     assert run.status == 0, run.out + run.err
     assert run.verdict.startswith("clean: ")
-    assert [one["ending"] for one in run.found["ranks"]] == ["finished", "finished"]
-    assert all(one["accesses"] > 20 for one in run.found["ranks"])
-    assert all(sum(one["waits"].values()) > 0 for one in run.found["ranks"])
+    assert [one["ending"] for one in run.report["ranks"]] == ["finished", "finished"]
+    assert all(one["accesses"] > 20 for one in run.report["ranks"])
+    assert all(sum(one["waits"].values()) > 0 for one in run.report["ranks"])
 
 
 def test_cuda_answers_as_a_script_expects(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_ranks_that_reduce_differently_are_named(tmp_path: Path) -> None:
     assert "the script failed" not in run.out
     assert "1 finding about collectives of ranks 0, 1 [exit 1]" in run.out
     assert "::error file=train.py,line=8,title=different_collectives::" in run.out
-    (disagreement,) = run.found["collectives"]
+    (disagreement,) = run.report["collectives"]
     assert [(party["rank"], party["place"]["line"]) for party in disagreement["parties"]] == [(0, 8), (1, 8)]
     (result,) = json.loads((tmp_path / "found.sarif").read_text())["runs"][0]["results"]
     assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 8
@@ -342,7 +342,7 @@ def test_a_hang_names_the_collective_and_where_the_others_are(tmp_path: Path) ->
     run = sanitize("--as-cuda", "--timeout", "30", written(tmp_path, _HANGING), cwd=tmp_path)
 
     assert run.status == 5, run.out + run.err
-    (line,) = run.found["unanswered"]
+    (line,) = run.report["unanswered"]
     assert line.startswith("only rank 0 called broadcast(4 float32, root 0) on the default group at ")
     assert "train.py:13 in <module>; rank 1 is at " in line
     assert "train.py:12 in <module>, after all_reduce(SUM, 4 float32) on the default group at " in line

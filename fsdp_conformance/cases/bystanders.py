@@ -1,0 +1,52 @@
+"""Watching in a case's training what an engine has no business with: `checks.bystanders`, step by step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.checks import bystanders
+
+if TYPE_CHECKING:
+    from fsdp_conformance.cases.base import ConformanceTestCase
+
+#: What is not the engine's stays as it is.
+REQUIREMENT = "R189"
+
+
+class BystanderWatch:
+    """
+    Compares the surroundings and the user's parameters after each step with those from after wrapping.
+
+    Make it before the engine is loaded, so that functions which the engine replaces are noted.
+    """
+
+    def __init__(self, case: ConformanceTestCase) -> None:
+        self._case = case
+        self._functions = bystanders.torch_functions()
+        self._surroundings: dict[str, str] = {}
+        self._attached: bystanders.Attached | None = None
+
+    def begin(self, adapter: Adapter) -> None:
+        """Take the state from before training; call it when the model is wrapped."""
+        if self._case.declares("orig_params"):
+            self._attached = bystanders.Attached(dict(adapter.parameters()))
+        self._surroundings = bystanders.surroundings()
+
+    def look(self, adapter: Adapter, step: int, *, draws: bool = False, is_gathered: bool = False) -> None:
+        """
+        Compare after a step. `draws`: the model itself draws random numbers of torch; `is_gathered`: a forward that no
+        backward follows may have left units gathered, with other parameters in their place.
+        """
+        now = bystanders.surroundings()
+        if draws:
+            now.pop("torch's random numbers")
+        where: dict[str, Any] = {"rank": self._case.rank, "step": step, "requirement": REQUIREMENT}
+        self._case.check(bystanders.left_alone(self._surroundings, now, **where))
+        if self._attached is not None and not is_gathered:
+            self._case.check(self._attached.judged(adapter.parameters(), **where))
+
+    def note_replaced(self) -> None:
+        """Note in the report which functions of torch the engine has replaced."""
+        if names := bystanders.replaced(self._functions):
+            self._case.report.notes.append(f"functions that the engine has replaced: {', '.join(names[:8])}")

@@ -1,0 +1,122 @@
+"""
+Things that an engine has no business with: random numbers, global settings of torch, the user's parameters.
+
+    surroundings   the state of a process that training must leave as it is; `left_alone` compares two of them
+    Attached       parameters as user code sees them after wrapping: objects, dtypes, flags, a note of the user's
+    replaced       functions of torch and its optimizers that are no longer those of before
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.checks.result import CheckResult, Tally
+
+#: The attribute by which `Attached` recognises a parameter.
+_NOTE = "note_of_the_user"
+
+
+def surroundings() -> dict[str, str]:
+    """The state of this process that training must not change, by name, in words that can be compared."""
+    state = {
+        "torch's random numbers": _digest(torch.get_rng_state().numpy().tobytes()),
+        "Python's random numbers": _digest(repr(random.getstate()).encode()),
+        "the default dtype": str(torch.get_default_dtype()),
+        "whether gradients are enabled": str(torch.is_grad_enabled()),
+        "inference mode": str(torch.is_inference_mode_enabled()),
+        "autocast on the CPU": str(torch.is_autocast_enabled("cpu")),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "anomaly detection": str(torch.is_anomaly_enabled()),
+        "the number of threads": str(torch.get_num_threads()),
+        "the precision of matrix products": torch.get_float32_matmul_precision(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["NumPy's random numbers"] = _digest(repr(numpy.random.get_state()).encode())
+    return state
+
+
+def left_alone(
+    before: Mapping[str, str], after: Mapping[str, str], *, rank: int, step: int, requirement: str
+) -> CheckResult:
+    """The surroundings after a step are those from before it."""
+    tally = Tally("surroundings", requirement, rank=rank)
+    for name, value in before.items():
+        if name in after:
+            tally.compare(
+                after[name] == value, name, expected=value, got=after[name], details="training must not change it",
+                step=step, phase="step", likely=f"the engine changes {name}",
+            )  # fmt: skip
+    return tally.result()
+
+
+@dataclass(slots=True)
+class Attached:
+    """The parameters of a wrapped model, to each of which the user has attached a note."""
+
+    objects: dict[str, nn.Parameter]
+    dtypes: dict[str, torch.dtype] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtypes = {name: parameter.dtype for name, parameter in self.objects.items()}
+        for name, parameter in self.objects.items():
+            setattr(parameter, _NOTE, name)
+
+    def judged(self, now: Mapping[str, nn.Parameter], *, rank: int, step: int, requirement: str) -> CheckResult:
+        """The parameters after a step are the same objects, with the same dtypes, and still have their notes."""
+        tally = Tally("parameters of the user", requirement, rank=rank)
+        for name, parameter in self.objects.items():
+            where: dict[str, Any] = {"fqn": name, "step": step, "phase": "step"}
+            current = now.get(name)
+            tally.compare(
+                current is parameter, "parameter", expected="the object that the optimizer got",
+                got="none" if current is None else "another object", **where,
+            )  # fmt: skip
+            if current is not None:
+                got, dtype = current.dtype, self.dtypes[name]
+                tally.compare(got == dtype, "dtype of the parameter", expected=dtype, got=got, **where)
+                note = getattr(current, _NOTE, None)
+                tally.compare(note == name, "attribute of the parameter", expected=repr(name), got=repr(note), **where)
+        return tally.result()
+
+
+def torch_functions() -> dict[str, Any]:
+    """Functions and methods that an engine may be tempted to replace, by name."""
+    return dict(_functions())
+
+
+def replaced(before: Mapping[str, Any]) -> list[str]:
+    """The functions of `before` that are others now, by name."""
+    now = torch_functions()
+    return [name for name, function in before.items() if now.get(name) is not function]
+
+
+def _functions() -> Iterator[tuple[str, Any]]:
+    for name, kind in vars(torch.optim).items():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+            yield f"torch.optim.{name}", kind
+            # What torch itself wraps on first use is the attribute of the function, not of the class.
+            yield from ((f"torch.optim.{name}.{key}", vars(kind).get(key)) for key in ("__init__", "zero_grad"))
+    for place, owner in (
+        ("torch", torch), ("torch.nn.functional", nn.functional), ("torch.nn.Module", nn.Module),
+        ("torch.Tensor", Tensor), ("torch.autograd", torch.autograd), ("torch.nn.utils", nn.utils),
+    ):  # fmt: skip
+        # Most methods of tensors are those of a base class in C++.
+        names = dir(owner) if owner is Tensor else list(vars(owner))
+        for name in (name for name in names if not name.startswith("__")):
+            function = inspect.getattr_static(owner, name)
+            if callable(function) and not isinstance(function, type):
+                yield f"{place}.{name}", function
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]

@@ -1,0 +1,354 @@
+"""
+From a scenario to an example: the model, the plan and the schedule that a choice of values stands for.
+
+Each axis is one function here, or one entry of a table. What the values leave open (which block, which step, which
+numbers) is fixed, or follows from `salt`, so a scenario and a number are an example, on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_conformance.explore.example import UNREACHED_NORM, Example, Initial, asks
+from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel, Passing
+from fsdp_conformance.plan import BackwardPrefetch, Offload, Plan, Sharding
+from fsdp_conformance.scenarios.axes import SPACE
+from fsdp_conformance.scenarios.space import Choice
+from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.events import Action, Event, Moment, in_order
+
+#: How many steps a scenario trains: the first is special to most engines, the second and the third are alike.
+STEPS = 3
+
+#: The blocks of a model. The others are as plain as their scenario allows; block 1 is the one with something special.
+_BLOCKS = 3
+_SPECIAL = "blocks.1"
+
+_EXTRAS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "none": (),
+    "single elements": ((1,), (1, 1)),
+    "several dims": ((3, 12, 2), (2, 12)),
+    "scalar": ((),),
+    "not contiguous": ((3, 12),),
+}
+
+_CALLS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "another order by step": ((0, 1, 2), (1, 0, 2)),
+    "one skipped by step": ((0, 1, 2), (0, 2)),
+    "one never": ((0, 2),),
+}
+
+_SHARDING = {
+    "everything": Sharding.FULL,
+    "gradients and optimizer": Sharding.GRAD_OPTIM,
+    "optimizer": Sharding.OPTIM,
+    "nothing": Sharding.NONE,
+    "hybrid": Sharding.HYBRID,
+    "hybrid, shards of one": Sharding.HYBRID,
+    "hybrid, one replica": Sharding.HYBRID,
+}
+
+_PREFETCH: dict[str, dict[str, Any]] = {
+    "none in backward": {"backward_prefetch": BackwardPrefetch.NONE},
+    "before gradients": {"backward_prefetch": BackwardPrefetch.PRE},
+    "after gradients": {"backward_prefetch": BackwardPrefetch.POST},
+    "forward": {"forward_prefetch": True},
+    "the next unit": {"explicit_prefetch": 1},
+    "the next two units": {"explicit_prefetch": 2},
+}
+
+#: Number of micro-batches, and which of them are reduced; empty: all.
+_MICRO_BATCHES: dict[str, tuple[int, tuple[bool, ...]]] = {
+    "none": (1, ()),
+    "two reduced": (2, ()),
+    "two, first deferred": (2, (False, True)),
+    "three, two deferred": (3, (False, False, True)),
+    "three, middle deferred": (3, (True, False, True)),
+    "kept gathered": (2, (False, True)),
+    "deferred in one unit": (2, (False, True)),
+    "deferred over replicas": (2, ()),
+}
+
+_OPTIMIZERS = {
+    "sgd": "sgd",
+    "adam": "adam",
+    "adamw, fused": "adamw-fused",
+    "sgd, in groups": "sgd-groups",
+    "sgd, two of them": "sgd-two",
+}
+
+_CLIPPING: dict[str, dict[str, Any]] = {
+    "2-norm": {"max_norm": 1.0},
+    "largest element": {"max_norm": 0.5, "norm_type": float("inf")},
+    "never reached": {"max_norm": UNREACHED_NORM},
+}
+
+#: Value of an axis of events to the points at which it happens: action, moment, step.
+_EVENTS: dict[str, dict[str, tuple[tuple[Action, Moment, int], ...]]] = {
+    "evaluation": {
+        "before steps": ((Action.EVALUATE, Moment.STEP, 1), (Action.EVALUATE, Moment.STEP, 2)),
+        "between the passes": ((Action.EVALUATE, Moment.LOSS, 0), (Action.EVALUATE, Moment.LOSS, 2)),
+        "before the optimizer": ((Action.EVALUATE, Moment.OPTIMIZER, 0), (Action.EVALUATE, Moment.OPTIMIZER, 1)),
+        "in inference mode first": ((Action.INFER, Moment.STEP, 0), (Action.INFER, Moment.END, 1)),
+    },
+    "forward alone": {
+        "before a step": ((Action.FORWARD, Moment.STEP, 0), (Action.FORWARD, Moment.STEP, 2)),
+        "after a backward": ((Action.FORWARD, Moment.OPTIMIZER, 0), (Action.FORWARD, Moment.OPTIMIZER, 1)),
+    },
+    "full parameters": {
+        "read between steps": ((Action.READ, Moment.STEP, 0), (Action.READ, Moment.END, 1)),
+        "read before the optimizer": ((Action.READ, Moment.OPTIMIZER, 0), (Action.READ, Moment.OPTIMIZER, 1)),
+    },
+    "gathered by hand": {
+        "before a forward": ((Action.UNSHARD, Moment.FORWARD, 0), (Action.UNSHARD, Moment.FORWARD, 2)),
+        "between the passes": ((Action.UNSHARD, Moment.LOSS, 0), (Action.UNSHARD, Moment.LOSS, 1)),
+        "after a backward": ((Action.UNSHARD, Moment.BACKWARD, 0), (Action.UNSHARD, Moment.BACKWARD, 1)),
+    },
+    "written by the user": {
+        "parameters in place": ((Action.WRITE, Moment.STEP, 1), (Action.WRITE, Moment.END, 1)),
+        "parameters assigned": ((Action.ASSIGN, Moment.STEP, 1), (Action.ASSIGN, Moment.END, 1)),
+        "gradients in place": (
+            (Action.WRITE_GRADIENT, Moment.OPTIMIZER, 0), (Action.WRITE_GRADIENT, Moment.OPTIMIZER, 1)
+        ),
+        "gradients assigned": (
+            (Action.ASSIGN_GRADIENT, Moment.OPTIMIZER, 0), (Action.ASSIGN_GRADIENT, Moment.OPTIMIZER, 1)
+        ),
+    },
+    "dropped": {
+        "one gradient": ((Action.DROP, Moment.OPTIMIZER, 0), (Action.DROP, Moment.OPTIMIZER, 1)),
+        "a whole step": ((Action.SKIP, Moment.OPTIMIZER, 1),),
+    },
+    "learning rate": {"new": ((Action.LEARNING_RATE, Moment.END, 0), (Action.LEARNING_RATE, Moment.STEP, 2))},
+    "zeroing": {"zeros": ((Action.ZEROS, Moment.STEP, 0),)},
+    "checkpoints": {
+        "saved": ((Action.SAVE, Moment.STEP, 1), (Action.SAVE, Moment.END, 1)),
+        "loaded at once": ((Action.SAVE, Moment.STEP, 1), (Action.LOAD, Moment.STEP, 1)),
+        "loaded later": ((Action.SAVE, Moment.END, 0), (Action.LOAD, Moment.END, 1)),
+        "second one loaded": (
+            (Action.SAVE, Moment.STEP, 0), (Action.SAVE, Moment.END, 0), (Action.LOAD, Moment.END, 1)
+        ),
+    },
+    "exception": {
+        "in forward": ((Action.RAISE, Moment.FORWARD, 0), (Action.RAISE, Moment.FORWARD, 1)),
+        "in backward": ((Action.RAISE, Moment.LOSS, 0), (Action.RAISE, Moment.LOSS, 1)),
+        "between micro-batches": ((Action.RAISE, Moment.OPTIMIZER, 0), (Action.RAISE, Moment.OPTIMIZER, 1)),
+    },
+    "mode": {
+        "toggled": ((Action.TOGGLE, Moment.LOSS, 0), (Action.TOGGLE, Moment.FORWARD, 1)),
+        "toggled on one rank": ((Action.TOGGLE, Moment.LOSS, 0), (Action.TOGGLE, Moment.FORWARD, 1)),
+    },
+}  # fmt: skip
+
+#: New learning rates, and factors of what is written: powers of two, so that exact models stay exact.
+_RATES = (0.25, 0.0625)
+_FACTOR = 0.5
+
+
+def example_of(scenario: Choice, *, salt: int = 0) -> Example:
+    """The example of a scenario. `salt` chooses the numbers of the model and its batches."""
+    return _Builder(SPACE.whole(scenario), salt).example()
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Makes the parts of an example, each from the axes that it depends on."""
+
+    choice: dict[str, str]
+    salt: int
+
+    def example(self) -> Example:
+        model = self._model()
+        plan = self._plan(model)
+        example = Example(
+            world_size=self._ranks,
+            model=model,
+            plan=plan,
+            regime=self._regime(model, plan),
+            initial=Initial(self.choice["initial values"]),
+            mean_hook=self.choice["communication hook"] == "mean",
+        )
+        return replace(example, regime=replace(example.regime, unused_parameters=True, keep_outputs=True))
+
+    @property
+    def _ranks(self) -> int:
+        return int(self.choice["ranks"])
+
+    @property
+    def _smooth(self) -> bool:
+        """True if the training rounds, so that the model must not have steps."""
+        return self.choice["optimizer"] in ("adam", "adamw, fused") or self.choice["clipping"] in (
+            "2-norm",
+            "largest element",
+        )
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+
+    def _model(self) -> DrawnModel:
+        choice = self.choice
+        inputs, width, hidden, outputs = self._sizes()
+        return DrawnModel(
+            inputs=inputs,
+            width=width,
+            outputs=outputs,
+            blocks=tuple(self._block(index, hidden) for index in range(_BLOCKS)),
+            calls=_CALLS.get(choice["use"], ()),
+            ends_are_units=choice["units"] == "each block and both ends",
+            joined=choice["units"] == "two blocks as one",
+            ties=self._ties(),
+            frozen=self._frozen(),
+            smooth=self._smooth,
+            passing=Passing(inputs=choice["inputs"], outputs=choice["outputs"], checkpointing=choice["checkpointing"]),
+            dropout=choice["dropout"] != "none",
+            ragged={"shape by step": "step", "shape by rank": "rank", "shape by micro-batch": "micro"}.get(
+                choice["batches"], ""
+            ),
+            casts=choice["precision"] == "bfloat16 in one unit",
+            salt=self.salt,
+        )
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """Features of a sample, between blocks, inside them, and of the head."""
+        ranks = self._ranks
+        match self.choice["rows"]:
+            case "uneven":
+                return (3, 2 * ranks + 1, ranks + 1, ranks + 1) if ranks > 1 else (3, 3, 3, 3)
+            case "fewer than ranks":
+                return 3, ranks + 1, 1, 1
+            case _:
+                return max(ranks, 2), max(2 * ranks, 4), max(ranks, 2), max(ranks, 2)
+
+    def _block(self, index: int, hidden: int) -> DrawnBlock:
+        choice, special = self.choice, index == 1
+        units = choice["units"]
+        inner: tuple[DrawnBlock, ...] = ()
+        if choice["ties"] == "within a unit" and special:
+            inner = (DrawnBlock(hidden=hidden, is_unit=False),)
+        if units == "nested" and index != 2:
+            inner += (DrawnBlock(hidden=hidden, is_unit=True),)
+        return DrawnBlock(
+            hidden=hidden,
+            bias=index != 2,
+            extras=_EXTRAS[choice["other shapes"]]
+            or (((3,),) if choice["dtypes"] == "two in a unit" and special else ()),
+            transposed=choice["other shapes"] == "not contiguous",
+            inner=inner,
+            is_unit=units != "only the root" and (units != "some blocks" or special),
+            repeat=2 if choice["use"] == "one twice" and special else 1,
+            by_rank=choice["use"] == "by rank" and special,
+            counts=choice["buffers"] in ("counter", "not persistent") and index != 2,
+            is_persistent=choice["buffers"] != "not persistent",
+            runs=choice["buffers"] == "running values" and index != 2,
+            packed=choice["dtypes"] == "packed integers" and special,
+            double=choice["dtypes"] == "two in a unit" and special,
+        )
+
+    def _ties(self) -> tuple[tuple[str, str], ...]:
+        match self.choice["ties"]:
+            case "within a unit":
+                return ((f"{_SPECIAL}.inner.0.up.weight", f"{_SPECIAL}.up.weight"),)
+            case "across units":
+                return (("blocks.2.up.weight", f"{_SPECIAL}.up.weight"),)
+            case _:
+                return ()
+
+    def _frozen(self) -> tuple[str, ...]:
+        return {
+            "a block": (_SPECIAL,),
+            "the first layer": ("first",),
+            "part of a block": (f"{_SPECIAL}.down.weight",),
+            # The root would mix it with others if it were no unit.
+            "thawed later": (_SPECIAL if self.choice["units"] == "some blocks" else "blocks.0",),
+        }.get(self.choice["frozen"], ())
+
+    # --- the plan ----------------------------------------------------------------------------------------------------
+
+    def _plan(self, model: DrawnModel) -> Plan:
+        choice = self.choice
+        low = choice["precision"] != "float32"
+        return Plan(
+            sharding=_SHARDING.get(choice["sharding"], Sharding.DEFAULT),
+            replicas={"hybrid": 2, "hybrid, shards of one": self._ranks}.get(choice["sharding"], 1),
+            units=() if choice["units"].startswith("chosen") else model.units(),
+            auto_wrap={"chosen by class": "class:Block", "chosen by size": "size:20"}.get(choice["units"]),
+            reshard_after_forward={"after forward": True, "after backward": False, "to a smaller group": 2}.get(
+                choice["resharding"]
+            ),
+            shard_dim=int(choice["shard dim"]),
+            persist_numel=6 if choice["small parameters"] == "whole" else 0,
+            offload=Offload.CPU if choice["offload"] == "CPU" else Offload.OFF,
+            param_dtype="bfloat16" if low else None,
+            reduce_dtype="float32" if low and choice["precision"] != "bfloat16" else None,
+            unit_dtypes=((_unit_of(model, _SPECIAL), "float32"),)
+            if choice["precision"] == "bfloat16 in one unit"
+            else (),
+            sync_module_states=choice["initial values"] == "from the first rank",
+            micro_batches=_MICRO_BATCHES[choice["accumulation"]][0],
+            defer_reduction=bool(_MICRO_BATCHES[choice["accumulation"]][1]),
+            deferred_units=(_unit_of(model, _SPECIAL),) if choice["accumulation"] == "deferred in one unit" else (),
+            reshard_after_backward=False if choice["accumulation"] == "kept gathered" else None,
+            defer_all_reduce=choice["accumulation"] == "deferred over replicas",
+            **_PREFETCH.get(choice["prefetch"], {}),
+        )
+
+    # --- the schedule ------------------------------------------------------------------------------------------------
+
+    def _regime(self, model: DrawnModel, plan: Plan) -> Regime:
+        choice = self.choice
+        micro_batches, reduced = _MICRO_BATCHES[choice["accumulation"]]
+        frozen_at: tuple[tuple[int, tuple[str, ...]], ...] = ()
+        if choice["frozen"] == "later":
+            packed = tuple(name for name in model.shapes() if model.is_frozen(name))
+            frozen_at = ((1, (*packed, *_below(model, _SPECIAL))),)
+        elif choice["frozen"] == "thawed later":
+            frozen_at = ((1, tuple(name for name in model.shapes() if name.endswith(".packed"))),)
+        regime = Regime(
+            optimizer=_OPTIMIZERS[choice["optimizer"]],
+            steps=STEPS,
+            micro_batches=micro_batches,
+            reduced=reduced,
+            init_scale=4.0 if choice["loss scaling"] == "dynamic" else None,
+            backwards_per_forward=2 if choice["backwards"] == "two of one forward" else 1,
+            optimizer_in_backward=choice["update"] == "in backward",
+            frozen_at=frozen_at,
+            **_CLIPPING.get(choice["clipping"], {}),
+        )
+        events = [
+            self._event(axis, index, action, moment, step, model, plan)
+            for axis, values in _EVENTS.items()
+            for index, (action, moment, step) in enumerate(values.get(choice[axis], ()))
+        ]
+        return replace(regime, events=in_order(events))
+
+    def _event(
+        self, axis: str, index: int, action: Action, moment: Moment, step: int, model: DrawnModel, plan: Plan
+    ) -> Event:
+        fields: dict[str, Any] = {}
+        match action:
+            case Action.UNSHARD:
+                fields["names"] = (plan.units[-1 - index % len(plan.units)],)
+            case Action.LEARNING_RATE:
+                fields["value"] = _RATES[index]
+            case Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
+                fields["names"] = (("blocks.0.up.weight", "head.bias")[index],)
+                fields["value"] = _FACTOR
+            case Action.DROP:
+                fields["names"] = (("blocks.0.up.weight", "head.bias")[index],)
+            case Action.TOGGLE if self.choice["mode"] == "toggled on one rank":
+                fields["ranks"] = (index,)
+        return Event(action=action, moment=moment, step=step, **fields)
+
+
+def _unit_of(model: DrawnModel, block: str) -> str:
+    """The unit that contains a block: the block itself, or the unit of which it is a part."""
+    return next(unit for unit in model.units() if block in unit.split("+"))
+
+
+def _below(model: DrawnModel, block: str) -> tuple[str, ...]:
+    """The parameters of a block."""
+    return tuple(name for name in model.shapes() if name.startswith(f"{block}."))
+
+
+def needs_of(example: Example) -> frozenset[str]:
+    """The flags that an engine must declare to be asked for an example."""
+    return example.plan.capabilities() | asks(example)

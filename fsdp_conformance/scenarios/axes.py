@@ -1,0 +1,489 @@
+"""
+The axes of the scenario space, as data: what trainings with a sharded engine differ in.
+
+An axis is worth having if some engine treats its values differently. A conflict has the reason for which two values
+cannot be together, or for which no reference could judge them. `explore.building` says what each value means.
+"""
+
+from __future__ import annotations
+
+from fsdp_conformance.scenarios.space import Axis, Conflict, Space, axis, value
+
+_DEFERRED = (
+    "two, first deferred", "three, two deferred", "three, middle deferred", "kept gathered", "deferred in one unit"
+)  # fmt: skip
+#: Ways to accumulate over several micro-batches.
+_SEVERAL = ("two reduced", *_DEFERRED, "deferred over replicas")
+
+_ENGINE: tuple[Axis, ...] = (
+    axis("ranks", "engine", "2", "3", "4", "1"),
+    axis(
+        "sharding",
+        "engine",
+        "default",
+        value("everything", "zero3"),
+        value("gradients and optimizer", "zero2"),
+        value("optimizer", "zero1"),
+        value("nothing", "no_shard"),
+        value("hybrid", "hsdp", ranks="4"),
+        value("hybrid, shards of one", "hsdp", ranks=("2", "3")),
+        value("hybrid, one replica", "hsdp", ranks=("2", "3", "4")),
+    ),
+    axis(
+        "resharding",
+        "engine",
+        "default",
+        value("after forward", "reshard_after_forward"),
+        value("after backward", "reshard_after_forward"),
+        value("to a smaller group", "reshard_int", ranks="4"),
+    ),
+    axis(
+        "units",
+        "engine",
+        "each block",
+        "only the root",
+        "some blocks",
+        "nested",
+        "each block and both ends",
+        value("two blocks as one", "multi_module_unit"),
+        value("chosen by class", "auto_wrap"),
+        value("chosen by size", "auto_wrap"),
+    ),
+    axis("shard dim", "engine", "0", value("1", "shard_dim")),
+    axis("small parameters", "engine", "sharded", value("whole", "persist_small")),
+    axis(
+        "precision",
+        "engine",
+        "float32",
+        value("bfloat16", "mixed_precision"),
+        value("bfloat16, reduced in float32", "mixed_precision", "mp_reduce"),
+        value("bfloat16 in one unit", "mixed_precision", "mp_per_unit", "mp_reduce"),
+    ),
+    axis("offload", "engine", "off", value("CPU", "cpu_offload_params")),
+    axis(
+        "prefetch",
+        "engine",
+        "default",
+        value("none in backward", "prefetch_backward"),
+        value("before gradients", "prefetch_backward"),
+        value("after gradients", "prefetch_backward"),
+        value("forward", "prefetch_forward"),
+        value("the next unit", "prefetch_explicit"),
+        value("the next two units", "prefetch_explicit"),
+    ),
+    axis(
+        "initial values",
+        "engine",
+        "equal on all ranks",
+        value("from the first rank", "sync_module_states", ranks=("2", "3", "4")),
+        value("set after wrapping", "write_params"),
+    ),
+    axis("communication hook", "engine", "none", value("mean", "comm_hook")),
+    axis("update", "engine", "after backward", value("in backward", "optim_in_backward")),
+)
+
+_MODEL: tuple[Axis, ...] = (
+    axis("rows", "model", "even", "uneven", value("fewer than ranks", ranks=("2", "3", "4"))),
+    axis(
+        "other shapes",
+        "model",
+        "none",
+        "single elements",
+        "several dims",
+        value("scalar", "scalar_params"),
+        value("not contiguous", "noncontiguous_params"),
+    ),
+    axis("dtypes", "model", "one", value("packed integers", "frozen_mixed"), value("two in a unit", "mixed_dtypes")),
+    axis(
+        "ties", "model", "none", value("within a unit", "shared_params"), value("across units", "shared_across_units")
+    ),
+    axis(
+        "frozen",
+        "model",
+        "none",
+        "a block",
+        value("the first layer", units=("each block and both ends",)),
+        value("part of a block", "frozen_mixed"),
+        value("later", "frozen_dynamic"),
+        value("thawed later", "frozen_dynamic"),
+    ),
+    axis(
+        "use",
+        "model",
+        "in order",
+        "one twice",
+        "another order by step",
+        value("one skipped by step", "unused_untouched"),
+        "one never",
+        value("by rank", "unused_divergent", ranks=("2", "3", "4")),
+    ),
+    axis("buffers", "model", "none", "counter", "running values", "not persistent"),
+    axis("inputs", "model", "positional", "keywords", "detached"),
+    axis("outputs", "model", "tensors", "structures", "views", "changed in place", "views changed in place"),
+    axis("checkpointing", "model", "none", "around blocks", "inside blocks", value("reentrant", "ac_reentrant")),
+    axis("dropout", "model", "none", "in each block"),
+)
+
+_TRAINING: tuple[Axis, ...] = (
+    axis(
+        "optimizer",
+        "training",
+        "sgd",
+        "adam",
+        "adamw, fused",
+        value("sgd, in groups", "orig_params"),
+        value("sgd, two of them", "orig_params"),
+    ),
+    axis(
+        "accumulation",
+        "training",
+        "none",
+        "two reduced",
+        value("two, first deferred", "no_sync"),
+        value("three, two deferred", "no_sync"),
+        value("three, middle deferred", "no_sync"),
+        value("kept gathered", "no_sync", "reshard_after_backward"),
+        value("deferred in one unit", "no_sync", "no_sync_per_unit"),
+        value("deferred over replicas", "hsdp", "hsdp_defer_allreduce", sharding=("hybrid", "hybrid, shards of one")),
+    ),
+    axis(
+        "batches",
+        "training",
+        "same shape",
+        "shape by step",
+        "shape by rank",
+        value("shape by micro-batch", accumulation=_SEVERAL),
+    ),
+    axis(
+        "clipping",
+        "training",
+        "none",
+        value("2-norm", "clip_grad_norm"),
+        value("largest element", "clip_grad_norm", "clip_norm_type"),
+        value("never reached", "clip_grad_norm"),
+    ),
+    axis("loss scaling", "training", "none", value("dynamic", "grad_scaler")),
+    axis("zeroing", "training", "none left", value("zeros", "zero_grads")),
+    axis("learning rate", "training", "constant", value("new", "learning_rate")),
+    axis("backwards", "training", "one", "two of one forward"),
+)
+
+_EVENTS: tuple[Axis, ...] = (
+    axis(
+        "evaluation",
+        "events",
+        "none",
+        "before steps",
+        "between the passes",
+        "before the optimizer",
+        "in inference mode first",
+    ),
+    axis("forward alone", "events", "none", "before a step", "after a backward"),
+    axis("full parameters", "events", "none", "read between steps", "read before the optimizer"),
+    axis(
+        "gathered by hand",
+        "events",
+        "none",
+        value("before a forward", "manual_unshard"),
+        value("between the passes", "manual_unshard"),
+        value("after a backward", "manual_unshard"),
+    ),
+    axis(
+        "written by the user",
+        "events",
+        "nothing",
+        value("parameters in place", "writeback_direct"),
+        value("parameters assigned", "writeback_direct"),
+        value("gradients in place", "writeback_direct"),
+        value("gradients assigned", "writeback_direct"),
+    ),
+    axis("dropped", "events", "nothing", "one gradient", "a whole step"),
+    axis(
+        "checkpoints",
+        "events",
+        "none",
+        value("saved", "checkpoint"),
+        value("loaded at once", "checkpoint"),
+        value("loaded later", "checkpoint"),
+        value("second one loaded", "checkpoint"),
+    ),
+    axis(
+        "exception",
+        "events",
+        "none",
+        value("in forward", "exception_recovery"),
+        value("in backward", "exception_recovery"),
+        value("between micro-batches", "exception_recovery"),
+    ),
+    axis("mode", "events", "training", "toggled", value("toggled on one rank", ranks=("2", "3", "4"))),
+)
+
+_LOW = ("bfloat16", "bfloat16, reduced in float32", "bfloat16 in one unit")
+_REGROUPED = ("hybrid", "hybrid, shards of one", "hybrid, one replica")
+
+_CONFLICTS: tuple[Conflict, ...] = (
+    # --- what has no meaning together
+    Conflict(
+        reason="at one rank nothing is sharded",
+        of={"ranks": ("1",), "sharding": ("hybrid", "hybrid, shards of one", "hybrid, one replica")},
+    ),
+    Conflict(
+        reason="this degree of sharding decides when parameters are resharded",
+        of={
+            "sharding": ("everything", "gradients and optimizer", "optimizer", "nothing", *_REGROUPED[1:]),
+            "resharding": ("after forward", "after backward", "to a smaller group"),
+        },
+    ),
+    Conflict(
+        reason="a smaller group than the shard group is not defined under hybrid sharding",
+        of={"sharding": ("hybrid",), "resharding": ("to a smaller group",)},
+    ),
+    Conflict(
+        reason="nothing is resharded in between",
+        of={
+            "sharding": ("optimizer", "nothing", "gradients and optimizer"),
+            "accumulation": ("kept gathered",),
+        },
+    ),
+    Conflict(
+        reason="units that a policy chooses have no names",
+        of={
+            "units": ("chosen by class", "chosen by size", "only the root"),
+            "gathered by hand": ("before a forward", "between the passes", "after a backward"),
+        },
+    ),
+    Conflict(
+        reason="only a unit below the root can be deferred by itself",
+        of={
+            "units": ("chosen by class", "chosen by size", "only the root", "two blocks as one"),
+            "accumulation": ("deferred in one unit",),
+        },
+    ),
+    Conflict(
+        reason="only a unit below the root has a precision of its own",
+        of={
+            "units": ("chosen by class", "chosen by size", "only the root"),
+            "precision": ("bfloat16 in one unit",),
+        },
+    ),
+    Conflict(
+        reason="which parameters share a unit depends on the policy",
+        of={"units": ("chosen by class", "chosen by size"), "ties": ("within a unit", "across units")},
+    ),
+    Conflict(
+        reason="which parameters share a unit depends on the policy",
+        of={
+            "units": ("chosen by class", "chosen by size", "only the root"),
+            "frozen": ("a block", "later", "thawed later", "part of a block"),
+        },
+    ),
+    Conflict(
+        reason="then a part of a unit is frozen",
+        of={"units": ("two blocks as one",), "frozen": ("a block", "later", "thawed later")},
+    ),
+    Conflict(
+        reason="of each shard group another rank would be the first",
+        of={"initial values": ("from the first rank",), "sharding": _REGROUPED},
+    ),
+    Conflict(
+        reason="the order of a sum in low precision is not determined",
+        of={"precision": ("bfloat16",), "ranks": ("4",)},
+    ),
+    Conflict(
+        reason="a third of a number in low precision is none",
+        of={"precision": _LOW, "ranks": ("3",)},
+    ),
+    Conflict(
+        reason="an engine that computes in low precision casts all of a unit",
+        of={"precision": _LOW, "dtypes": ("two in a unit",)},
+    ),
+    Conflict(reason="there is one unit only", of={"units": ("only the root",), "ties": ("across units",)}),
+    Conflict(reason="one unit contains both", of={"units": ("two blocks as one",), "ties": ("across units",)}),
+    Conflict(
+        reason="a unit of two modules needs both of them to run, in order",
+        of={
+            "units": ("two blocks as one",),
+            "use": ("one twice", "another order by step", "one skipped by step", "one never"),
+        },
+    ),
+    Conflict(
+        reason="a unit of two modules ends with the second, which may be checkpointed alone",
+        of={"units": ("two blocks as one",), "checkpointing": ("around blocks", "reentrant")},
+    ),
+    Conflict(
+        reason="uneven shards along another dim may be refused, which would hide the rest",
+        of={"shard dim": ("1",), "rows": ("uneven", "fewer than ranks")},
+    ),
+    Conflict(
+        reason="uneven shards along another dim may be refused, which would hide the rest",
+        of={"shard dim": ("1",), "other shapes": ("single elements",)},
+    ),
+    Conflict(
+        reason="gradients are gone when backward has returned",
+        of={
+            "update": ("in backward",),
+            "clipping": ("2-norm", "largest element", "never reached"),
+        },
+    ),
+    Conflict(
+        reason="gradients are gone when backward has returned",
+        of={
+            "update": ("in backward",),
+            "written by the user": ("gradients in place", "gradients assigned"),
+        },
+    ),
+    Conflict(
+        reason="each backward would be a step of its own",
+        of={
+            "update": ("in backward",),
+            "accumulation": _SEVERAL,
+        },
+    ),
+    Conflict(
+        reason="each backward would be a step of its own",
+        of={"update": ("in backward",), "backwards": ("two of one forward",)},
+    ),
+    Conflict(
+        reason="the optimizer has stepped by then",
+        of={"update": ("in backward",), "dropped": ("one gradient", "a whole step")},
+    ),
+    Conflict(
+        reason="the optimizer has stepped by then",
+        of={
+            "update": ("in backward",),
+            "exception": ("in forward", "in backward", "between micro-batches"),
+        },
+    ),
+    Conflict(
+        reason="the optimizer has stepped by then",
+        of={"update": ("in backward",), "evaluation": ("before the optimizer",)},
+    ),
+    Conflict(
+        reason="the optimizer has stepped by then",
+        of={"update": ("in backward",), "forward alone": ("after a backward",)},
+    ),
+    Conflict(
+        reason="the optimizer has stepped by then",
+        of={"update": ("in backward",), "full parameters": ("read before the optimizer",)},
+    ),
+    Conflict(
+        reason="a parameter that steps by itself has an optimizer of its own",
+        of={
+            "update": ("in backward",),
+            "optimizer": ("adam", "adamw, fused", "sgd, in groups", "sgd, two of them"),
+        },
+    ),
+    Conflict(
+        reason="a parameter that steps by itself has an optimizer that no checkpoint and no scheduler knows",
+        of={
+            "update": ("in backward",),
+            "checkpoints": ("saved", "loaded at once", "loaded later", "second one loaded"),
+        },
+    ),
+    Conflict(
+        reason="a parameter that steps by itself has an optimizer that no checkpoint and no scheduler knows",
+        of={"update": ("in backward",), "learning rate": ("new",)},
+    ),
+    Conflict(
+        reason="the optimizer in backward sets gradients to None itself",
+        of={"update": ("in backward",), "zeroing": ("zeros",)},
+    ),
+    Conflict(reason="a scaler scales one optimizer", of={"update": ("in backward",), "loss scaling": ("dynamic",)}),
+    Conflict(
+        reason="a scaler scales one optimizer",
+        of={"loss scaling": ("dynamic",), "optimizer": ("sgd, two of them",)},
+    ),
+    Conflict(
+        reason="a scaler decides itself whether to step, and what is left",
+        of={"loss scaling": ("dynamic",), "dropped": ("a whole step",)},
+    ),
+    Conflict(
+        reason="a scaler decides itself whether to step, and what is left",
+        of={"loss scaling": ("dynamic",), "zeroing": ("zeros",)},
+    ),
+    Conflict(
+        reason="a hook that replaces the average sees one dtype",
+        of={"communication hook": ("mean",), "precision": _LOW},
+    ),
+    Conflict(
+        reason="a hook that replaces the average sees one dtype",
+        of={"communication hook": ("mean",), "dtypes": ("two in a unit",)},
+    ),
+    Conflict(
+        reason="under hybrid sharding, replicas are what small parameters would stay whole for",
+        of={"small parameters": ("whole",), "sharding": _REGROUPED},
+    ),
+    Conflict(
+        reason="a unit of two modules has no name by which it could be gathered",
+        of={
+            "units": ("two blocks as one",),
+            "gathered by hand": ("before a forward", "between the passes", "after a backward"),
+        },
+    ),
+    Conflict(
+        reason="a parameter that stays whole has no shard for a hook to fill",
+        of={"communication hook": ("mean",), "small parameters": ("whole",)},
+    ),
+    Conflict(
+        reason="a hook fills a shard, which needs sharded gradients over all ranks",
+        of={
+            "communication hook": ("mean",),
+            "sharding": ("optimizer", "nothing", *_REGROUPED),
+        },
+    ),
+    Conflict(
+        reason="a view that a rank has not computed cannot be changed",
+        of={"checkpointing": ("reentrant",), "outputs": ("changed in place", "views changed in place")},
+    ),
+    Conflict(
+        reason="reentrant checkpoints pass gradients through positional tensors only",
+        of={"checkpointing": ("reentrant",), "inputs": ("keywords", "detached")},
+    ),
+    Conflict(
+        reason="reentrant checkpoints pass gradients through tensors and tuples only",
+        of={"checkpointing": ("reentrant",), "outputs": ("structures",)},
+    ),
+    Conflict(
+        reason="reentrant checkpoints make a graph that can be used once",
+        of={"checkpointing": ("reentrant",), "backwards": ("two of one forward",)},
+    ),
+    Conflict(
+        reason="code outside of a unit cannot see in which dtype it computes",
+        of={"precision": ("bfloat16 in one unit",), "units": ("each block and both ends", "nested")},
+    ),
+    Conflict(
+        reason="a parameter of two units has two dtypes",
+        of={"precision": ("bfloat16 in one unit",), "ties": ("across units",)},
+    ),
+    Conflict(
+        reason="a checkpoint has one value of a buffer that differs between ranks",
+        of={"buffers": ("running values",), "checkpoints": ("loaded at once", "loaded later", "second one loaded")},
+    ),
+    # --- what a reference cannot judge
+    Conflict(
+        reason="what is deferred is accumulated in float32, so it is reduced in it",
+        of={"precision": ("bfloat16",), "accumulation": _DEFERRED},
+    ),
+    Conflict(
+        reason="the rounding of a square root in low precision is not determined",
+        of={"precision": _LOW, "optimizer": ("adam", "adamw, fused")},
+    ),
+    Conflict(
+        reason="the rounding of a norm in low precision is not determined",
+        of={"precision": _LOW, "clipping": ("2-norm", "largest element")},
+    ),
+    Conflict(
+        reason="clipping by a norm is not exact, and Adam hides it",
+        of={"clipping": ("2-norm", "largest element"), "optimizer": ("adam", "adamw, fused")},
+    ),
+    Conflict(
+        reason="a gradient that follows a write to what a gathered copy holds is in no contract",
+        of={
+            "written by the user": ("parameters in place", "parameters assigned"),
+            "forward alone": ("before a step", "after a backward"),
+        },
+    ),
+)
+
+#: The space of all scenarios.
+SPACE = Space(axes=(*_ENGINE, *_MODEL, *_TRAINING, *_EVENTS), conflicts=_CONFLICTS)

@@ -1,0 +1,239 @@
+"""
+Rows that together contain every possible pair of values, or every triple.
+
+A row is a choice on every axis. `covering` adds rows to those that exist, so that frozen rows keep their place when an
+axis is added. Greedy, as in AETG (Cohen et al., 1997): of several candidates for a row, the one with the most
+combinations that are not covered yet.
+
+Sets of values are the bits of an integer, so that "with which of the chosen values is this one left" is one operation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import combinations
+
+from fsdp_conformance.scenarios.space import Choice, Space
+
+#: Of so many candidates for a row, the best is taken.
+CANDIDATES = 6
+
+#: Some values by number, in order.
+Numbers = tuple[int, ...]
+
+
+class Coverage:
+    """
+    The combinations of `strength` values (2 or 3) that are possible, and those among them that no row has had.
+
+    `declared`: only values that an engine with these capabilities can be asked for; None: all of them.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        declared: frozenset[str] | None = None,
+        *,
+        strength: int = 2,
+        rows: Iterable[Choice] = (),
+    ) -> None:
+        self.space = space
+        self.strength = strength
+        self.declared = declared
+        self.items = [(axis.name, name) for axis in space.axes for name in space.offered(axis, declared)]
+        self._number = {item: number for number, item in enumerate(self.items)}
+        self._left = self._possible()
+        """One value less than the combinations have, to the values, as bits, with which that is left."""
+        self.possible = self.left
+        """How many combinations are possible."""
+        for row in rows:
+            self.add(row)
+
+    def _possible(self) -> dict[Numbers, int]:
+        partners = [0] * len(self.items)
+        for (one, item), (other, another) in combinations(enumerate(self.items), 2):
+            choice = dict((item, another))
+            if len(choice) == 2 and self.space.completed(choice, self.declared) is not None:
+                partners[one] |= 1 << other
+                partners[other] |= 1 << one
+        if self.strength == 2:
+            return {(number,): bits for number, bits in enumerate(partners)}
+        demands = self._demands()
+        demanding = sum(1 << number for number in demands)
+        triples: dict[Numbers, int] = {}
+        for one, bits in enumerate(partners):
+            for other in (other for other in _bits(bits) if other > one):
+                pair = 1 << one | 1 << other
+                third = bits & partners[other]
+                # Conflicts are between two values, and so were seen when pairs were.
+                for number in _bits(third if pair & demanding else third & demanding):
+                    if not _can_be_completed(pair | 1 << number, partners, demands):
+                        third &= ~(1 << number)
+                triples[one, other] = third
+        return triples
+
+    def _demands(self) -> dict[int, list[tuple[int, int]]]:
+        """Of values that make sense only beside others: the values of the other axis, and the right ones of them."""
+        return {
+            number: [
+                (
+                    self.bits_of_values(axis, self.space.offered(self.space.by_name[axis], self.declared)),
+                    self.bits_of_values(axis, names),
+                )
+                for axis, names in self.space.value_of[item].with_.items()
+            ]
+            for number, item in enumerate(self.items)
+            if self.space.value_of[item].with_
+        }
+
+    @property
+    def left(self) -> int:
+        """How many combinations no row has had."""
+        return sum(bits.bit_count() for bits in self._left.values()) // self.strength
+
+    @property
+    def covered(self) -> int:
+        """How many combinations rows have had."""
+        return self.possible - self.left
+
+    def add(self, row: Choice) -> int:
+        """Count a row's combinations as covered; how many of them no other row has had."""
+        chosen = self.bits_of(row)
+        new = 0
+        for rest in combinations(_bits(chosen), self.strength - 1):
+            bits = self._left.get(rest, 0)
+            new += (bits & chosen).bit_count()
+            if bits & chosen:
+                self._left[rest] = bits & ~chosen
+        return new // self.strength
+
+    def gain(self, chosen: int, number: int) -> int:
+        """How many combinations a value would add to those that are chosen, which are given as bits."""
+        if self.strength == 2:
+            return (self._left.get((number,), 0) & chosen).bit_count()
+        pairs = ((min(number, other), max(number, other)) for other in _bits(chosen))
+        # Each triple is seen from both of its other values.
+        return sum((self._left.get(pair, 0) & chosen).bit_count() for pair in pairs) // 2
+
+    def gain_of(self, row: Choice) -> int:
+        """How many combinations a row has that no other row has had."""
+        chosen = self.bits_of(row)
+        rests = combinations(_bits(chosen), self.strength - 1)
+        return sum((self._left.get(rest, 0) & chosen).bit_count() for rest in rests) // self.strength
+
+    def bits_of(self, choice: Choice) -> int:
+        """The values of a choice as bits; those that the engine cannot be asked for are left out."""
+        return sum(1 << self._number[item] for item in choice.items() if item in self._number)
+
+    def bits_of_values(self, axis: str, names: Iterable[str]) -> int:
+        """The values of an axis as bits; those that the engine cannot be asked for are left out."""
+        return sum(1 << self._number[axis, name] for name in names if (axis, name) in self._number)
+
+    def number_of(self, axis: str, name: str) -> int:
+        """The number of a value."""
+        return self._number[axis, name]
+
+    def scarcest(self, without: set[Numbers]) -> Numbers | None:
+        """A combination that is left, of values that have much left; always the same one. None if there is none."""
+        for rest in sorted(self._left, key=lambda rest: (-self._left[rest].bit_count(), rest)):
+            for number in sorted(_bits(self._left[rest]), key=lambda n: -self._left.get((n,), 0).bit_count()):
+                combination = tuple(sorted((*rest, number)))
+                if combination not in without:
+                    return combination
+        return None
+
+    def words(self, numbers: Numbers) -> dict[str, str]:
+        """Values as a choice."""
+        return dict(self.items[number] for number in numbers)
+
+    def combinations_left(self) -> Iterator[dict[str, str]]:
+        """The combinations that no row has had, each once, as choices."""
+        for rest, bits in self._left.items():
+            for number in _bits(bits):
+                if number > rest[-1]:
+                    yield self.words((*rest, number))
+
+
+def covering(
+    coverage: Coverage, *, seed: int = 0, accepts: Callable[[dict[str, str]], bool] = lambda row: True
+) -> Iterator[dict[str, str]]:
+    """
+    Rows that cover what is left, each counted as soon as it is taken, until nothing is left that a row can cover.
+
+    `accepts` may reject a row for reasons that the space does not know; it is then tried again with other values, and
+    with random ones, a few times. A combination that only such rows have stays left.
+    """
+    random_ = random.Random(seed)
+    hopeless: set[Numbers] = set()
+    while (first := coverage.scarcest(hopeless)) is not None:
+        row = best_row(coverage, random_, start=coverage.words(first), accepts=accepts)
+        if row is None:
+            hopeless.add(first)
+            continue
+        coverage.add(row)
+        yield row
+
+
+def best_row(
+    coverage: Coverage,
+    random_: random.Random,
+    *,
+    start: Choice,
+    accepts: Callable[[dict[str, str]], bool] = lambda row: True,
+    candidates: int = CANDIDATES,
+) -> dict[str, str] | None:
+    """A row with the values of `start` and many combinations that are left; None if no acceptable one was made."""
+    rows = [row for _ in range(candidates) if (row := _filled(coverage, random_, start)) is not None]
+    rows.sort(key=coverage.gain_of, reverse=True)
+    accepted = next((row for row in rows if accepts(row)), None)
+    if accepted is not None or not rows:
+        return accepted
+    # What is never accepted is always left, so that the rows that add most have it again and again.
+    others = (_filled(coverage, random_, start, at_random=True) for _ in range(candidates))
+    return next((row for row in others if row is not None and accepts(row)), None)
+
+
+def _filled(
+    coverage: Coverage, random_: random.Random, start: Choice, *, at_random: bool = False
+) -> dict[str, str] | None:
+    """A row that begins with some values, and has the value next that adds most, on whichever axis it is, or any."""
+    space = coverage.space
+    choice: dict[str, str] = dict(start)
+    chosen = coverage.bits_of(choice)
+    left = {axis.name: space.offered(axis, coverage.declared) for axis in space.axes if axis.name not in choice}
+    while left:
+        gains = [
+            (0 if at_random else coverage.gain(chosen, coverage.number_of(axis, name)), random_.random(), axis, name)
+            for axis, names in left.items()
+            for name in names
+        ]
+        for _, _, axis, name in sorted(gains, reverse=True):
+            tried = {**choice, axis: name}
+            if space.completed(tried, coverage.declared) is not None:
+                choice, chosen = tried, chosen | 1 << coverage.number_of(axis, name)
+                del left[axis]
+                break
+        else:
+            return None
+    return choice
+
+
+def _can_be_completed(chosen: int, partners: list[int], demands: Mapping[int, list[tuple[int, int]]]) -> bool:
+    """True if values that are possible two by two have what all of them demand, given as bits."""
+    for number in _bits(chosen):
+        for of_axis, right in demands.get(number, ()):
+            if not chosen & of_axis:
+                return any(
+                    chosen & ~partners[candidate] == 0 and _can_be_completed(chosen | 1 << candidate, partners, demands)
+                    for candidate in _bits(right)
+                )
+    return True
+
+
+def _bits(number: int) -> Iterator[int]:
+    """The positions of its bits, from the lowest."""
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest

@@ -1,0 +1,72 @@
+"""
+The frozen rows of the pair profile: scenarios that together have every possible pair of values.
+
+A row is never changed, so that its case keeps its id and its meaning. When an axis is added, rows are appended
+(`python -m fsdp_conformance.explore.freeze`); until then the older ones have the plain value of that axis.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fsdp_conformance.scenarios.axes import SPACE
+from fsdp_conformance.scenarios.covering import Coverage
+from fsdp_conformance.scenarios.scenario import Scenario
+
+FILE = Path(__file__).with_name("pairs.json")
+
+
+@cache
+def pairs() -> tuple[Scenario, ...]:
+    """The rows, in order; the first is row 1. Raises ConfigError if one of them is no longer possible."""
+    lines = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else []
+    return tuple(Scenario.of(line["values"], salt=line["salt"]) for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """A row as one engine gets it."""
+
+    scenario: Scenario
+    without: tuple[str, ...] = ()
+    """The combinations that the engine avoids and that the row would have, in words."""
+
+
+def for_engine(number: int, declared: frozenset[str], avoids: Sequence[Mapping[str, str]] = ()) -> EngineRow:
+    """
+    A row, by its number from 1, for an engine with these capabilities: what it cannot be asked for is plain.
+
+    Of a combination that the engine avoids, one value becomes plain; which one differs from row to row, so that the
+    pairs of each value with others stay covered.
+    """
+    row = pairs()[number - 1]
+    choice = SPACE.adapted(row.choice, declared)
+    without = []
+    for values in avoids:
+        if values.items() <= choice.items():
+            without.append(" and ".join(f"{axis} {value}" for axis, value in values.items()))
+            given = list(values)[number % len(values)]
+            choice = SPACE.without_orphans({**choice, given: SPACE.by_name[given].plain})
+    return EngineRow(Scenario.of(choice, salt=row.salt), tuple(without))
+
+
+def coverage(
+    declared: frozenset[str], avoids: Sequence[Mapping[str, str]] = (), rows: Iterable[int] | None = None
+) -> Coverage:
+    """
+    The pairs that there are for an engine, and those that are left after some rows, by number; None: all rows.
+
+    A row counts without the combinations that the engine avoids.
+    """
+    numbers = range(1, len(pairs()) + 1) if rows is None else rows
+    return Coverage(SPACE, declared, rows=[for_engine(n, declared, avoids).scenario.choice for n in numbers])
+
+
+def to_text(rows: Iterable[Scenario]) -> str:
+    """The text of the file, with one row a line."""
+    lines = [json.dumps({"salt": row.salt, "values": dict(row.values)}) for row in rows]
+    return '{"rows": [\n' + ",\n".join(lines) + "\n]}\n"
