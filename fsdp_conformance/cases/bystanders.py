@@ -10,7 +10,7 @@ from fsdp_conformance.checks import bystanders
 if TYPE_CHECKING:
     from fsdp_conformance.cases.base import ConformanceTestCase
 
-#: What is not the engine's stays as it is.
+#: Training leaves everything else alone.
 REQUIREMENT = "R189"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_conformance.explore.example import UNREACHED_NORM, Example, Initial, asks
+from fsdp_conformance.explore.example import UNREACHED_NORM, Example, Initial
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel, Passing
 from fsdp_conformance.plan import BackwardPrefetch, Offload, Plan, Sharding
 from fsdp_conformance.scenarios.axes import SPACE
@@ -132,7 +132,7 @@ _EVENTS: dict[str, dict[str, tuple[tuple[Action, Moment, int], ...]]] = {
     "exception": {
         "in forward": ((Action.RAISE, Moment.FORWARD, 0), (Action.RAISE, Moment.FORWARD, 1)),
         "in backward": ((Action.RAISE, Moment.LOSS, 0), (Action.RAISE, Moment.LOSS, 1)),
-        "between micro-batches": ((Action.RAISE, Moment.OPTIMIZER, 0), (Action.RAISE, Moment.OPTIMIZER, 1)),
+        "before the optimizer": ((Action.RAISE, Moment.OPTIMIZER, 0), (Action.RAISE, Moment.OPTIMIZER, 1)),
     },
     "mode": {
         "toggled": ((Action.TOGGLE, Moment.LOSS, 0), (Action.TOGGLE, Moment.FORWARD, 1)),
@@ -160,7 +160,7 @@ class _Builder:
     def example(self) -> Example:
         model = self._model()
         plan = self._plan(model)
-        example = Example(
+        return Example(
             world_size=self._ranks,
             model=model,
             plan=plan,
@@ -168,7 +168,6 @@ class _Builder:
             initial=Initial(self.choice["initial values"]),
             mean_hook=self.choice["communication hook"] == "mean",
         )
-        return replace(example, regime=replace(example.regime, unused_parameters=True, keep_outputs=True))
 
     @property
     def _ranks(self) -> int:
@@ -311,6 +310,8 @@ class _Builder:
             backwards_per_forward=2 if choice["backwards"] == "two of one forward" else 1,
             optimizer_in_backward=choice["update"] == "in backward",
             frozen_at=frozen_at,
+            unused_parameters=True,
+            keep_outputs=True,
             **_CLIPPING.get(choice["clipping"], {}),
         )
         events = [
@@ -347,8 +348,3 @@ def _unit_of(model: DrawnModel, block: str) -> str:
 def _below(model: DrawnModel, block: str) -> tuple[str, ...]:
     """The parameters of a block."""
     return tuple(name for name in model.shapes() if name.startswith(f"{block}."))
-
-
-def needs_of(example: Example) -> frozenset[str]:
-    """The flags that an engine must declare to be asked for an example."""
-    return example.plan.capabilities() | asks(example)

@@ -33,10 +33,9 @@ from fsdp_conformance.explore.example import Example, Initial, asks, shard_group
 from fsdp_conformance.explore.references import Prepared, shared
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.outcome.records import DECLINED, CaseRecord
 from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.references.reference_set import Kind
-from fsdp_conformance.report.pairs import DECLINED
 from fsdp_conformance.run_settings import RunOrder, RunSettings, order_from_json
 from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
 from fsdp_conformance.workload.definition import Workload
@@ -79,10 +78,10 @@ class ScenarioCase(ConformanceTestCase):
             return
         self._watch.note_replaced()
         if expected.rounds:
+            rounded = expected.rounded(self.rank)
             for kind, requirement in ((Kind.LOSS, "R001"), (Kind.GRADIENT, "R003"), (Kind.PARAMETER, "R002")):
                 # Scaled gradients are not kept.
                 if kind is not Kind.GRADIENT or example.regime.init_scale is None:
-                    rounded = expected.rounded(self.rank)
                     self.check(rounds_alike(run, rounded, requirement=requirement, kinds=[kind]))
         else:
             self.case_references.use(workload, example.regime, expected.of_rank(self.rank))
@@ -146,19 +145,19 @@ class ScenarioCase(ConformanceTestCase):
         # A parameter that no step uses may have a gradient of zeros (R117).
         lenient = not uses_all(example) and not self.declares("unused_untouched")
         self.check_parity(run, workload, example.regime, none_or_zero=lenient)
+        references = self.references(workload, example.regime)
         if example.regime.happens(Action.RAISE):
-            expected = self.references(workload, example.regime).expected.caught
-            self.expect_equal("R160", "exceptions that reached the caller", run.caught, expected, check="the exception")
+            caught = references.expected.caught
+            self.expect_equal("R160", "exceptions that reached the caller", run.caught, caught, check="the exception")
             left = "units that a recovery left unsharded"
             self.expect_equal("R161", left, run.left_unsharded, [], check="clean after recovery")
         if example.regime.optimizer_in_backward:
-            steps = self.references(workload, example.regime).expected.steps
-            if all(grad is not None for record in steps for grad in (record.grads or {}).values()):
+            if all(grad is not None for record in references.expected.steps for grad in (record.grads or {}).values()):
                 self.check(stepped_once(run, requirement="R142"))
         elif self.declares("full_optim_state") and not lenient:
             with self.blaming("implementation"):
                 state = adapter.full_optim_state()
-            self.check(same_state(state, self.references(workload, example.regime), requirement="R140"))
+            self.check(same_state(state, references, requirement="R140"))
 
     def _check_ranks(self, example: Example, run: TrainingHistory) -> None:
         self.check_same_on_every_rank(run, "R007")

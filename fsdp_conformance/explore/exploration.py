@@ -135,15 +135,9 @@ def _plainer(scenario: Scenario) -> Iterable[Scenario]:
                 choice = dict(scenario.values)
                 for axis in axes[start::parts]:
                     choice.pop(axis, None)
-                yield from _made(choice, scenario)
+                yield Scenario.of(SPACE.without_orphans(SPACE.whole(choice)), salt=scenario.salt)
     for plainer in SPACE.simpler(scenario.choice):
-        yield from _made(plainer, scenario)
-
-
-def _made(choice: dict[str, str], like: Scenario) -> Iterable[Scenario]:
-    whole = SPACE.without_orphans(SPACE.whole(choice))
-    if SPACE.why_impossible(whole) is None:
-        yield Scenario.of(whole, salt=like.salt)
+        yield Scenario.of(plainer, salt=scenario.salt)
 
 
 class Explorer:

@@ -25,7 +25,7 @@ from fsdp_conformance.explore.building import example_of
 from fsdp_conformance.explore.example import Example
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.references.exactness import demands_bitwise, values
-from fsdp_conformance.references.packed_history import Packed, packed, unpacked
+from fsdp_conformance.references.packed_history import packed, unpacked
 from fsdp_conformance.references.reference_set import EXPECTED, Kind, References
 from fsdp_conformance.references.rounding import rounding_histories
 from fsdp_conformance.references.single_process import Order, single_process_histories
@@ -177,10 +177,7 @@ def shared(scenario: Scenario, *, rank: int) -> tuple[Example, Prepared]:
     return example, Prepared(
         workload=remembering(example.workload()),
         regime=example.regime,
-        histories=tuple(
-            {name: unpacked(value) if isinstance(value, Packed) else value for name, value in of_rank.items()}
-            for of_rank in histories
-        ),
+        histories=tuple({name: unpacked(history) for name, history in of_rank.items()} for of_rank in histories),
         exact=exact,
         rounds=rounds,
     )

@@ -27,6 +27,9 @@ NOT_FINITE = ("inf", "-inf", "nan")
 #: `RankReport.measurements` has this: how many references were computed, taken from the store, and checked with it.
 REFERENCES = "reference histories"
 
+#: `RankReport.measurements` has this where the engine refused the combination of a scenario.
+DECLINED = "declined"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_conformance.capability import offered
-from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.outcome.records import DECLINED, CaseRecord
 from fsdp_conformance.scenarios import rows
 from fsdp_conformance.verdict import FINE, Verdict
 
 _ROW = re.compile(r"R000/pairs-row(\d+)-")
-
-#: `RankReport.measurements` has this where the engine refused the combination.
-DECLINED = "declined"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -213,7 +213,7 @@ _EVENTS: tuple[Axis, ...] = (
         "none",
         value("in forward", "exception_recovery"),
         value("in backward", "exception_recovery"),
-        value("between micro-batches", "exception_recovery"),
+        value("before the optimizer", "exception_recovery"),
     ),
     axis("mode", "events", "training", "toggled", value("toggled on one rank", ranks=("2", "3", "4"))),
 )
@@ -260,7 +260,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         },
     ),
     Conflict(
-        reason="only a unit below the root has a precision of its own",
+        reason="only a unit below the root can have its own precision",
         of={
             "units": ("chosen by class", "chosen by size", "only the root"),
             "precision": ("bfloat16 in one unit",),
@@ -282,7 +282,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         of={"units": ("two blocks as one",), "frozen": ("a block", "later", "thawed later")},
     ),
     Conflict(
-        reason="of each shard group another rank would be the first",
+        reason="each shard group has a different first rank",
         of={"initial values": ("from the first rank",), "sharding": _REGROUPED},
     ),
     Conflict(
@@ -290,7 +290,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         of={"precision": ("bfloat16",), "ranks": ("4",)},
     ),
     Conflict(
-        reason="a third of a number in low precision is none",
+        reason="a third is rarely exact in low precision",
         of={"precision": _LOW, "ranks": ("3",)},
     ),
     Conflict(
@@ -333,14 +333,14 @@ _CONFLICTS: tuple[Conflict, ...] = (
         },
     ),
     Conflict(
-        reason="each backward would be a step of its own",
+        reason="each backward would be a separate step",
         of={
             "update": ("in backward",),
             "accumulation": _SEVERAL,
         },
     ),
     Conflict(
-        reason="each backward would be a step of its own",
+        reason="each backward would be a separate step",
         of={"update": ("in backward",), "backwards": ("two of one forward",)},
     ),
     Conflict(
@@ -351,7 +351,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         reason="the optimizer has stepped by then",
         of={
             "update": ("in backward",),
-            "exception": ("in forward", "in backward", "between micro-batches"),
+            "exception": ("in forward", "in backward", "before the optimizer"),
         },
     ),
     Conflict(
@@ -367,21 +367,21 @@ _CONFLICTS: tuple[Conflict, ...] = (
         of={"update": ("in backward",), "full parameters": ("read before the optimizer",)},
     ),
     Conflict(
-        reason="a parameter that steps by itself has an optimizer of its own",
+        reason="a parameter that steps in backward has its own optimizer",
         of={
             "update": ("in backward",),
             "optimizer": ("adam", "adamw, fused", "sgd, in groups", "sgd, two of them"),
         },
     ),
     Conflict(
-        reason="a parameter that steps by itself has an optimizer that no checkpoint and no scheduler knows",
+        reason="no checkpoint and no scheduler knows the optimizer of a parameter that steps in backward",
         of={
             "update": ("in backward",),
             "checkpoints": ("saved", "loaded at once", "loaded later", "second one loaded"),
         },
     ),
     Conflict(
-        reason="a parameter that steps by itself has an optimizer that no checkpoint and no scheduler knows",
+        reason="no checkpoint and no scheduler knows the optimizer of a parameter that steps in backward",
         of={"update": ("in backward",), "learning rate": ("new",)},
     ),
     Conflict(
@@ -410,7 +410,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         of={"communication hook": ("mean",), "dtypes": ("two in a unit",)},
     ),
     Conflict(
-        reason="under hybrid sharding, replicas are what small parameters would stay whole for",
+        reason="engines that keep small parameters whole do not combine that with hybrid sharding",
         of={"small parameters": ("whole",), "sharding": _REGROUPED},
     ),
     Conflict(
@@ -432,7 +432,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         },
     ),
     Conflict(
-        reason="a view that a rank has not computed cannot be changed",
+        reason="the outputs of a reentrant checkpoint must not be changed in place",
         of={"checkpointing": ("reentrant",), "outputs": ("changed in place", "views changed in place")},
     ),
     Conflict(
@@ -477,7 +477,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         of={"clipping": ("2-norm", "largest element"), "optimizer": ("adam", "adamw, fused")},
     ),
     Conflict(
-        reason="a gradient that follows a write to what a gathered copy holds is in no contract",
+        reason="no contract says whether parameters that are still gathered see a write",
         of={
             "written by the user": ("parameters in place", "parameters assigned"),
             "forward alone": ("before a step", "after a backward"),

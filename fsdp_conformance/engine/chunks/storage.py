@@ -251,7 +251,7 @@ class ShardedStorage:
 
     @torch.no_grad()
     def _fill(self, tensors: Sequence[Tensor]) -> None:
-        # Memory of its own, not a block: in a group of one rank it becomes the shard.
+        # Its own memory, not a block: in a group of one rank it becomes the shard.
         flat = torch.empty(self.numel, dtype=self.dtype, device=self.pool.device)
         for tensor in tensors:
             slot = self.layout.append(tensor.shape)

@@ -14,28 +14,13 @@ from fsdp_conformance.adapters.vendors.reference import Reference
 from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.errors import Unsupported
-from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.scenarios import LosesARowOfTheSecondMicroBatch
 
 
-class OddAndSecond(SeamFSDP2):
-    """Wrong where an odd number of rows meets a second micro-batch: the gradient of the last row is lost."""
+class OddAndSecond(LosesARowOfTheSecondMicroBatch):
+    """Wrong where an odd number of rows meets a second micro-batch."""
 
     name: ClassVar[str] = "odd-and-second"
-    _micro = 0
-
-    def microbatch(self, last: bool, *, reduced: bool = True) -> Any:
-        self._micro += 1
-        return super().microbatch(last, reduced=reduced)
-
-    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
-        self._micro = 0
-        return super().step(max_norm, norm_type=norm_type)
-
-    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
-        if self._micro == 2 and grad.dim() == 2 and grad.shape[0] % 2 and grad.shape[0] > 1:
-            grad = grad.clone()
-            grad[-1] = 0
-        return grad
 
 
 class SaysItShards(TorchDDP):

@@ -160,10 +160,10 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
         pytest.param("SavingHalvesMomentum", "checkpoints", "saved", "R002", marks=pytest.mark.nightly),
         ("RollbackKeepsMomentum", "checkpoints", "loaded later", "R002"),
         pytest.param("RollbackKeepsMomentum", "checkpoints", "second one loaded", "R002", marks=pytest.mark.nightly),
-        pytest.param("RecoversLate", "exception", "between micro-batches", "R003", marks=pytest.mark.nightly),
+        pytest.param("RecoversLate", "exception", "before the optimizer", "R003", marks=pytest.mark.nightly),
         pytest.param("AnotherClass", "exception", "in forward", "R160", marks=pytest.mark.nightly),
         pytest.param("GoesOnWithoutException", "exception", "in backward", "R160", marks=pytest.mark.nightly),
-        pytest.param("StaysGathered", "exception", "between micro-batches", "R161", marks=pytest.mark.nightly),
+        pytest.param("StaysGathered", "exception", "before the optimizer", "R161", marks=pytest.mark.nightly),
         pytest.param("NeverRecovers", "exception", "in forward", "R000", marks=pytest.mark.nightly),
     ],
 )

@@ -6,8 +6,8 @@ import pytest
 
 from fsdp_conformance.contract.gate import empty_record
 from fsdp_conformance.contract.profile import load_profile
-from fsdp_conformance.outcome.records import CaseRecord
-from fsdp_conformance.report.pairs import DECLINED, pair_coverage
+from fsdp_conformance.outcome.records import DECLINED, CaseRecord
+from fsdp_conformance.report.pairs import pair_coverage
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.verdict import Verdict
 
