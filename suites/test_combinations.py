@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.explore.case import REQUIREMENTS, ScenarioCase
+from fsdp_conformance.run_settings import RunOrder
 from fsdp_conformance.scenarios import rows
+from fsdp_conformance.scenarios.scenario import Scenario
 
 #: Row to known-wrong engines that fail it for the right reason. A row is not there for one defect, and most known-wrong
 #: engines fail many of them; these show that rows see anything at all.
@@ -22,6 +24,15 @@ _KILLS = {
 class Pairs(ScenarioCase):
     """One row of the pair profile each."""
 
+    @property
+    def row(self) -> tuple[Scenario, RunOrder]:
+        """In the controller: the training of the case, and the order that its ranks got, to shrink it if it fails."""
+        number = dict(self.case.axes)["row"]
+        return self._engine_row(number, self.description.declared(self.order.device)).scenario, self.order
+
+    def _engine_row(self, number: int, declared: frozenset[str]) -> rows.EngineRow:
+        return rows.for_engine(number, declared, self.description.avoids)
+
     @conformance_case(
         *REQUIREMENTS,
         chapter="0",
@@ -31,7 +42,7 @@ class Pairs(ScenarioCase):
     )
     def test_pairs(self, row: int) -> None:
         """A training with many features at once is at parity with unsharded training, or they are refused together."""
-        mine = rows.for_engine(row, self.here.declared, self.description.avoids)
+        mine = self._engine_row(row, self.here.declared)
         self.check_scenario(mine.scenario)
         # The engine avoids them: what else the row has is right, but the row as a whole has not been judged.
         self.report.unobserved += mine.without

@@ -25,7 +25,7 @@ class LowPrecision(ConformanceTestCase):
     @conformance_case(
         "R085",
         chapter="I",
-        axes={"world_size": (2, 4)},
+        axes={"world_size": (2,)},
         needs=("mixed_precision",),
         environment=("accelerator",),
         kills=(
@@ -129,7 +129,7 @@ class LowPrecision(ConformanceTestCase):
     @conformance_case(
         "R083",
         chapter="I",
-        axes={"world_size": (2, 3), "compute": ("own", "bfloat16"), "reduce": ("default", "bfloat16", "float32")},
+        axes={"world_size": (2,), "compute": ("own", "bfloat16"), "reduce": ("default", "bfloat16", "float32")},
         only=lambda values: values["compute"] == "bfloat16" or values["reduce"] == "bfloat16",
         needs=lambda values: [
             *["mixed_precision"] * (values["compute"] != "own"), *["mp_reduce"] * (values["reduce"] != "default")
@@ -155,7 +155,7 @@ class LowPrecision(ConformanceTestCase):
     @conformance_case(
         "R090",
         chapter="I",
-        axes={"world_size": (2, 4)},
+        axes={"world_size": (2,)},
         needs=("mixed_precision", "fp16"),
         kills=("sums-float16-first", "divides-float16-by-too-much"),
     )
@@ -168,7 +168,7 @@ class LowPrecision(ConformanceTestCase):
     @conformance_case(
         "R091",
         chapter="I",
-        axes={"world_size": (2, 4)},
+        axes={"world_size": (2,)},
         needs=("fp16",),
         kills=("trains-in-float32-anyway", "averages-float32-alone"),
     )

@@ -17,7 +17,7 @@ class Buffers(ConformanceTestCase):
         "R002",
         "R003",
         chapter="Q",
-        axes={"world_size": (2, 3)},
+        axes={"world_size": (2,)},
         kills=("bias-not-reduced", "buffer-not-updated", "hides-lost-buffers", "no-reduction", "sum-instead-of-mean"),
     )
     def test_written_in_forward(self, world_size: int) -> None:

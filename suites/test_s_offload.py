@@ -33,7 +33,7 @@ class ParameterOffload(ConformanceTestCase):
         "R002",
         "R003",
         chapter="S",
-        axes={"world_size": (2, 3, 4), "offload": ("cpu", "cpu_pinned")},
+        axes={"world_size": (2,), "offload": ("cpu", "cpu_pinned")},
         needs=("cpu_offload_params",),
         environment=_environment,
         kills=(

@@ -159,13 +159,13 @@ _MUTANTS: Mapping[str, str] = {
 
 #: For mutants whose own cases check something else first.
 _OTHER_CASES: Mapping[str, tuple[str, ...]] = {
-    "no-reduction": ("R001/exact-probe-ws2", "R001/sgd-nested-ws3"),
-    "reads-before-wait": ("R001/exact-probe-ws2", "R001/sgd-nested-ws3"),
-    "sum-instead-of-mean": ("R001/exact-probe-ws2", "R001/sgd-norm-mlp-ws3"),
+    "no-reduction": ("R001/exact-probe-ws2", "R001/sgd-nested-ws2"),
+    "reads-before-wait": ("R001/exact-probe-ws2", "R001/sgd-nested-ws2"),
+    "sum-instead-of-mean": ("R001/exact-probe-ws2", "R001/sgd-norm-mlp-ws2"),
     "extra-decay": ("R001/sgd-nested-ws2",),
     # In a shard group of one rank it is not reduced at all.
     "reduces-over-shard-group-only": ("R005/hybrid-shard-group2-ws4", "R151/parity-2x4-ws8"),
-    "one-rank-dropped": ("R003/every-rank-contributes-once-ws2", "R001/sgd-nested-ws3"),
+    "one-rank-dropped": ("R003/every-rank-contributes-once-ws2", "R001/sgd-nested-ws2"),
 }
 
 

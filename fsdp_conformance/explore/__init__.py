@@ -9,6 +9,7 @@
     pool          its controller: what came of a scenario, also if the engine crashed or hung
     signature     what makes two failures the same one
     exploration   draw, run, shrink, leave out what is known, go on
+    shrinking     failing rows of the pair profile, shrunk when they fail
     summary       failures as text, and the script that shows a failure
     counting      what an exploration did, as text
     saved         a failure as a test file in a user's repository

@@ -171,6 +171,35 @@ class RankExit:
     """The tail of what the rank wrote to stdout and stderr."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Takes:
+    """The values of a scenario that it takes to fail, found by making one value after the other plain."""
+
+    values: tuple[str, ...] = ()
+    """`axis: value` each; none if the plainest training fails in the same way."""
+    trainings: _Count = 0
+    """How many plainer trainings were tried."""
+    complete: bool = True
+    """False if the time was over before each value had been tried: then some of them may not be needed."""
+    like: str = ""
+    """The case that was shrunk, if this one was not, because it has the same values and fails in the same way."""
+
+    def sentence(self) -> str:
+        """The values, and what is known of plainer trainings."""
+        if not self.values:
+            return "nothing special: the plainest training fails in the same way"
+        together = "; ".join(self.values)
+        if self.like:
+            return f"{together} (as {self.like})"
+        tried = f"{self.trainings} plainer training{'s' if self.trainings != 1 else ''} tried"
+        if not self.complete:
+            return f"at most {together} ({tried}, then the time was over)"
+        if len(self.values) == 1:
+            return f"{together} ({tried})"
+        without = "either of them" if len(self.values) == 2 else "any one of them"
+        return f"{together}; without {without} it does not fail in this way ({tried})"
+
+
 @dataclass(kw_only=True, slots=True)
 class CaseRecord:
     """One line of the run file: the verdict on one case, and why."""
@@ -184,6 +213,8 @@ class CaseRecord:
     findings: list[Finding] = field(default_factory=list)
     consequences: list[str] = field(default_factory=list)
     """The failures of the other ranks, which the first failure explains."""
+    takes: Takes | None = None
+    """Of a training with many features that failed, those that it takes; None if that is not known."""
     traceback: str = ""
     """The traceback of the first rank that raised."""
     world_size: Annotated[int, Meta(extra_json_schema={"minimum": 1})] = 0

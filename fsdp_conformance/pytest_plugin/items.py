@@ -13,6 +13,7 @@ from fsdp_conformance.pytest_plugin import options
 
 if TYPE_CHECKING:
     from fsdp_conformance.contract.case import Case
+    from fsdp_conformance.explore.shrinking import RowShrinker
     from fsdp_conformance.outcome.records import CaseRecord
 
 
@@ -21,6 +22,7 @@ class Cases:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        self._shrinker: RowShrinker | None = None
 
     def pytest_sessionstart(self) -> None:
         """Start the server from which ranks are forked: it imports torch while this process collects the cases."""
@@ -72,8 +74,55 @@ class Cases:
         report = yield
         case = _case_of(item)
         if case is not None:
-            _attach(report, item, case, call)
+            self._attach(report, item, case, call)
         return report
+
+    def pytest_unconfigure(self) -> None:
+        """End the process in which failing rows were shrunk."""
+        if self._shrinker is not None:
+            self._shrinker.close()
+
+    def _attach(self, report: pytest.TestReport, item: pytest.Item, case: Case, call: pytest.CallInfo[None]) -> None:
+        """Carry the case's record on the report, and make its verdict the outcome."""
+        about: dict[str, Any] = {
+            "id": case.id,
+            "requirements": list(case.requirements),
+            "chapter": case.chapter,
+            "world_size": case.world_size,
+            "rerun": item.get_closest_marker("flaky") is not None,
+        }
+        if not case.is_saved:
+            report.conformance_case = about  # type: ignore[attr-defined]
+        if report.when == "teardown" or (report.when == "setup" and report.passed):
+            return
+        from fsdp_conformance.codec import encode
+
+        record = _record_of(report, about, item, call)
+        self._shrink(record, item)
+        if not case.is_saved:
+            # A saved case is part of the user's tests: it goes into no run file.
+            report.conformance = encode(record.to_json())  # type: ignore[attr-defined]
+        report.user_properties += [
+            ("conformance_case", case.id),
+            ("conformance_requirements", " ".join(case.requirements)),
+            ("conformance_verdict", record.verdict.value),
+        ]
+        _set_outcome(report, item, record)
+
+    def _shrink(self, record: CaseRecord, item: pytest.Item) -> None:
+        """Note which of its values a failing row of the pair profile takes to fail."""
+        from fsdp_conformance.verdict import ACCUSING
+
+        if record.verdict not in ACCUSING:
+            return
+        row = getattr(getattr(item, "instance", None), "row", None)
+        if row is None:
+            return
+        from fsdp_conformance.explore.shrinking import RowShrinker
+
+        scenario, order = row
+        self._shrinker = self._shrinker or RowShrinker()
+        record.takes = self._shrinker.takes(record, scenario, order)
 
 
 def _kept_ids(config: pytest.Config) -> set[str]:
@@ -88,33 +137,6 @@ def _kept_ids(config: pytest.Config) -> set[str]:
             for entry in options.profile_of(config).entries
             if left_out_by(entry.case(), settings) in ("", "--world-size")
         }
-
-
-def _attach(report: pytest.TestReport, item: pytest.Item, case: Case, call: pytest.CallInfo[None]) -> None:
-    """Carry the case's record on the report, and make its verdict the outcome."""
-    about: dict[str, Any] = {
-        "id": case.id,
-        "requirements": list(case.requirements),
-        "chapter": case.chapter,
-        "world_size": case.world_size,
-        "rerun": item.get_closest_marker("flaky") is not None,
-    }
-    if not case.is_saved:
-        report.conformance_case = about  # type: ignore[attr-defined]
-    if report.when == "teardown" or (report.when == "setup" and report.passed):
-        return
-    from fsdp_conformance.codec import encode
-
-    record = _record_of(report, about, item, call)
-    if not case.is_saved:
-        # A saved case is part of the user's tests: it goes into no run file.
-        report.conformance = encode(record.to_json())  # type: ignore[attr-defined]
-    report.user_properties += [
-        ("conformance_case", case.id),
-        ("conformance_requirements", " ".join(case.requirements)),
-        ("conformance_verdict", record.verdict.value),
-    ]
-    _set_outcome(report, item, record)
 
 
 def _record_of(

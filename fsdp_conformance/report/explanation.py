@@ -182,6 +182,8 @@ def _record(record: CaseRecord, width: int) -> list[str]:
         lines += _labelled(width, "finding", finding.sentence())
     for sentence in record.consequences:
         lines += _labelled(width, "then", sentence)
+    if record.takes is not None:
+        lines += _labelled(width, "takes", record.takes.sentence())
     for title, text in _evidence(record):
         lines += ["", f"-- {title}", text.rstrip()]
     closer_look = [f"closer: {closer(record)}"] if record.verdict in ACCUSING else []

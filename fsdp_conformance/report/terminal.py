@@ -123,6 +123,8 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
     fields += [Field("then", sentence) for sentence in record.consequences[:_CONSEQUENCES_SHOWN]]
     if finding is not None:
         fields += [Field("likely", finding.likely or ""), Field("look at", look_at(record, finding))]
+    if record.takes is not None:
+        fields.append(Field("takes", record.takes.sentence()))
     if record.verdict not in QUIET and len(record.findings) > 1:
         further = len(record.findings) - 1
         findings = "finding" if further == 1 else "findings"

@@ -8,7 +8,7 @@ from fsdp_conformance.selftest import bound_case, run_case
 from fsdp_conformance.verdict import Verdict
 from studies import small_engine
 from studies.causes import TRUTHS, Score, defects, scored
-from studies.small_defects import CLIP_3, DEFERRED_3, MICRO_2, NESTED_2, PROBE_3
+from studies.small_defects import CLIP_2, NESTED_2, PROBE_3, THREE_DEFERRED, THREE_MICRO
 
 pytestmark = pytest.mark.nightly
 
@@ -40,7 +40,7 @@ def test_every_defect_has_a_truth_and_cases() -> None:
         assert bound_case(case).case.id == case
 
 
-@pytest.mark.parametrize("case", [PROBE_3, NESTED_2, MICRO_2, DEFERRED_3, CLIP_3])
+@pytest.mark.parametrize("case", [PROBE_3, NESTED_2, THREE_MICRO, THREE_DEFERRED, CLIP_2])
 def test_the_small_engine_is_right(case: str) -> None:
     """The engine without a defect passes, so a failure is due to the defect."""
     spec = f"{small_engine.__file__}:{small_engine.SmallEngine.__name__}"

@@ -1,0 +1,119 @@
+"""
+Failing rows of the pair profile, shrunk at once to the values that it takes to fail.
+
+A row has dozens of values, and a failure takes one or two of them. Plainer trainings run on simulated ranks in a warm
+process. Where the row does not fail there in the same way, or on a device that simulated ranks do not have, they run
+on a process for each rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from fsdp_conformance.errors import ConformanceError
+from fsdp_conformance.explore.case import run_on
+from fsdp_conformance.explore.exploration import MAX_SHRINKS, Runs, shrunk
+from fsdp_conformance.explore.pool import Outcome, WarmWorker, outcome_of
+from fsdp_conformance.explore.signature import Signature, signature_of
+from fsdp_conformance.outcome.records import CaseRecord, Takes
+from fsdp_conformance.plan import SIMULATED
+from fsdp_conformance.run_settings import RunOrder, RunSettings
+from fsdp_conformance.scenarios.scenario import Scenario
+
+#: Seconds after which no further training of a row is tried, and no further row is shrunk.
+ROW_S = 60.0
+ALL_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Shrunk:
+    """A row that was shrunk."""
+
+    case: str
+    signature: Signature
+    takes: Takes
+
+
+class OnProcesses:
+    """Runs scenarios on a process for each rank."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+
+    def run(self, scenario: Scenario) -> Outcome:
+        """Run a scenario. Raises SuiteError or AdapterError if it cannot be judged."""
+        began = time.monotonic()
+        record = run_on(scenario, self._settings.implementation, base=self._settings)
+        return outcome_of(record, time.monotonic() - began)
+
+
+@dataclass(kw_only=True, slots=True)
+class RowShrinker:
+    """Shrinks the failing rows of one engine. `close` ends the warm process."""
+
+    clock: Callable[[], float] = time.monotonic
+    _spent_s: float = 0.0
+    _shrunk: list[_Shrunk] = field(default_factory=list)
+    _simulated: WarmWorker | None = None
+    _resources: ExitStack = field(default_factory=ExitStack)
+
+    def takes(self, record: CaseRecord, scenario: Scenario, order: RunOrder) -> Takes | None:
+        """The values that it takes to fail as `record` says; None if plainer trainings cannot show that."""
+        signature = signature_of(Outcome(record=record))
+        for earlier in self._shrunk:
+            if earlier.signature == signature and scenario.features.issuperset(earlier.takes.values):
+                return replace(earlier.takes, like=earlier.case)
+        began = self.clock()
+        try:
+            takes = self._shrink(signature, scenario, order)
+        except ConformanceError:
+            # The row has its verdict. It stays without an explanation if a plainer one breaks the suite or the adapter.
+            takes = None
+        finally:
+            self._spent_s += self.clock() - began
+        if takes is not None:
+            self._shrunk.append(_Shrunk(record.case, signature, takes))
+        return takes
+
+    def close(self) -> None:
+        """End everything that was started."""
+        self._resources.close()
+
+    def _shrink(self, signature: Signature, scenario: Scenario, order: RunOrder) -> Takes | None:
+        for runs in self._places(order):
+            if self._spent_s < ALL_S and _fails(runs, scenario, signature):
+                return self._shrink_on(runs, signature, scenario)
+        return None
+
+    def _shrink_on(self, runs: Runs, signature: Signature, scenario: Scenario) -> Takes:
+        end = self.clock() + ROW_S
+        was_late = False
+
+        def fails(candidate: Scenario) -> bool:
+            nonlocal was_late
+            was_late = was_late or self.clock() > end
+            return not was_late and _fails(runs, candidate, signature)
+
+        smallest, trainings = shrunk(scenario, fails)
+        values = tuple(f"{axis}: {value}" for axis, value in smallest.values)
+        return Takes(values=values, trainings=trainings, complete=not was_late and trainings < MAX_SHRINKS)
+
+    def _places(self, order: RunOrder) -> list[Runs]:
+        """Where plainer trainings can run, the fastest first."""
+        settings = replace(order.settings, ranks="processes", cases=(), last_failed=())
+        on_processes = OnProcesses(settings)
+        if order.device not in ("cpu", SIMULATED):
+            return [on_processes]
+        if self._simulated is None:
+            simulated = replace(order, settings=replace(settings, ranks="simulated"), references=None)
+            self._simulated = self._resources.enter_context(WarmWorker(simulated))
+        return [self._simulated, on_processes]
+
+
+def _fails(runs: Runs, scenario: Scenario, signature: Signature) -> bool:
+    """True if a scenario fails in this way."""
+    outcome = runs.run(scenario)
+    return outcome.failed and signature_of(outcome) == signature

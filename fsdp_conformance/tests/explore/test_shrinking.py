@@ -1,0 +1,143 @@
+"""Failing rows are shrunk to what they take, with engines that are functions of the scenario; one is a real one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.explore import shrinking
+from fsdp_conformance.explore.exploration import Runs
+from fsdp_conformance.explore.pool import Outcome
+from fsdp_conformance.explore.shrinking import ROW_S, RowShrinker
+from fsdp_conformance.outcome.records import CaseRecord, Takes
+from fsdp_conformance.report.runfile import read
+from fsdp_conformance.run_settings import RunOrder
+from fsdp_conformance.scenarios import rows
+from fsdp_conformance.scenarios.scenario import Scenario
+from fsdp_conformance.tests.cli.cli_runs import said
+from fsdp_conformance.tests.explore.test_exploration import _Engine, _wrong
+
+ROW = rows.pairs()[57]
+ONE, OTHER = sorted(ROW.features)[:2]
+
+
+@pytest.fixture
+def shrinker_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RowShrinker]:
+    """A shrinker for the given engines, in the order in which they are tried."""
+
+    def make(*engines: Runs, clock: Callable[[], float] = time.monotonic) -> RowShrinker:
+        monkeypatch.setattr(RowShrinker, "_places", lambda self, order: list(engines))
+        return RowShrinker(clock=clock)
+
+    return make
+
+
+def _engine(*features: str, check: str = "gradient parity") -> _Engine:
+    return _Engine(lambda scenario: _wrong(scenario, check) if set(features) <= scenario.features else None)
+
+
+def _failure(case: str = f"R000/pairs-row58-ws{ROW.world_size}", scenario: Scenario = ROW) -> CaseRecord:
+    record = _wrong(scenario).record
+    assert record is not None
+    record.case = case
+    return record
+
+
+def test_two_values_of_thirty_are_named(shrinker_on: Callable[..., RowShrinker]) -> None:
+    """Both are needed, and the sentence says so."""
+    takes = shrinker_on(_engine(ONE, OTHER)).takes(_failure(), ROW, RunOrder())
+
+    assert takes is not None
+    assert {ONE, OTHER} <= set(takes.values)
+    assert takes.complete
+    assert takes.sentence().startswith("; ".join(takes.values) + "; without ")
+    assert takes.sentence().endswith(f"it does not fail in this way ({takes.trainings} plainer trainings tried)")
+
+
+def test_a_row_that_fails_in_the_same_way_is_not_shrunk_again(shrinker_on: Callable[..., RowShrinker]) -> None:
+    """It refers to the first one; a row without these values is shrunk itself."""
+    engine = _engine(ONE)
+    shrinker = shrinker_on(engine)
+    first = shrinker.takes(_failure(), ROW, RunOrder())
+    trainings = len(engine.ran)
+    again = shrinker.takes(_failure("R000/pairs-row59-ws2"), ROW, RunOrder())
+
+    assert first == Takes(values=(ONE,), trainings=first.trainings if first else 0)
+    assert again is not None
+    assert again.values == (ONE,)
+    assert again.sentence() == f"{ONE} (as R000/pairs-row58-ws{ROW.world_size})"
+    assert len(engine.ran) == trainings
+    other = next(row for row in rows.pairs() if ONE not in row.features)
+    assert shrinker.takes(_failure(scenario=other), other, RunOrder()) is None
+
+
+def test_an_engine_that_always_fails_takes_nothing_special(shrinker_on: Callable[..., RowShrinker]) -> None:
+    """Every further row is explained by the first."""
+    engine = _engine()
+    shrinker = shrinker_on(engine)
+    takes = shrinker.takes(_failure(), ROW, RunOrder())
+
+    assert takes is not None
+    assert takes.sentence() == "nothing special: the plainest training fails in the same way"
+    assert len(engine.ran) == 2
+
+
+def test_processes_are_used_where_simulated_ranks_do_not_show_it(shrinker_on: Callable[..., RowShrinker]) -> None:
+    """An engine that passes, fails otherwise, or breaks the suite there is shrunk on processes, or not at all."""
+    elsewhere = _engine(ONE)
+    passes, otherwise = _Engine(lambda scenario: None), _engine(check="loss parity")
+    for simulated in (passes, otherwise):
+        takes = shrinker_on(simulated, elsewhere).takes(_failure(), ROW, RunOrder())
+        assert takes is not None
+        assert takes.values == (ONE,)
+        assert len(simulated.ran) == 1
+    assert shrinker_on(passes, otherwise).takes(_failure(), ROW, RunOrder()) is None
+
+    def breaks(scenario: Scenario) -> Outcome:
+        raise SuiteError("broken")
+
+    assert shrinker_on(_Engine(breaks)).takes(_failure(), ROW, RunOrder()) is None
+
+
+def test_time_is_limited(shrinker_on: Callable[..., RowShrinker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that were not tried by the deadline are an upper bound; rows that fail after all time is used stay."""
+    now = [0.0]
+
+    class Slow(_Engine):
+        def run(self, scenario: Scenario) -> Outcome:
+            now[0] += ROW_S / 4
+            return super().run(scenario)
+
+    engine = Slow(_engine(ONE, OTHER).judged)
+    shrinker = shrinker_on(engine, clock=lambda: now[0])
+    takes = shrinker.takes(_failure(), ROW, RunOrder())
+    assert takes is not None
+    assert not takes.complete
+    assert takes.sentence().startswith("at most ")
+    assert {ONE, OTHER} <= set(takes.values) <= ROW.features
+
+    monkeypatch.setattr(shrinking, "ALL_S", ROW_S)
+    trainings = len(engine.ran)
+    other = next(row for row in rows.pairs() if ONE not in row.features)
+    assert shrinker.takes(_failure(scenario=other), other, RunOrder()) is None
+    assert len(engine.ran) == trainings
+
+
+@pytest.mark.slow
+def test_a_run_names_what_a_failing_row_takes(tmp_path: Path) -> None:
+    """On the screen, in the run file, and in what `explain` prints."""
+    engine, case = "mutant:loses-a-row-of-the-second-micro-batch", f"R000/pairs-row58-ws{ROW.world_size}"
+    run = said("run", "--implementation", engine, "--case", case, "--report", "report", cwd=tmp_path)
+
+    assert run.status == 1, run.out + run.err
+    record = read(tmp_path / "report").records[0]
+    assert record.takes is not None
+    # With three ranks, even shards have an odd number of rows.
+    assert [value.partition(": ")[0] for value in record.takes.values] == ["ranks", "accumulation"]
+    explained = said("explain", case, "--report", "report", cwd=tmp_path)
+    for text in (run.out, explained.out):
+        assert f"takes     {record.takes.sentence()[:30]}" in text.replace("takes       ", "takes     ")
