@@ -88,12 +88,16 @@ class Events:
 
     def _evaluate(self, step: int, micro: int, mode: AbstractContextManager[Any]) -> None:
         batch = self._batches.batch(step, micro)
+        before = self._recorder.unsharded()
         self._task.adapter.train(False)
         try:
             with mode, self._recorder.phase("eval", step):
                 self._recorder.add_evaluation(self._task.adapter.forward(*batch.args, **batch.kwargs))
         finally:
             self._task.adapter.train(True)
+        # The root may wait for the next forward, which begins with it.
+        left = self._recorder.unsharded() - before - {"the root"}
+        self._recorder.history.gathered_by_evaluations += sorted(left)
 
     def _save(self, step: int) -> None:
         new_directory = self._task.conditions.new_directory

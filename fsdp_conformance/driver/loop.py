@@ -59,8 +59,6 @@ class TrainingLoop:
         self._events = Events(recorder, self._batches)
         self._optimizer = RegimeOptimizer(task)
         self._fuse: Fuse | None = None
-        self._units: tuple[str, ...] = ()
-        """The units of the plan, and the root."""
         self._pipeline: Pipeline | None = None
 
     def join_pipeline(self, plan: Plan) -> None:
@@ -82,7 +80,7 @@ class TrainingLoop:
         """Set the adapter up with a model and its optimizer."""
         task, recorder = self._task, self._recorder
         recorder.watch.begin()
-        self._units = ("", *plan.units)
+        recorder.units = ("", *plan.units)
         if task.device.type != "cpu":
             self._batches.place(recorder.watch)
         recorder.mark(Point.BEFORE_SETUP)
@@ -232,7 +230,7 @@ class TrainingLoop:
         fuse, place = self._fuse, _RAISING.get(event.moment, "")
         if fuse is None:
             raise SuiteError(f"{self._task.workload.name} must have a fuse for an event that raises, got None")
-        before = self._unsharded()
+        before = self._recorder.unsharded()
         try:
             for micro in range(begun):
                 if place and micro == begun - 1:
@@ -252,12 +250,7 @@ class TrainingLoop:
         fuse.arm("", 0)
         with self._recorder.phase("event", event.step):
             self._task.adapter.recover()
-        self._recorder.history.left_unsharded += sorted(self._unsharded() - before)
-
-    def _unsharded(self) -> frozenset[str]:
-        """The units that hold full parameters, if the adapter can tell."""
-        units = self._units if "sharded_state" in self._recorder.declared else ()
-        return frozenset(unit or "the root" for unit in units if self._task.adapter.unit_is_unsharded(unit))
+        self._recorder.history.left_unsharded += sorted(self._recorder.unsharded() - before)
 
     def _clipping(self) -> dict[str, float]:
         if self._task.regime.max_norm is None:

@@ -48,6 +48,8 @@ class Recorder:
         self.declared = task.adapter.declared()
         self.watch = watch_for(task.device)
         self.pipeline: Pipeline | None = None
+        self.units: tuple[str, ...] = ()
+        """The units of the plan, and the root."""
         self._log = process_group.log()
         self._begin = len(self._log.records)
         self._losses: list[Tensor] = []
@@ -113,6 +115,11 @@ class Recorder:
     def add_evaluation(self, output: Any) -> None:
         """Keep an output of an evaluation."""
         self._evaluated.append(_copied(output))
+
+    def unsharded(self) -> frozenset[str]:
+        """The units that hold full parameters, if the adapter can tell."""
+        units = self.units if "sharded_state" in self.declared else ()
+        return frozenset(unit or "the root" for unit in units if self.task.adapter.unit_is_unsharded(unit))
 
     def record_setup(self) -> None:
         """Record the values before training."""

@@ -44,12 +44,15 @@ from fsdp_conformance.workload.events import Action
 #: What a scenario is about: any combination of what is declared meets the contract, or is refused.
 COMBINATIONS = "R000"
 REQUIREMENTS = (
-    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R035", "R067", "R101", "R130", "R140", "R142",
-    "R157", "R068", "R084", "R160", "R161", "R188", "R189",
+    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R034", "R035", "R067", "R101", "R130", "R140",
+    "R142", "R157", "R068", "R084", "R160", "R161", "R188", "R189",
 )  # fmt: skip
 
 #: Forwards that no backward follows.
 _FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD})
+
+#: Degrees of sharding under which a unit is resharded after its forward.
+_RESHARD = (Sharding.DEFAULT, Sharding.FULL, Sharding.HYBRID)
 
 #: Engines align parameters to at most this many bytes, which in small models is much.
 _ALIGNMENT = 16
@@ -85,7 +88,7 @@ class ScenarioCase(ConformanceTestCase):
                     self.check(rounds_alike(run, rounded, requirement=requirement, kinds=[kind]))
         else:
             self.case_references.use(workload, example.regime, expected.of_rank(self.rank))
-            self._check_values(example, run, workload, adapter)
+            self._check_values(example, run, workload, plan, adapter)
         self._check_ranks(example, run)
         self._check_traffic(example, run, workload, plan)
         self._check_sharding(example, run, workload, plan, adapter)
@@ -141,7 +144,9 @@ class ScenarioCase(ConformanceTestCase):
 
         return after_step
 
-    def _check_values(self, example: Example, run: TrainingHistory, workload: Workload, adapter: Adapter) -> None:
+    def _check_values(
+        self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan, adapter: Adapter
+    ) -> None:
         # A parameter that no step uses may have a gradient of zeros (R117).
         lenient = not uses_all(example) and not self.declares("unused_untouched")
         self.check_parity(run, workload, example.regime, none_or_zero=lenient)
@@ -151,6 +156,9 @@ class ScenarioCase(ConformanceTestCase):
             self.expect_equal("R160", "exceptions that reached the caller", run.caught, caught, check="the exception")
             left = "units that a recovery left unsharded"
             self.expect_equal("R161", left, run.left_unsharded, [], check="clean after recovery")
+        if self.declares("zero3") and plan.sharding in _RESHARD and plan.reshard_after_forward in (None, True):
+            left = "units that an evaluation left gathered"
+            self.expect_equal("R034", left, run.gathered_by_evaluations, [], check="resharded after evaluation")
         if example.regime.optimizer_in_backward:
             if all(grad is not None for record in references.expected.steps for grad in (record.grads or {}).values()):
                 self.check(stepped_once(run, requirement="R142"))
@@ -204,9 +212,7 @@ class ScenarioCase(ConformanceTestCase):
         regime, model = example.regime, example.model
         # Then some parameters have no gradients, and so no state: the bytes held say less.
         lacks_state = regime.frozen_at or regime.happens(Action.DROP, Action.SKIP, Action.LOAD)
-        trains_all = (
-            uses_all(example) and model.passing.inputs != "detached" and not any(map(model.is_frozen, model.shapes()))
-        )
+        trains_all = uses_all(example) and not any(map(model.is_frozen, model.shapes()))
         if lacks_state or not trains_all or plan.sharding is Sharding.NONE or plan.persist_numel:
             return
         # After a forward that no backward follows, units may wait for one. Which units a policy has chosen, only the

@@ -72,9 +72,11 @@ def used_blocks(example: Example, step: int) -> set[int]:
 
 
 def uses_all(example: Example) -> bool:
-    """True if every block runs in every step."""
+    """True if every parameter is used in every step: each block runs, and the first layer's output has a gradient."""
     every_block = set(range(len(example.model.blocks)))
-    return all(used_blocks(example, step) == every_block for step in range(example.regime.steps))
+    return example.model.passing.inputs != "detached" and all(
+        used_blocks(example, step) == every_block for step in range(example.regime.steps)
+    )
 
 
 def _mixes_frozen(example: Example) -> bool:

@@ -69,6 +69,8 @@ class TrainingHistory:
     """The exception that reached the caller at each event that raises, in order: its class and text."""
     left_unsharded: list[str] = field(default_factory=list)
     """Units that were sharded before an interrupted attempt, and not after the recovery."""
+    gathered_by_evaluations: list[str] = field(default_factory=list)
+    """Units below the root that were sharded before an evaluation, and not after it."""
     optimizer_state: dict[str, Tensors] = field(default_factory=dict)
     """Of a reference after the last step: parameter to name of the state to value."""
     collectives: list[CollectiveRecord] = field(default_factory=list)

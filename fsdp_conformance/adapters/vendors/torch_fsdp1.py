@@ -95,6 +95,44 @@ class TorchFSDP1(TorchCheckpoints):
     }
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.FULL_SHARD
     """The meaning of `Sharding.DEFAULT`."""
+    avoids: ClassVar[tuple[Mapping[str, str], ...]] = (
+        # Shard groups of one rank are not reduced: ci/findings/torch-fsdp1/hybrid_with_shard_groups_of_one.py.
+        {"sharding": "hybrid, shards of one"},
+        # ci/findings/torch-fsdp1/noncontiguous_parameter_unsharded.py; the state of its optimizer is permuted, too.
+        {"other shapes": "not contiguous"},
+        # One unit has parameters of one dtype.
+        {"dtypes": "packed integers"},
+        # pytorch#181832: a view that the caller changes in place loses the hook that gathers for its backward.
+        {"outputs": "views changed in place"},
+        # A unit is resharded in the first backward, and not gathered for the second.
+        {"backwards": "two of one forward"},
+        # The root stays gathered: ci/findings/torch-fsdp1/forward_before_the_update.py.
+        {"forward alone": "after a backward"},
+        {"evaluation": "before the optimizer"},
+        # No gradient is kept for units that a forward alone has left gathered.
+        {"precision": "bfloat16 in one unit", "forward alone": "before a step"},
+        # The root's inputs go to a recomputation as they are after they were resharded.
+        {"units": "only the root", "checkpointing": "reentrant"},
+        # FullyShardedDataParallel.optim_state_dict wants one optimizer, with state of every parameter in it.
+        *(
+            {"optimizer": optimizer, "checkpoints": event}
+            for optimizer in ("sgd, in groups", "sgd, two of them")
+            for event in ("saved", "loaded at once", "loaded later", "second one loaded")
+        ),
+        *(
+            {"dropped": "one gradient", "checkpoints": event}
+            for event in ("saved", "loaded at once", "loaded later", "second one loaded")
+        ),
+        # ci/findings/torch-fsdp1/checkpoint_with_empty_shards.py
+        *(
+            {"rows": rows, "checkpoints": loaded}
+            for rows in ("uneven", "fewer than ranks")
+            for loaded in ("loaded at once", "loaded later", "second one loaded")
+        ),
+        # torch.distributed.checkpoint steps an optimizer that has no state yet, and so Adam's first step counts twice:
+        # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
+        *({"optimizer": adam, "checkpoints": "second one loaded"} for adam in ("adam", "adamw, fused")),
+    )
 
     @classmethod
     def version(cls) -> str:

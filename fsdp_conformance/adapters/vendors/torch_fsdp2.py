@@ -82,6 +82,20 @@ class TorchFSDP2(TorchCheckpoints):
         # It steps an optimizer that has no state yet, and so Adam's first step counts twice:
         # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
         *({"optimizer": adam, "checkpoints": "second one loaded"} for adam in ("adam", "adamw, fused")),
+        # In the same way, parameters that have had no gradient get a state.
+        {"use": "one never", "checkpoints": "second one loaded"},
+        {"inputs": "detached", "checkpoints": "second one loaded"},
+        {"frozen": "the first layer", "checkpointing": "reentrant", "checkpoints": "second one loaded"},
+        # By design: a checkpoint is loaded in place, so state that a parameter got after it was saved is an error.
+        *({"frozen": "thawed later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),
+        {"dropped": "one gradient", "checkpoints": "loaded later"},
+        # pytorch#186998: the dtype of gradients is set in the first forward, for the parameters that train in it.
+        *(
+            {"precision": precision, "frozen": "thawed later"}
+            for precision in ("bfloat16", "bfloat16, reduced in float32", "bfloat16 in one unit")
+        ),
+        # ci/findings/torch-fsdp2/reentrant_checkpoint_called_twice.py
+        {"use": "one twice", "checkpointing": "reentrant"},
     )
 
     @classmethod

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -141,6 +142,18 @@ class StaysGathered(Reference):
     def recover(self) -> None:
         super().recover()
         self.unshard("")
+
+
+class EvaluationLeavesAUnitGathered(Reference):
+    """Holds more than it should only after an evaluation: the first unit stays gathered, until it is used again."""
+
+    name: ClassVar[str] = "evaluation-leaves-a-unit-gathered"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.unshard(self.plan.units[0])
+        return output
 
 
 class NeverRecovers(Reference):

@@ -164,6 +164,7 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
         pytest.param("AnotherClass", "exception", "in forward", "R160", marks=pytest.mark.nightly),
         pytest.param("GoesOnWithoutException", "exception", "in backward", "R160", marks=pytest.mark.nightly),
         pytest.param("StaysGathered", "exception", "before the optimizer", "R161", marks=pytest.mark.nightly),
+        ("EvaluationLeavesAUnitGathered", "evaluation", "before steps", "R034"),
         pytest.param("NeverRecovers", "exception", "in forward", "R000", marks=pytest.mark.nightly),
     ],
 )
