@@ -19,12 +19,18 @@ _IN_THEIR_DTYPE = frozenset({Kind.GRADIENT, Kind.PARAMETER, Kind.BUFFER})
 
 
 def rounds_alike(
-    history: TrainingHistory, expected: TrainingHistory, *, requirement: str, kinds: Sequence[Kind]
+    history: TrainingHistory,
+    expected: TrainingHistory,
+    *,
+    requirement: str,
+    kinds: Sequence[Kind],
+    none_or_zero: bool = False,
 ) -> CheckResult:
     """
     Values of these kinds equal the rounding reference's, bit for bit.
 
-    Gradients that the implementation does not expose are judged by the parameters that they lead to.
+    Gradients that the implementation does not expose are judged by the parameters that they lead to. With
+    `none_or_zero`, a gradient of zeros equals none at all.
     """
     tally = Tally("rounding parity", requirement, rank=history.rank)
     notes = []
@@ -35,7 +41,10 @@ def rounds_alike(
         for record in expected.steps[: 1 if kind is Kind.EVAL else None]:
             got = values(history, kind, record.step)
             for name, want in values(expected, kind, record.step).items():
-                difference = _difference(got.get(name), want, demands_dtype=kind in _IN_THEIR_DTYPE)
+                shown = got.get(name)
+                if none_or_zero and kind is Kind.GRADIENT and _is_zero(shown) and _is_zero(want):
+                    shown = want
+                difference = _difference(shown, want, demands_dtype=kind in _IN_THEIR_DTYPE)
                 text_expected, text_got = difference or ("", "")
                 tally.compare(
                     difference is None, kind, expected=text_expected, got=text_got,
@@ -44,6 +53,11 @@ def rounds_alike(
                     step=None if kind is Kind.EVAL else record.step, phase=_PHASES.get(kind, "step"), fqn=name,
                 )  # fmt: skip
     return tally.result(notes=notes).demand_comparisons(f"rank {history.rank}")
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    """True for no gradient, or one of zeros."""
+    return gradient is None or not gradient.any()
 
 
 def _difference(got: Any, want: Any, *, demands_dtype: bool) -> tuple[str, str] | None:

@@ -109,8 +109,13 @@ class TorchFSDP1(TorchCheckpoints):
         # The root stays gathered: ci/findings/torch-fsdp1/forward_before_the_update.py.
         {"forward alone": "after a backward"},
         {"evaluation": "before the optimizer"},
-        # No gradient is kept for units that a forward alone has left gathered.
-        {"precision": "bfloat16 in one unit", "forward alone": "before a step"},
+        # In low precision, a step after a forward alone shows no gradients.
+        *(
+            {"precision": precision, "forward alone": "before a step"}
+            for precision in ("bfloat16", "bfloat16, reduced in float32", "bfloat16 in one unit")
+        ),
+        # Gradients of zeros do not stay on parameters that are frozen afterwards.
+        {"frozen": "later", "zeroing": "zeros"},
         # The root's inputs go to a recomputation as they are after they were resharded.
         {"units": "only the root", "checkpointing": "reentrant"},
         # FullyShardedDataParallel.optim_state_dict wants one optimizer, with state of every parameter in it.

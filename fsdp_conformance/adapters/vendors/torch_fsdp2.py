@@ -94,6 +94,8 @@ class TorchFSDP2(TorchCheckpoints):
             {"precision": precision, "frozen": "thawed later"}
             for precision in ("bfloat16", "bfloat16, reduced in float32", "bfloat16 in one unit")
         ),
+        # ci/findings/torch-fsdp2/unit_used_only_before_the_all_reduce.py
+        {"use": "one skipped by step", "accumulation": "deferred over replicas"},
         # ci/findings/torch-fsdp2/reentrant_checkpoint_called_twice.py
         {"use": "one twice", "checkpointing": "reentrant"},
     )
