@@ -69,6 +69,27 @@ def test_equal_histories_pass() -> None:
     assert result.count.comparisons == 2 * (2 * num_parameters + 1)
 
 
+def test_no_gradient_and_one_of_zeros_are_alike_only_on_request() -> None:
+    """Another value instead of none is never."""
+    zeros, none, other = trained(), trained(), trained()
+    name = next(iter(zeros.steps[0].grads or {}))
+    for run, value in ((zeros, 0.0), (other, 1.0)):
+        assert run.steps[0].grads is not None
+        run.steps[0].grads[name] = torch.full_like(run.steps[0].params[name], value)
+    assert none.steps[0].grads is not None
+    none.steps[0].grads[name] = None
+
+    def alike(got: TrainingHistory, expected: TrainingHistory, *, none_or_zero: bool) -> bool:
+        kinds = [Kind.GRADIENT]
+        return not rounds_alike(got, expected, requirement="R003", kinds=kinds, none_or_zero=none_or_zero).findings
+
+    for got, expected in ((zeros, none), (none, zeros)):
+        assert alike(got, expected, none_or_zero=True)
+        assert not alike(got, expected, none_or_zero=False)
+    assert not alike(other, none, none_or_zero=True)
+    assert not alike(none, other, none_or_zero=True)
+
+
 def test_full_precision_in_eval() -> None:
     """On request outputs in eval mode are not rounded, and training is what it is without evaluation."""
     regime = Regime(steps=2, eval_before=(1,))
