@@ -150,7 +150,9 @@ def _sum_up(counts: dict[str, Any], failures: list[dict[str, Any]]) -> None:
     elif confirmed:
         print(f"explore: {messages.plural(confirmed, 'different failure')}")
     else:
-        print("explore: no failure")
+        judged, possible = counts["triples"]
+        triples = f", {judged} of {possible} triples of values" if judged else ""
+        print(f"explore: no failure in {messages.plural(_judged(counts), 'example')}{triples}")
 
 
 def _number(option: str, word: str | None, kind: type, problems: list[str], *, least: int = 1) -> Any:
