@@ -114,10 +114,31 @@ class TorchFSDP1(TorchCheckpoints):
             {"precision": precision, "forward alone": "before a step"}
             for precision in ("bfloat16", "bfloat16, reduced in float32", "bfloat16 in one unit")
         ),
+        # While units are gathered, users see flat parameters.
+        *(
+            {"forward alone": "before a step", "written by the user": written}
+            for written in ("gradients in place", "gradients assigned")
+        ),
+        # ci/findings/torch-fsdp1/grad_scaler_with_fused_adam.py
+        {"optimizer": "adamw, fused", "loss scaling": "dynamic"},
+        # The inputs of a unit with a dtype of its own are not cast again when it is recomputed.
+        {"precision": "bfloat16 in one unit", "checkpointing": "around blocks"},
         # Gradients of zeros do not stay on parameters that are frozen afterwards.
         {"frozen": "later", "zeroing": "zeros"},
-        # The root's inputs go to a recomputation as they are after they were resharded.
-        {"units": "only the root", "checkpointing": "reentrant"},
+        # Where a unit has several blocks, the first that is recomputed ends the backward of the unit.
+        *(
+            {"units": units, "checkpointing": "reentrant"}
+            for units in ("only the root", "some blocks", "chosen by size")
+        ),
+        # After an evaluation units may be gathered, and do not see what is written to their shards.
+        *(
+            {"evaluation": evaluation, "written by the user": written}
+            for evaluation in ("before steps", "in inference mode first")
+            for written in ("parameters in place", "parameters assigned")
+        ),
+        # Without gradients for its inputs, a reentrant checkpoint gives none to the first block either; the load of a
+        # checkpoint then gives its parameters a state.
+        {"frozen": "the first layer", "checkpointing": "reentrant", "checkpoints": "second one loaded"},
         # FullyShardedDataParallel.optim_state_dict wants one optimizer, with state of every parameter in it.
         *(
             {"optimizer": optimizer, "checkpoints": event}
@@ -130,10 +151,12 @@ class TorchFSDP1(TorchCheckpoints):
         ),
         # ci/findings/torch-fsdp1/checkpoint_with_empty_shards.py
         *(
-            {"rows": rows, "checkpoints": loaded}
-            for rows in ("uneven", "fewer than ranks")
+            {axis: value, "checkpoints": loaded}
+            for axis, value in (("rows", "uneven"), ("rows", "fewer than ranks"), ("other shapes", "single elements"))
             for loaded in ("loaded at once", "loaded later", "second one loaded")
         ),
+        # By design: a checkpoint is loaded in place, so state that a parameter got after it was saved is an error.
+        *({"frozen": "thawed later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),
         # torch.distributed.checkpoint steps an optimizer that has no state yet, and so Adam's first step counts twice:
         # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
         *({"optimizer": adam, "checkpoints": "second one loaded"} for adam in ("adam", "adamw, fused")),
