@@ -14,6 +14,7 @@ from math import prod
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.checks.traffic import (
     GATHERING,
+    TRAINING,
     expect_bytes,
     gradient_reductions,
     in_step,
@@ -230,8 +231,10 @@ def _judge_shard_size(tally: Tally, history: TrainingHistory, plan: Plan, *, gro
 
 def _judge_parameter_traffic(tally: Tally, history: TrainingHistory) -> None:
     step = history.steps[-1].step
+    # Training may go on with what an evaluation before it has gathered.
+    gathered = of(in_step(history, step, *TRAINING, "eval"), *GATHERING)
     expect_bytes(
-        tally, "parameters gathered or broadcast in the step", of(in_step(history, step), *GATHERING),
+        tally, "parameters gathered or broadcast in the step", gathered,
         least=_half_of_what_trains(history), details="a rank does not have the others' shards",
         step=step, phase="forward", likely="replicated training: no rank needs another rank's parameters",
     )  # fmt: skip

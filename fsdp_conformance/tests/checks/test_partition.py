@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +72,13 @@ def findings(result: CheckResult) -> list[tuple[str, str]]:
 def test_every_kind_of_sharding_passes_as_a_default(params: int, grads: int, optim: int) -> None:
     """Fractions measured on real engines at 2 ranks: 0.50 to 0.60 of the optimizer state."""
     assert findings(witness(run(params, grads, optim))) == []
+
+
+def test_what_an_evaluation_has_gathered_may_be_used_in_the_step() -> None:
+    """As by FullyShardedDataParallel, whose root stays gathered after a forward under no_grad."""
+    records = [record if record.op is not Op.ALL_GATHER else replace(record, phase="eval") for record in GATHERED]
+
+    assert findings(witness(run(600, 600, 600, records=records))) == []
 
 
 def test_replicated_training_fails_by_bytes_and_by_traffic() -> None:
