@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdp_conformance.outcome.records import Finding
+from fsdp_conformance.outcome.records import CaseRecord, Finding
 
 #: The check whose findings explain all others.
 RACES = "stream safety"
@@ -52,8 +52,13 @@ def causes_in(likely: str | None) -> tuple[str, ...]:
     return tuple(likely.partition(": ")[0].split(", or "))
 
 
+def headline_of(record: CaseRecord) -> Finding | None:
+    """The finding that every report of a case shows first; None if it has none."""
+    return most_telling(record.findings)
+
+
 def most_telling(findings: Sequence[Finding]) -> Finding | None:
-    """The finding to read first; None if there are none."""
+    """The finding to read first; None if there are none. Reports take `headline_of`."""
     if not findings:
         return None
     if findings[0].check in ENDS:
