@@ -85,11 +85,7 @@ def supposed_gradients(references: References, step: int, losses: Sequence[Tenso
 
 def supposed_norms(references: References, step: int) -> Iterator[Supposition]:
     """The total norm of a step's gradients under each mistake in how it is formed."""
-    grads = {
-        name: value.double()
-        for name, value in values(references.expected, Kind.GRADIENT, step).items()
-        if isinstance(value, Tensor)
-    }
+    grads = _before_clipping(references, step)
     order, world_size = references.regime.norm_type, references.world_size
     norm = partial(_norm, order=order)
     right = norm(grads.values())
@@ -119,6 +115,17 @@ def supposed_norms(references: References, step: int) -> Iterator[Supposition]:
     for name in grads if len(grads) > 1 else ():
         yield f"{name!r} is left out of the norm", norm(value for key, value in grads.items() if key != name)
         yield f"the norm of {name!r} alone", norm([grads[name]])
+
+
+def _before_clipping(references: References, step: int) -> Tensors:
+    """The gradients of a step; where only clipped ones are known, those divided by the factor."""
+    history, most = references.expected, references.regime.max_norm
+    seen, norm = values(history, Kind.GRADIENT, step), history.steps[step].grad_norm
+    factor = 1.0
+    if not seen and most is not None and norm is not None:
+        seen = values(history, Kind.CLIPPED, step)
+        factor = min(1.0, most / (float(norm) + 1e-6))
+    return {name: value.double() / factor for name, value in seen.items() if isinstance(value, Tensor)}
 
 
 def _norms_of_ranks(references: References, by_rank: Sequence[list[Tensor]]) -> Iterator[Supposition]:
@@ -195,11 +202,11 @@ def _loss_scale(references: References, step: int) -> float | None:
 
 def supposed_clipped(references: References, step: int, name: str) -> Iterator[Supposition]:
     """A gradient after clipping under each mistake in it, given the right one before."""
-    whole = values(references.expected, Kind.GRADIENT, step).get(name)
     norm, most = references.expected.steps[step].grad_norm, references.regime.max_norm
-    if whole is None or norm is None or most is None:
+    grad = _before_clipping(references, step).get(name)
+    if grad is None or norm is None or most is None:
         return
-    grad, ratio = whole.double(), most / (norm.double() + 1e-6)
+    ratio = most / (norm.double() + 1e-6)
     factor = ratio.clamp(max=1.0)
     if ratio < 1:
         yield "the gradient was not clipped", grad

@@ -30,7 +30,7 @@ SupposedStep = tuple[str, Tensors]
 #: Models with more elements are not stepped again.
 _MAX_NUMEL = 200_000
 
-_Change = Callable[[Optimizer, dict[str, nn.Parameter]], None]
+_Change = Callable[["_Stepper", dict[str, nn.Parameter]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,50 @@ class Moment:
         return self.states[self.index]
 
 
+class _Stepper:
+    """The optimizer of a model, or the several that a workload has made for it, as one."""
+
+    def __init__(self, workload: Workload, name: str, model: nn.Module) -> None:
+        self._model = model
+        build = workload.optimizer_sets.get(name)
+        self._members: list[Optimizer] = (
+            build(dict(model.named_parameters()))
+            if build is not None
+            else [workload.optimizers[name](list(model.parameters()))]
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all."""
+        return [group for member in self._members for group in member.param_groups]
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The state of all."""
+        return {parameter: dict(entries) for member in self._members for parameter, entries in member.state.items()}
+
+    def set_state(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Each has this state for its own parameters, and no other."""
+        for member in self._members:
+            member.state.clear()
+            for parameter in (parameter for group in member.param_groups for parameter in group["params"]):
+                if parameter in state:
+                    member.state[parameter] = state[parameter]
+
+    def named_state(self) -> dict[str, Any]:
+        """The state dict of all, by the names of parameters; cloned."""
+        parts = [named_optimizer_state(self._model, member) for member in self._members]
+        return {
+            "state": {name: entries for part in parts for name, entries in part["state"].items()},
+            "param_groups": [group for part in parts for group in part["param_groups"]],
+        }
+
+    def step(self) -> None:
+        """All step."""
+        for member in self._members:
+            member.step()
+
+
 def when(index: int) -> str:
     """The moment of a state, in words."""
     return f"after step {index - 1}" if index else "before the first step"
@@ -61,9 +105,9 @@ def when(index: int) -> str:
 def built_state(workload: Workload, optimizer: str) -> PlainState:
     """A new model and its optimizer, as a training that loads has them before the load."""
     model = workload.build(0)
-    stepper = workload.optimizers[optimizer](list(model.parameters()))
+    stepper = _Stepper(workload, optimizer, model)
     state = {name: value.detach().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    return PlainState(state, named_optimizer_state(model, stepper))
+    return PlainState(state, stepper.named_state())
 
 
 def states_of(history: TrainingHistory, workload: Workload, optimizer: str) -> list[PlainState]:
@@ -72,12 +116,12 @@ def states_of(history: TrainingHistory, workload: Workload, optimizer: str) -> l
 
     Gradients must be exposed, and nothing but the optimizer may change parameters.
     """
-    if optimizer not in workload.optimizers or any(record.grads is None for record in history.steps):
+    if any(record.grads is None for record in history.steps):
         return []
     model = workload.build(history.rank)
     _fill(model, history.initial_params)
-    stepper = workload.optimizers[optimizer](list(model.parameters()))
-    states = [PlainState(dict(history.initial_params), named_optimizer_state(model, stepper))]
+    stepper = _Stepper(workload, optimizer, model)
+    states = [PlainState(dict(history.initial_params), stepper.named_state())]
     for record in history.steps:
         gradients = {name: grad for name, grad in (record.grads or {}).items() if grad is not None}
         _give(model, gradients)
@@ -85,7 +129,7 @@ def states_of(history: TrainingHistory, workload: Workload, optimizer: str) -> l
         after = {name: p.detach().clone() for name, p in model.named_parameters() if name in record.params}
         if not all(torch.allclose(value, record.params[name], rtol=1e-5, atol=1e-7) for name, value in after.items()):
             return []
-        states.append(PlainState(after, named_optimizer_state(model, stepper), gradients))
+        states.append(PlainState(after, stepper.named_state(), gradients))
     return states
 
 
@@ -132,8 +176,15 @@ def supposed_steps(references: References, step: int) -> list[SupposedStep]:
 
 def _late_rates(references: References, replay: NextStep, step: int) -> list[SupposedStep]:
     """The parameters after a step with the learning rate of the step before or after it, where rates change."""
-    rates = _rates(references.regime)
-    around = {"previous": rates[step - 1] if step else None, "next": rates[step + 1] if step + 1 < len(rates) else None}
+    built = {
+        group["lr"] for group in built_state(references.workload, references.regime.optimizer).optimizer["param_groups"]
+    }
+    first = built.pop() if len(built) == 1 else None
+    rates = _rates(references.regime, first)
+    around = {
+        "previous": rates[step - 1] if step else first,
+        "next": rates[step + 1] if step + 1 < len(rates) else None,
+    }
     return [
         (f"the learning rate is that of the {which} step: {rate:g} in place of {rates[step]:g}",
          replay.with_mistake(_with_rate(rate)))
@@ -142,10 +193,9 @@ def _late_rates(references: References, replay: NextStep, step: int) -> list[Sup
     ]  # fmt: skip
 
 
-def _rates(regime: Regime) -> list[float | None]:
-    """By step: the learning rate that an event has set for it; None before the first one."""
+def _rates(regime: Regime, rate: float | None = None) -> list[float | None]:
+    """By step: the learning rate that an event has set for it, and before the first event `rate`."""
     rates: list[float | None] = []
-    rate: float | None = None
     for step in range(regime.steps):
         events = [event for event in regime.in_step(step) if event.action is Action.LEARNING_RATE]
         for event in events:
@@ -161,7 +211,7 @@ def _rates(regime: Regime) -> list[float | None]:
 def _moment_in(references: References, step: int) -> Moment | None:
     """The references before a step, if plain steps with their gradients lead to their parameters."""
     history, workload, regime = references.expected, references.workload, references.regime
-    if regime.optimizer not in workload.optimizers or regime.optimizer_in_backward:
+    if regime.optimizer_in_backward:
         return None
     if any(event.action is not Action.LEARNING_RATE for event in regime.events):
         return None
@@ -169,8 +219,8 @@ def _moment_in(references: References, step: int) -> Moment | None:
     kind = Kind.GRADIENT if regime.max_norm is None else Kind.CLIPPED
     model = workload.build(references.rank).double()
     _fill(model, history.initial_params)
-    stepper = workload.optimizers[regime.optimizer](list(model.parameters()))
-    states = [PlainState(dict(history.initial_params), named_optimizer_state(model, stepper))]
+    stepper = _Stepper(workload, regime.optimizer, model)
+    states = [PlainState(dict(history.initial_params), stepper.named_state())]
     for earlier in range(step + 1):
         dropped = regime.dropped(earlier)
         gradients = {
@@ -182,10 +232,10 @@ def _moment_in(references: References, step: int) -> Moment | None:
         if rates[earlier] is not None:
             _with_rate(rates[earlier])(stepper, {})
             # The state before the step has the rate that the step is made with.
-            states[-1] = replace(states[-1], optimizer=named_optimizer_state(model, stepper))
+            states[-1] = replace(states[-1], optimizer=stepper.named_state())
         stepper.step()
         after = {name: p.detach().clone() for name, p in model.named_parameters()}
-        states.append(PlainState(after, named_optimizer_state(model, stepper), gradients))
+        states.append(PlainState(after, stepper.named_state(), gradients))
     right = history.steps[step].params
     if not all(torch.allclose(states[-1].model[n], v.double(), rtol=1e-6, atol=1e-9) for n, v in right.items()):
         return None
@@ -204,7 +254,7 @@ class NextStep:
     @staticmethod
     def of(moment: Moment) -> NextStep | None:
         """None if the model is too large, or if the right step does not lead to the next state."""
-        if moment.index + 1 >= len(moment.states) or moment.optimizer not in moment.workload.optimizers:
+        if moment.index + 1 >= len(moment.states):
             return None
         if sum(value.numel() for value in moment.right.model.values() if isinstance(value, Tensor)) > _MAX_NUMEL:
             return None
@@ -222,7 +272,7 @@ class NextStep:
         model.to(next((v.dtype for v in before.model.values() if v.is_floating_point()), torch.float32))
         _fill(model, before.model)
         parameters = dict(model.named_parameters())
-        optimizer = self.moment.workload.optimizers[self.moment.optimizer](list(parameters.values()))
+        optimizer = _Stepper(self.moment.workload, self.moment.optimizer, model)
         with_settings(before.optimizer["param_groups"])(optimizer, parameters)
         with_state(before.optimizer["state"])(optimizer, parameters)
         _give(model, self.gradients)
@@ -278,7 +328,7 @@ def _wrong_states(state: Mapping[str, Any], world_size: int) -> Iterator[tuple[s
 
 def _wrong_settings(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, _Change]]:
     """Settings of the groups, given to the wrong ones."""
-    if len(groups) < 2:
+    if len(groups) < 2 or len({frozenset(group) for group in groups}) > 1:
         return []
     changes: list[tuple[str, _Change]] = [
         (
@@ -296,24 +346,25 @@ def _wrong_settings(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, _Cha
     return changes
 
 
-def _nothing(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+def _nothing(optimizer: _Stepper, parameters: dict[str, nn.Parameter]) -> None:
     """The right step."""
 
 
-def _clear(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-    optimizer.state.clear()
+def _clear(optimizer: _Stepper, parameters: dict[str, nn.Parameter]) -> None:
+    optimizer.set_state({})
 
 
 def with_state(state: Mapping[str, Mapping[str, Any]]) -> _Change:
     """The optimizer has this state, by the names of parameters, and no other."""
 
-    def change(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-        optimizer.state.clear()
-        for name, entries in state.items():
-            if name in parameters:
-                optimizer.state[parameters[name]] = {
-                    key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()
-                }
+    def change(optimizer: _Stepper, parameters: dict[str, nn.Parameter]) -> None:
+        optimizer.set_state(
+            {
+                parameters[name]: {key: v.clone() if isinstance(v, Tensor) else v for key, v in entries.items()}
+                for name, entries in state.items()
+                if name in parameters
+            }
+        )
 
     return change
 
@@ -321,7 +372,7 @@ def with_state(state: Mapping[str, Mapping[str, Any]]) -> _Change:
 def with_settings(groups: Sequence[Mapping[str, Any]]) -> _Change:
     """The groups have these settings, in their order."""
 
-    def change(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    def change(optimizer: _Stepper, parameters: dict[str, nn.Parameter]) -> None:
         for group, settings in zip(optimizer.param_groups, groups, strict=False):
             group.update({key: value for key, value in settings.items() if key != "params"})
 
@@ -329,7 +380,7 @@ def with_settings(groups: Sequence[Mapping[str, Any]]) -> _Change:
 
 
 def _with_rate(rate: float | None) -> _Change:
-    def change(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    def change(optimizer: _Stepper, parameters: dict[str, nn.Parameter]) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
 
@@ -337,12 +388,15 @@ def _with_rate(rate: float | None) -> _Change:
 
 
 def _with_members(turn: int) -> _Change:
-    def change(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    def change(optimizer: _Stepper, parameters: dict[str, nn.Parameter]) -> None:
+        state = optimizer.state
         member_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         listed = [parameter for parameter in parameters.values() if id(parameter) in member_of]
         new = [member_of[id(listed[(index + turn) % len(listed)])] for index in range(len(listed))]
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [parameter for parameter, place in zip(listed, new, strict=True) if place == index]
+        # With several optimizers, each has the state of its own parameters.
+        optimizer.set_state(state)
 
     return change
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp_conformance.checks import checkpoint
 from fsdp_conformance.diagnosis.headline import causes_in, most_telling
-from fsdp_conformance.diagnosis.optimizer_steps import Moment, NextStep, with_settings, with_state, built_state
+from fsdp_conformance.diagnosis.optimizer_steps import Moment, NextStep, built_state, with_settings, with_state
 from fsdp_conformance.diagnosis.saved_state import MODEL, SavedState
 from fsdp_conformance.fixtures import probes, recipes, resumable
 from fsdp_conformance.history.training import StepRecord, Tensors, TrainingHistory
