@@ -21,7 +21,7 @@ from fsdp_conformance.checks.checkpoint import (
     same_optimizer_state,
     same_parameters,
 )
-from fsdp_conformance.diagnosis.optimizer_steps import Moment, built_state, states_of
+from fsdp_conformance.diagnosis.optimizer_steps import Moment, built_state, moment_of_save
 from fsdp_conformance.fixtures import probes, recipes, resumable
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.references.plain_training import PlainState, plain_training
@@ -175,7 +175,7 @@ class Checkpoints(ConformanceTestCase):
         with self.blaming("implementation"):
             pending["save"].wait()
         resumed = self._resume(workload, regime, directory)
-        known = self._known(whole, workload, "adam")
+        known = moment_of_save(whole, workload, "adam", FIRST, built=_otherwise(workload))
         expected = whole.steps[FIRST - 1].params
         loaded = same_parameters(
             resumed.initial_params, expected, requirement="R149", rank=self.rank, phase="checkpoint", known=known
@@ -208,7 +208,7 @@ class Checkpoints(ConformanceTestCase):
             after_step=lambda adapter, step: adapter.save_checkpoint(directory),
         )
         resumed = self._resume(workload, replace(regime, steps=2), directory, first_step=1, observe=False)
-        known = self._known(saved, workload, "sgd", index=1)
+        known = moment_of_save(saved, workload, "sgd", 1, built=_otherwise(workload))
         self.check(
             same_parameters(
                 resumed.initial_params,
@@ -245,18 +245,6 @@ class Checkpoints(ConformanceTestCase):
             first_step=first_step,
             **options,
         )
-
-    def _known(
-        self, whole: TrainingHistory, workload: Workload, optimizer: str, *, index: int = FIRST
-    ) -> Moment | None:
-        """The training at the moment of a save, if it can be made again."""
-        states = states_of(whole, workload, optimizer)
-        if not states:
-            return None
-        return Moment(
-            workload=workload, optimizer=optimizer, states=states, index=index, world_size=whole.world_size,
-            built=built_state(_otherwise(workload), optimizer),
-        )  # fmt: skip
 
     def _check_continuation(
         self,

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.checks.result import CheckResult, Tally
-from fsdp_conformance.diagnosis.optimizer_steps import Moment, built_state, states_of
+from fsdp_conformance.diagnosis.headline import LOADED
+from fsdp_conformance.diagnosis.optimizer_steps import Moment, moment_of_save
 from fsdp_conformance.diagnosis.saved_state import MODEL, SavedState, merged_groups
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import TrainingHistory
@@ -161,22 +162,14 @@ def same_continuation(
             _compare_value(tally, record.params.get(name), value, "parameter", 0.0, here)
     result = tally.result()
     if result.findings and run.steps:
-        known = None if resumption is None else _known(uninterrupted, resumption, run.steps[0].step)
+        known = None
+        if resumption is not None and any(record.step == run.steps[0].step - 1 for record in uninterrupted.steps):
+            workload, optimizer = resumption.workload, resumption.optimizer
+            built = resumption.built or workload
+            known = moment_of_save(uninterrupted, workload, optimizer, run.steps[0].step, built=built)
         loaded = _loaded(run, uninterrupted, requirement, known)
         result.findings = loaded + result.findings if loaded else _explained(result.findings, run, uninterrupted, known)
     return result
-
-
-def _known(uninterrupted: TrainingHistory, resumption: Resumption, first: int) -> Moment | None:
-    """The uninterrupted training at the moment of the load; None if it cannot be made again."""
-    workload, optimizer = resumption.workload, resumption.optimizer
-    states = states_of(uninterrupted, workload, optimizer)
-    if not states:
-        return None
-    return Moment(
-        workload=workload, optimizer=optimizer, states=states, index=first, world_size=uninterrupted.world_size,
-        built=built_state(resumption.built or workload, optimizer),
-    )  # fmt: skip
 
 
 def _loaded(
@@ -185,7 +178,7 @@ def _loaded(
     """The differences right after the load, in parameters that are shown there."""
     before = run.steps[0].step - 1
     right = next((record.params for record in uninterrupted.steps if record.step == before), {})
-    tally = Tally("loaded parameters", requirement, rank=run.rank)
+    tally = Tally(LOADED, requirement, rank=run.rank)
     for name in (name for name in right if name in run.initial_params):
         here: dict[str, Any] = {"phase": _PHASE, "fqn": name, "bound": "bitwise"}
         cause = _cause_of_value(known, name, MODEL)
@@ -199,7 +192,8 @@ def _explained(
     """The findings; those of parameters in the first step say what was wrong with the optimizer, if the values do."""
     if known is None:
         return list(findings)
-    first, saved = run.steps[0], SavedState(known)
+    first = run.steps[0]
+    saved = SavedState(known, first.params)
     right = next(record.params for record in uninterrupted.steps if record.step == first.step)
     explained = []
     for finding in findings:
@@ -231,8 +225,8 @@ def same_parameters(
 
     `known` is the training at the moment of a load, or, with a `step`, before that step.
     """
-    tally = Tally("parameters after a load", requirement, rank=rank)
-    saved = None if known is None else SavedState(known)
+    tally = Tally(LOADED if step is None else "parameters after a load", requirement, rank=rank)
+    saved = None if known is None else SavedState(known, params)
     for name, value in params.items():
         here: dict[str, Any] = {"step": step, "phase": phase, "fqn": name}
         cause: _Explained | None = None

@@ -270,7 +270,7 @@ def _sharded_bytes(history: TrainingHistory, bytes_of: Sizes, padding: float) ->
 
 def no_growth(history: TrainingHistory, *, first: int = 1) -> CheckResult:
     """From step `first` on, each step ends with equally many bytes (R039). Earlier, optimizers create their state."""
-    held = {mark.step: mark.allocated for mark in _marks(history, Point.STEP) if (mark.step or 0) >= first}
+    held = {mark.step or 0: mark.allocated for mark in _marks(history, Point.STEP) if (mark.step or 0) >= first}
     if len(held) < 2:
         raise SuiteError(f"steps from step {first} on: expected at least 2, got {len(held)} [no_growth]")
     expected = held[first]

@@ -28,7 +28,7 @@ from fsdp_conformance.diagnosis.mistakes import (
     supposed_norms,
     supposed_parameters,
 )
-from fsdp_conformance.diagnosis.optimizer_steps import SupposedStep, supposed_steps
+from fsdp_conformance.diagnosis.optimizer_steps import SupposedStep, possible, supposed_steps
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import Tensors, TrainingHistory
@@ -446,7 +446,8 @@ class _Judge:
             return supposed_norms(self.references, step)
         if self.kind is Kind.PARAMETER:
             if step not in self._steps_supposed:
-                self._steps_supposed[step] = supposed_steps(self.references, step)
+                got, right = (values(run, self.kind, step) for run in (self.history, self.references.expected))
+                self._steps_supposed[step] = possible(supposed_steps(self.references, step), got, right)
             of_all = [(phrase, after[name]) for phrase, after in self._steps_supposed[step] if name in after]
             return itertools.chain(supposed_parameters(self.references, step, name), of_all)
         if self.kind is Kind.CLIPPED:

@@ -38,6 +38,8 @@ IN_LOW_PRECISION = "computed in "
 #: Causes of states that are those of another moment; between the two of them only the values decide.
 STALE = "stale"
 LATER = "of a later step than the save"
+#: How causes begin that say whose settings a parameter was stepped with: settings are those of whole groups.
+OF_SETTINGS = ("every group ", "each group ", "each parameter ", "the learning rate ")
 _LOW = (torch.bfloat16, torch.float16)
 #: How much of a rounding error may be another than the predicted one, and the fewest elements that show it.
 _ROUNDED_ALIKE = 0.5
@@ -631,9 +633,14 @@ def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[
         if exact or (rounded and _is_like(got, expected, wide)):
             fitting.append(_Guess(*_split(phrase), got))
     factor = _update_factor(evidence, got, expected)
-    if fitting and factor is not None and _is_plain(factor, evidence.world_size):
+    # Wrong settings scale updates: then the factor is no other cause.
+    if fitting and factor is not None and _is_plain(factor, evidence.world_size) and not _of_settings(fitting):
         fitting.append(_Guess(_update_scaled_by(factor), "", got))
     yield from _named(fitting)
+
+
+def _of_settings(guesses: Sequence[_Guess]) -> bool:
+    return any(guess.cause.startswith(OF_SETTINGS) for guess in guesses)
 
 
 def _is_before(evidence: Evidence, value: Tensor, got: Tensor) -> bool:

@@ -250,6 +250,9 @@ def supposed_parameters(references: References, step: int, name: str) -> Iterato
         return
     yield "the optimizer's state was lost: the step was made with a new one", replay(_without_state(grad))
     yield "the optimizer stepped twice", replay(_plain(grad), _plain(grad))
+    if not step:
+        phrase = "the optimizer's step counter advanced twice: a step with zeros came before the first one"
+        yield phrase, replay(_plain(torch.zeros_like(grad)), _plain(grad))
     yield "the gradient was lost: the step was made with zeros", replay(_plain(torch.zeros_like(grad)))
     if before is not None:
         yield "the step was made with the previous step's gradient", replay(_plain(before))

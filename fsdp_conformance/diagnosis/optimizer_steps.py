@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_conformance.diagnosis.causes import LATER, STALE
+from fsdp_conformance.diagnosis.causes import LATER, OF_SETTINGS, STALE
 from fsdp_conformance.history.training import Tensors, TrainingHistory
 from fsdp_conformance.references.plain_training import PlainState, named_optimizer_state
 from fsdp_conformance.references.reference_set import Kind, References, values
@@ -71,11 +71,11 @@ class _Stepper:
         return [group for member in self._members for group in member.param_groups]
 
     @property
-    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+    def state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of all."""
         return {parameter: dict(entries) for member in self._members for parameter, entries in member.state.items()}
 
-    def set_state(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    def set_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Each has this state for its own parameters, and no other."""
         for member in self._members:
             member.state.clear()
@@ -133,6 +133,24 @@ def states_of(history: TrainingHistory, workload: Workload, optimizer: str) -> l
     return states
 
 
+def moment_of_save(
+    history: TrainingHistory, workload: Workload, optimizer: str, index: int, *, built: Workload
+) -> Moment:
+    """
+    The moment after so many steps of a training that saves; `built` is the training that loads.
+
+    Where its states cannot be made again, the moment knows nothing but the parameters.
+    """
+    states = states_of(history, workload, optimizer)
+    if not states:
+        alone = PlainState(dict(history.steps[index - 1].params), {"state": {}, "param_groups": []})
+        states, index = [alone], 0
+    return Moment(
+        workload=workload, optimizer=optimizer, states=states, index=index, world_size=history.world_size,
+        built=built_state(built, optimizer),
+    )  # fmt: skip
+
+
 def resumed_steps(moment: Moment) -> list[SupposedStep]:
     """The parameters after the next step, with each mistake that a load can leave in the optimizer."""
     step = NextStep.of(moment)
@@ -174,17 +192,36 @@ def supposed_steps(references: References, step: int) -> list[SupposedStep]:
     return [*late, *steps, ("the optimizer stepped twice", replay.with_mistake(_nothing, times=2))]
 
 
+def possible(steps: Sequence[SupposedStep], got: Mapping[str, Any], right: Mapping[str, Any]) -> list[SupposedStep]:
+    """
+    Without mistakes in settings that would change parameters which are right: settings are those of whole groups.
+
+    A state may be wrong for one parameter alone.
+    """
+    unharmed = [
+        name for name, value in got.items()
+        if isinstance(value, Tensor) and isinstance(right.get(name), Tensor) and _is_near(value, right[name])
+    ]  # fmt: skip
+    return [
+        (phrase, after)
+        for phrase, after in steps
+        if not phrase.startswith(OF_SETTINGS) or all(_is_near(after[n], right[n]) for n in unharmed if n in after)
+    ]
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-6, atol=1e-9)
+
+
 def _late_rates(references: References, replay: NextStep, step: int) -> list[SupposedStep]:
     """The parameters after a step with the learning rate of the step before or after it, where rates change."""
-    built = {
-        group["lr"] for group in built_state(references.workload, references.regime.optimizer).optimizer["param_groups"]
-    }
-    first = built.pop() if len(built) == 1 else None
+    built = built_state(references.workload, references.regime.optimizer).optimizer["param_groups"]
+    of_groups = {group["lr"] for group in built}
+    first = of_groups.pop() if len(of_groups) == 1 else None
     rates = _rates(references.regime, first)
-    around = {
-        "previous": rates[step - 1] if step else first,
-        "next": rates[step + 1] if step + 1 < len(rates) else None,
-    }
+    around = {"previous": rates[step - 1] if step else first}
+    if step + 1 < len(rates):
+        around["next"] = rates[step + 1]
     return [
         (f"the learning rate is that of the {which} step: {rate:g} in place of {rates[step]:g}",
          replay.with_mistake(_with_rate(rate)))

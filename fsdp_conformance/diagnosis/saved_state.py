@@ -10,17 +10,22 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance.diagnosis.causes import LATER, STALE, Evidence, likely
-from fsdp_conformance.diagnosis.optimizer_steps import Moment, SupposedStep, resumed_steps, when
+from fsdp_conformance.diagnosis.optimizer_steps import Moment, SupposedStep, possible, resumed_steps, when
 
 #: In place of the name of a state: the values of the model itself.
 MODEL = ""
 
 
 class SavedState:
-    """Explains what differs from the state of one moment. Suppositions are made on first use."""
+    """
+    Explains what differs from the state of one moment, or from `after` the step that follows it.
 
-    def __init__(self, moment: Moment) -> None:
+    Suppositions are made on first use.
+    """
+
+    def __init__(self, moment: Moment, after: Mapping[str, Tensor] | None = None) -> None:
         self.moment = moment
+        self._after = after or {}
 
     def value(self, name: str, key: str, got: Tensor, expected: Tensor) -> str | None:
         """Of a tensor of a parameter or buffer: its own value (`MODEL`), or a state of the optimizer."""
@@ -66,7 +71,8 @@ class SavedState:
 
     @cached_property
     def _supposed(self) -> list[SupposedStep]:
-        return resumed_steps(self.moment)
+        steps = resumed_steps(self.moment)
+        return possible(steps, self._after, self.moment.states[self.moment.index + 1].model) if steps else []
 
     def _alternatives(self, name: str, key: str) -> dict[str, Tensor]:
         """Values that this one may have instead of the right one, by a phrase for each."""
