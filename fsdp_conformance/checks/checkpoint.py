@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.diagnosis.headline import LOADED
-from fsdp_conformance.diagnosis.optimizer_steps import Moment, moment_of_save
+from fsdp_conformance.diagnosis.optimizer_steps import Moment, is_alike, moment_of_save
 from fsdp_conformance.diagnosis.saved_state import MODEL, SavedState, merged_groups
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import TrainingHistory
@@ -189,20 +189,27 @@ def _loaded(
 def _explained(
     findings: Sequence[Finding], run: TrainingHistory, uninterrupted: TrainingHistory, known: Moment | None
 ) -> list[Finding]:
-    """The findings; those of parameters in the first step say what was wrong with the optimizer, if the values do."""
-    if known is None:
+    """The findings; those of parameters in the first step that differs say what was wrong with the optimizer."""
+    step = findings[0].step
+    if known is None or step is None or len(known.states) < step + 2:
         return list(findings)
-    first = run.steps[0]
-    saved = SavedState(known, first.params)
-    right = next(record.params for record in uninterrupted.steps if record.step == first.step)
-    explained = []
-    for finding in findings:
+    right, moment = known.states[step + 1].model, replace(known, index=step)
+    resumed, whole = (
+        next(record.params for record in each.steps if record.step == step) for each in (run, uninterrupted)
+    )
+    # Saving may have harmed the training that went on, and not the one that was resumed.
+    is_resumed_right = all(is_alike(value, right[name]) for name, value in resumed.items() if name in right)
+    wrong, where = (whole, "; it is the uninterrupted training that goes wrong") if is_resumed_right else (resumed, "")
+    saved = SavedState(moment, wrong)
+
+    def cause(finding: Finding) -> str | None:
         name = finding.fqn or ""
-        if finding.step == first.step and name in first.params and name in right:
-            explained.append(replace(finding, likely=saved.parameter(name, first.params[name], right[name])))
-        else:
-            explained.append(finding)
-    return explained
+        if finding.step != step or name not in wrong or name not in right:
+            return finding.likely
+        likely = saved.parameter(name, wrong[name], right[name])
+        return likely + where if likely else None
+
+    return [replace(finding, likely=cause(finding)) for finding in findings]
 
 
 def _cause_of_value(known: Moment | None, name: str, key: str) -> _Explained | None:

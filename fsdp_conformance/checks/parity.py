@@ -397,9 +397,13 @@ class _Judge:
     def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> causes.Evidence:
         references = self.references
         others = values(references.expected, self.kind, step)
+        initial = {
+            Kind.PARAMETER: references.expected.initial_params,
+            Kind.BUFFER: references.expected.initial_buffers,
+        }
         earlier = (
-            references.expected.initial_params
-            if self.kind is Kind.PARAMETER and step == 0
+            initial[self.kind]
+            if self.kind in initial and step == 0
             else values(references.expected, self.kind, step - 1) if step > 0 and self.kind not in _ONCE else {}
         )  # fmt: skip
         gradient = self.kind is Kind.GRADIENT

@@ -160,6 +160,8 @@ def _other_step(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[s
     if previous is None or evidence.kind == "parameter" or previous.shape != got.shape:
         return
     before = previous.double()
+    if evidence.kind == "buffer" and not magnitude(before) and not magnitude(got) and magnitude(expected):
+        yield "stale by one step, or set to zero: the buffer was zero before the step, and is"
     if not magnitude(before) or _same(before, expected):
         return
     if _same(got, before):

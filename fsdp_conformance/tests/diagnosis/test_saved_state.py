@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance.checks import checkpoint
+from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.diagnosis.headline import causes_in, most_telling
 from fsdp_conformance.diagnosis.optimizer_steps import Moment, NextStep, built_state, with_settings, with_state
 from fsdp_conformance.diagnosis.saved_state import MODEL, SavedState
@@ -132,7 +133,7 @@ def test_padding_is_named_only_where_it_is_there() -> None:
         assert saved.value(NAME, MODEL, other, right) is None
 
 
-def _resumed(moment: Moment, params: Tensors) -> checkpoint.CheckResult:
+def _resumed(moment: Moment, params: Tensors) -> CheckResult:
     return checkpoint.same_parameters(
         params, moment.states[moment.index + 1].model, requirement="R149", rank=0, step=moment.index, known=moment
     )
