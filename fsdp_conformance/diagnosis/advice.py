@@ -47,7 +47,7 @@ _BY_CAUSE: dict[str, str] = {
         "optimizer uses."
     ),
     r"the optimizer's state was lost$": (
-        "What makes the optimizer or its parameters anew, or clears its state: a load into an optimizer that has "
+        "What builds the optimizer or its parameters again, or clears its state: a load into an optimizer that has "
         "not stepped yet, a save, a move, a reshard."
     ),
     r"the optimizer's step counter": (

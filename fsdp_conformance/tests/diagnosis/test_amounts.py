@@ -81,5 +81,5 @@ def test_volume() -> None:
     ],
 )
 def test_volume_without_a_cause(calls: list[tuple[int, str]]) -> None:
-    """What only looks like one of them."""
+    """Numbers that only look like one of them."""
     assert _volume(calls) is None
