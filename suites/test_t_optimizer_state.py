@@ -13,6 +13,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import ULPS_PER_STEP, same_optimizer_state, same_parameters
+from fsdp_conformance.diagnosis.optimizer_steps import Moment, built_state
 from fsdp_conformance.fixtures import probes, recipes, resumable
 from fsdp_conformance.references.plain_training import PlainState, plain_training
 from fsdp_conformance.workload.definition import Regime, Workload
@@ -68,8 +69,9 @@ class OptimizerStateDicts(ConformanceTestCase):
         def judge(adapter: Adapter, step: int) -> None:
             state, expected_state = adapter.optim_state_dict(), expected[step + 1].optimizer
             ulps = 0.0 if optimizer == "sgd" else float(ULPS_PER_STEP * (step + 1))
+            known = self._moment(workload, optimizer, expected, step + 1)
             where: dict[str, Any] = {"requirement": "R144", "rank": self.rank, "step": step, "ulps": ulps}
-            self.check(same_optimizer_state(state, expected_state, moment=f"after step {step}", **where))
+            self.check(same_optimizer_state(state, expected_state, moment=f"after step {step}", known=known, **where))
 
         self.train(workload, regime=Regime(optimizer=optimizer, steps=FIRST), after_step=judge)
 
@@ -124,10 +126,12 @@ class OptimizerStateDicts(ConformanceTestCase):
         run = self.train(
             other, self.plan(other), Regime(optimizer=optimizer, steps=ALL), on_setup=load, first_step=FIRST
         )
+        built = built_state(other, optimizer)
         for record in run.steps:
             ulps = 0.0 if optimizer == "sgd" else float(ULPS_PER_STEP * (record.step + 1))
             where: dict[str, Any] = {"requirement": "R144", "rank": self.rank, "step": record.step, "ulps": ulps}
-            self.check(same_parameters(record.params, expected[record.step + 1].model, **where))
+            known = replace(self._moment(workload, optimizer, expected, record.step), built=built)
+            self.check(same_parameters(record.params, expected[record.step + 1].model, known=known, **where))
 
     @conformance_case(
         "R145",
@@ -146,8 +150,10 @@ class OptimizerStateDicts(ConformanceTestCase):
         def judge(adapter: Adapter, step: int) -> None:
             state, expected_state = adapter.optim_state_dict(), expected[step + 1].optimizer
             ulps = float(ULPS_PER_STEP * (step + 1))
+            known = self._moment(workload, "adam", expected, step + 1)
             where: dict[str, Any] = {"requirement": "R145", "rank": self.rank, "step": step, "ulps": ulps}
-            self.check(same_optimizer_state(state, expected_state, moment="with another order on odd ranks", **where))
+            moment = "with another order on odd ranks"
+            self.check(same_optimizer_state(state, expected_state, moment=moment, known=known, **where))
 
         regime = Regime(optimizer="adam", steps=FIRST)
         self.train(replace(workload, optimizers=builders), regime=regime, after_step=judge)
@@ -184,6 +190,9 @@ class OptimizerStateDicts(ConformanceTestCase):
             self.blaming("implementation"),
         ):
             adapter.optim_state_dict()
+
+    def _moment(self, workload: Workload, optimizer: str, states: list[PlainState], index: int) -> Moment:
+        return Moment(workload=workload, optimizer=optimizer, states=states, index=index, world_size=self.world_size)
 
     def _plain(self, workload: Workload, optimizer: str, steps: int = FIRST) -> list[PlainState]:
         """The unwrapped training before its first step and after each one."""

@@ -16,10 +16,12 @@ from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import (
     ULPS_PER_STEP,
+    Resumption,
     same_continuation,
     same_optimizer_state,
     same_parameters,
 )
+from fsdp_conformance.diagnosis.optimizer_steps import Moment, built_state, moment_of_save
 from fsdp_conformance.fixtures import probes, recipes, resumable
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.references.plain_training import PlainState, plain_training
@@ -68,8 +70,8 @@ class Checkpoints(ConformanceTestCase):
         whole, resumed = self._interrupted(workload, regime)
         with self.blaming("suite"):
             expected = plain_training(workload, (world_size,) * ALL, optimizer=optimizer)
-        self._compare_all(whole, expected, optimizer)
-        self.check(same_continuation(resumed, whole, requirement="R149", rank=self.rank))
+        self._compare_all(whole, workload, expected, optimizer)
+        self._check_continuation(resumed, whole, workload, optimizer)
 
     @conformance_case(
         "R149",
@@ -82,11 +84,12 @@ class Checkpoints(ConformanceTestCase):
         """Interleaved groups with extreme settings, and frozen parameters without state, continue as they were."""
         workload = resumable.grouped()
         regime = Regime(optimizer="groups", steps=ALL)
-        whole, resumed = self._interrupted(workload, regime, resumable.grouped_with_other_settings())
-        self.check(same_continuation(resumed, whole, requirement="R149", rank=self.rank))
+        other = resumable.grouped_with_other_settings()
+        whole, resumed = self._interrupted(workload, regime, other)
+        self._check_continuation(resumed, whole, workload, "groups", other)
         with self.blaming("suite"):
             expected = plain_training(workload, (self.world_size,) * ALL, optimizer="groups")
-        self._compare_all(whole, expected, "groups")
+        self._compare_all(whole, workload, expected, "groups")
 
     @conformance_case(
         "R149",
@@ -117,7 +120,7 @@ class Checkpoints(ConformanceTestCase):
                 adapter.load_checkpoint(directory / f"after-{step}")
 
             resumed = self.train(_otherwise(workload), self.plan(workload), regime, on_setup=load, first_step=step + 1)
-            self.check(same_continuation(resumed, whole, requirement="R149", rank=self.rank))
+            self._check_continuation(resumed, whole, workload, "adam")
 
     @conformance_case(
         "R149",
@@ -145,7 +148,7 @@ class Checkpoints(ConformanceTestCase):
         whole = self.train(workload, regime=regime, after_step=save)
         torch.manual_seed(99)
         resumed = self.train(_otherwise(workload), self.plan(workload), regime, on_setup=load, first_step=FIRST)
-        self.check(same_continuation(resumed, whole, requirement="R149", rank=self.rank))
+        self._check_continuation(resumed, whole, workload, "sgd")
 
     @conformance_case(
         "R149",
@@ -172,12 +175,13 @@ class Checkpoints(ConformanceTestCase):
         with self.blaming("implementation"):
             pending["save"].wait()
         resumed = self._resume(workload, regime, directory)
+        known = moment_of_save(whole, workload, "adam", FIRST, built=_otherwise(workload))
         expected = whole.steps[FIRST - 1].params
         loaded = same_parameters(
-            resumed.initial_params, expected, requirement="R149", rank=self.rank, phase="checkpoint"
+            resumed.initial_params, expected, requirement="R149", rank=self.rank, phase="checkpoint", known=known
         )
         self.check(loaded)
-        self.check(same_continuation(resumed, whole, requirement="R149", rank=self.rank))
+        self._check_continuation(resumed, whole, workload, "adam")
 
     @conformance_case(
         "R149",
@@ -204,9 +208,15 @@ class Checkpoints(ConformanceTestCase):
             after_step=lambda adapter, step: adapter.save_checkpoint(directory),
         )
         resumed = self._resume(workload, replace(regime, steps=2), directory, first_step=1, observe=False)
+        known = moment_of_save(saved, workload, "sgd", 1, built=_otherwise(workload))
         self.check(
             same_parameters(
-                resumed.initial_params, saved.steps[-1].params, requirement="R149", rank=self.rank, phase="checkpoint"
+                resumed.initial_params,
+                saved.steps[-1].params,
+                requirement="R149",
+                rank=self.rank,
+                phase="checkpoint",
+                known=known,
             )
         )
 
@@ -236,14 +246,28 @@ class Checkpoints(ConformanceTestCase):
             **options,
         )
 
-    def _compare_all(self, run: TrainingHistory, expected: list[PlainState], optimizer: str) -> None:
+    def _check_continuation(
+        self,
+        resumed: TrainingHistory,
+        whole: TrainingHistory,
+        workload: Workload,
+        optimizer: str,
+        other: Workload | None = None,
+    ) -> None:
+        how = Resumption(workload=workload, optimizer=optimizer, built=_otherwise(other or workload))
+        self.check(same_continuation(resumed, whole, requirement="R149", rank=self.rank, resumption=how))
+
+    def _compare_all(
+        self, run: TrainingHistory, workload: Workload, expected: list[PlainState], optimizer: str
+    ) -> None:
         """The uninterrupted training is right: otherwise two wrong ones would agree."""
         for record in run.steps:
-            ulps = _ulps(optimizer, record.step)
-            model = expected[record.step + 1].model
-            self.check(
-                same_parameters(record.params, model, requirement="R149", rank=self.rank, step=record.step, ulps=ulps)
+            where: dict[str, Any] = {"requirement": "R149", "rank": self.rank, "ulps": _ulps(optimizer, record.step)}
+            known = Moment(
+                workload=workload, optimizer=optimizer, states=expected, index=record.step, world_size=run.world_size
             )
+            model = expected[record.step + 1].model
+            self.check(same_parameters(record.params, model, step=record.step, known=known, **where))
 
 
 #: Saving and loading in a case that changes worlds: what it needs, and the two functions.
@@ -312,13 +336,20 @@ class OtherWorlds(ConformanceTestCase):
     ) -> dict[str, Tensor]:
         ulps = _ulps(optimizer, FIRST - 1)
         where: dict[str, Any] = {"requirement": "R149", "rank": self.rank}
+        loaded = Moment(
+            workload=workload, optimizer=optimizer, states=expected, index=FIRST,
+            world_size=torch.distributed.get_world_size(), built=built_state(_otherwise(workload), optimizer),
+        )  # fmt: skip
 
         def take_over(adapter: Adapter) -> None:
             load(adapter, directory)
             if self.declares("optim_state_dict"):
                 state = adapter.optim_state_dict()
-                optimizer_state = expected[FIRST].optimizer
-                self.check(same_optimizer_state(state, optimizer_state, moment="after the load", ulps=ulps, **where))
+                self.check(
+                    same_optimizer_state(
+                        state, loaded.right.optimizer, moment="after the load", ulps=ulps, known=loaded, **where
+                    )
+                )
 
         run = self.train(
             _otherwise(workload),
@@ -327,11 +358,15 @@ class OtherWorlds(ConformanceTestCase):
             on_setup=take_over,
             first_step=FIRST,
         )
-        self.check(same_parameters(run.initial_params, expected[FIRST].model, phase="checkpoint", ulps=ulps, **where))
+        self.check(
+            same_parameters(
+                run.initial_params, loaded.right.model, phase="checkpoint", ulps=ulps, known=loaded, **where
+            )
+        )
         for record in run.steps:
             model = expected[record.step + 1].model
-            ulps = _ulps(optimizer, record.step)
-            self.check(same_parameters(record.params, model, step=record.step, ulps=ulps, **where))
+            ulps, known = _ulps(optimizer, record.step), replace(loaded, index=record.step)
+            self.check(same_parameters(record.params, model, step=record.step, ulps=ulps, known=known, **where))
         return run.steps[-1].params
 
 

@@ -15,6 +15,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import addresses, same_state_dict, shares_storage, silent, unmoved
+from fsdp_conformance.diagnosis.optimizer_steps import Moment
 from fsdp_conformance.fixtures import probes, workload_by_name
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.references.plain_training import plain_training
@@ -41,7 +42,8 @@ class ShardedStateDicts(ConformanceTestCase):
         """
         problem = workload_by_name(workload)
         with self.blaming("suite"):
-            expected = plain_training(problem, (world_size,) * STEPS)[STEPS].model
+            states = plain_training(problem, (world_size,) * STEPS)
+        known = Moment(workload=problem, optimizer="sgd", states=states, index=STEPS, world_size=world_size)
         adapter = self.subject()
         options = {"reshard_after_forward": False} if self.declares("reshard_after_forward") else {}
         self.train(problem, self.plan(problem, **options), adapter=adapter)
@@ -54,7 +56,8 @@ class ShardedStateDicts(ConformanceTestCase):
             with self.blaming("implementation"):
                 save(state, checkpoint_id=directory)
             read = self._read(problem, directory)
-            self.check(same_state_dict(read, expected, requirement="R148", rank=self.rank, moment=moment))
+            where: dict[str, Any] = {"requirement": "R148", "rank": self.rank, "moment": moment}
+            self.check(same_state_dict(read, known.right.model, known=known, **where))
 
     @conformance_case(
         "R148",
@@ -105,7 +108,9 @@ class ShardedStateDicts(ConformanceTestCase):
             after = addresses({str(index): value for index, value in enumerate(adapter.local_tensors()["params"])})
             params = adapter.full_params()
         self.check(unmoved(held, after, requirement="R148", rank=self.rank))
-        self.check(same_state_dict(params, expected[1].model, requirement="R148", rank=self.rank, moment="loaded"))
+        known = Moment(workload=workload, optimizer="sgd", states=expected, index=1, world_size=world_size)
+        where: dict[str, Any] = {"requirement": "R148", "rank": self.rank, "moment": "loaded"}
+        self.check(same_state_dict(params, expected[1].model, known=known, **where))
 
     def _forward(self, adapter: Adapter, workload: Workload) -> None:
         key = BatchKey(step=STEPS, rank=self.rank, world_size=self.world_size)

@@ -15,6 +15,7 @@ from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import footprint, same_parameters, same_state_dict, unchanged
 from fsdp_conformance.checks.result import comparison
+from fsdp_conformance.diagnosis.optimizer_steps import Moment, built_state
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import buffers, checkpointing, precision, probes, workload_by_name
 from fsdp_conformance.fixtures.recipes import with_values
@@ -46,7 +47,7 @@ class FullStateDicts(ConformanceTestCase):
 
         def judge(subject: Adapter, step: int) -> None:
             for moment in (f"after step {step}", f"after step {step}, again"):
-                self._judge(subject, expected[step + 1], moment, step)
+                self._judge(subject, expected[step + 1], moment, step, known=self._known(problem, expected, step + 1))
 
         self.train(
             problem,
@@ -112,7 +113,12 @@ class FullStateDicts(ConformanceTestCase):
             subject.load_full_state_dict({name: value.to(self.device) for name, value in state.items()})
 
         run = self.train(others, self.plan(workload), on_setup=load)
-        self.check(same_parameters(run.initial_params, state, requirement="R146", rank=self.rank, phase="checkpoint"))
+        known = replace(self._known(workload, [built_state(workload, "sgd")], 0), built=built_state(others, "sgd"))
+        self.check(
+            same_parameters(
+                run.initial_params, state, requirement="R146", rank=self.rank, phase="checkpoint", known=known
+            )
+        )
         self.check_parity(run, workload, requirement="R146")
 
     @conformance_case(
@@ -136,9 +142,9 @@ class FullStateDicts(ConformanceTestCase):
             state = adapter.full_state_dict()
         # Parity judges the live values (R130, R133); here only whether the state dict has them.
         expected_buffers = {name: live[name].to(value.dtype) for name, value in expected.items()}
-        self.check(
-            same_state_dict(state, expected_buffers, requirement="R146", rank=self.rank, moment="after training")
-        )
+        known = self._known(workload, [PlainState(expected_buffers, {})], 0)
+        where: dict[str, Any] = {"requirement": "R146", "rank": self.rank, "moment": "after training"}
+        self.check(same_state_dict(state, expected_buffers, known=known, **where))
 
     @conformance_case(
         "R146",
@@ -287,13 +293,21 @@ class FullStateDicts(ConformanceTestCase):
             self.check(same_parameters(params, loaded, requirement="R147", rank=self.rank, phase="checkpoint"))
 
     def _judge(
-        self, adapter: Adapter, expected: PlainState, moment: str, step: int | None = None, requirement: str = "R146"
+        self,
+        adapter: Adapter,
+        expected: PlainState,
+        moment: str,
+        step: int | None = None,
+        requirement: str = "R146",
+        known: Moment | None = None,
     ) -> None:
         with self.blaming("implementation"):
             state = adapter.full_state_dict()
-        self.check(
-            same_state_dict(state, expected.model, requirement=requirement, rank=self.rank, moment=moment, step=step)
-        )
+        where: dict[str, Any] = {"requirement": requirement, "rank": self.rank, "moment": moment, "step": step}
+        self.check(same_state_dict(state, expected.model, known=known, **where))
+
+    def _known(self, workload: Workload, states: list[PlainState], index: int) -> Moment:
+        return Moment(workload=workload, optimizer="sgd", states=states, index=index, world_size=self.world_size)
 
     def plain(self, workload: Workload, optimizer: str = "sgd") -> list[PlainState]:
         """The unwrapped model before the first of three steps and after each one."""

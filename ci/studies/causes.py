@@ -52,7 +52,7 @@ TRUTHS: Mapping[str, str] = {
     "update scaled": r"update scaled",
     "decay": r"the parameter itself is scaled",
     "not clipped": r"the gradient was not clipped|not clipped",
-    "norm of one rank": r"the norm of .*'s shards alone",
+    "norm of one rank": r"the norm of .*'s shards alone|rank \d+'s shards are left out of the norm",
     "squared norm": r"the norm is not a square root",
     "norm added over ranks": r"the squared norms of replicated",
     "zeros for unused": r"a gradient of zeros was created",

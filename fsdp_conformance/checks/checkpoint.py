@@ -13,8 +13,9 @@ None of them calls an engine: they read what a case hands them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.checks.result import CheckResult, Tally
+from fsdp_conformance.diagnosis.headline import LOADED
+from fsdp_conformance.diagnosis.optimizer_steps import Moment, is_alike, moment_of_save
+from fsdp_conformance.diagnosis.saved_state import MODEL, SavedState, merged_groups
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.outcome.records import Finding
+from fsdp_conformance.workload.definition import Workload
 
 _PHASE = "checkpoint"
 
@@ -37,6 +43,19 @@ WRAPPER_PARTS = frozenset(
 #: multiply and add), and where a shard begins decides which loop an element is in.
 ULPS_PER_STEP = 4
 
+#: From the actual and the expected tensor to the likely cause.
+_Explained = Callable[[Tensor, Tensor], str | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """How a training was resumed: its differences are explained from that."""
+
+    workload: Workload
+    optimizer: str
+    built: Workload | None = None
+    """The training that loads; None: `workload`."""
+
 
 def same_state_dict(
     state: Mapping[str, Any],
@@ -47,11 +66,13 @@ def same_state_dict(
     moment: str = "",
     step: int | None = None,
     ulps: float = 0.0,
+    known: Moment | None = None,
 ) -> CheckResult:
     """
     The state dict has exactly these names, and whole tensors of these dtypes, shapes and values, in any order.
 
-    `moment` says in findings when it was taken; `ulps` allows rounding, see `ULPS_PER_STEP`.
+    `moment` says in findings when it was taken; `ulps` allows rounding, see `ULPS_PER_STEP`. The cause of a difference
+    is read from the training that is `known`.
     """
     tally = Tally("state dict", requirement, rank=rank)
     where: dict[str, Any] = {"phase": _PHASE, "step": step}
@@ -59,7 +80,8 @@ def same_state_dict(
     _compare_names(tally, state, expected, f"names in the {what}", where)
     for name in expected:
         if name in state:
-            _compare_value(tally, state[name], expected[name], what, ulps, where | {"fqn": name})
+            cause = _cause_of_value(known, name, MODEL)
+            _compare_value(tally, state[name], expected[name], what, ulps, where | {"fqn": name}, cause)
     return tally.result()
 
 
@@ -72,6 +94,7 @@ def same_optimizer_state(
     moment: str = "",
     step: int | None = None,
     ulps: float = 0.0,
+    known: Moment | None = None,
 ) -> CheckResult:
     """
     The optimizer's state dict has the same parameters, values and groups, under original names.
@@ -91,23 +114,40 @@ def same_optimizer_state(
         for key in expected_state[name]:
             if key in state_of_parameters[name]:
                 what = f"{key} in the optimizer state{when}"
-                _compare_value(tally, state_of_parameters[name][key], expected_state[name][key], what, ulps, here)
+                cause = _cause_of_value(known, name, key)
+                _compare_value(
+                    tally, state_of_parameters[name][key], expected_state[name][key], what, ulps, here, cause
+                )
     groups, named = state.get("param_groups", []), expected["param_groups"]
-    tally.compare(len(groups) == len(named), "number of groups", expected=len(named), got=len(groups), **where)
+    same_number = len(groups) == len(named)
+    likely = None if same_number else merged_groups(groups, named)
+    tally.compare(same_number, "number of groups", expected=len(named), got=len(groups), likely=likely, **where)
     for index, (group, right) in enumerate(zip(groups, named, strict=False)):
         what = f"group {index} of the optimizer{when}"
         _compare_names(tally, dict.fromkeys(group["params"]), dict.fromkeys(right["params"]), what, where)
         _compare_names(tally, group, right, f"settings of {what}", where)
         for key in sorted((right.keys() & group.keys()) - {"params"}):
             same = _plain(group[key]) == _plain(right[key])
-            tally.compare(same, f"{key} of {what}", expected=_plain(right[key]), got=_plain(group[key]), **where)
+            likely = None if same or known is None else SavedState(known).settings(index, group, key)
+            tally.compare(
+                same, f"{key} of {what}", expected=_plain(right[key]), got=_plain(group[key]), likely=likely, **where
+            )
     return tally.result()
 
 
 def same_continuation(
-    run: TrainingHistory, uninterrupted: TrainingHistory, *, requirement: str, rank: int
+    run: TrainingHistory,
+    uninterrupted: TrainingHistory,
+    *,
+    requirement: str,
+    rank: int,
+    resumption: Resumption | None = None,
 ) -> CheckResult:
-    """Losses and parameters of a resumed training equal those of the same steps of another one, bit for bit."""
+    """
+    Losses and parameters of a resumed training equal those of the same steps of another one, bit for bit.
+
+    If they do not, the values right after the load are compared as well: what is wrong there explains the rest.
+    """
     tally = Tally("continuation", requirement, rank=rank)
     by_step = {record.step: record for record in uninterrupted.steps}
     for record in run.steps:
@@ -120,7 +160,60 @@ def same_continuation(
         for name, value in other.params.items():
             here = {"step": record.step, "phase": "step", "fqn": name, "bound": "bitwise"}
             _compare_value(tally, record.params.get(name), value, "parameter", 0.0, here)
-    return tally.result()
+    result = tally.result()
+    if result.findings and run.steps:
+        known = None
+        if resumption is not None and any(record.step == run.steps[0].step - 1 for record in uninterrupted.steps):
+            workload, optimizer = resumption.workload, resumption.optimizer
+            built = resumption.built or workload
+            known = moment_of_save(uninterrupted, workload, optimizer, run.steps[0].step, built=built)
+        loaded = _loaded(run, uninterrupted, requirement, known)
+        result.findings = loaded + result.findings if loaded else _explained(result.findings, run, uninterrupted, known)
+    return result
+
+
+def _loaded(
+    run: TrainingHistory, uninterrupted: TrainingHistory, requirement: str, known: Moment | None
+) -> list[Finding]:
+    """The differences right after the load, in parameters that are shown there."""
+    before = run.steps[0].step - 1
+    right = next((record.params for record in uninterrupted.steps if record.step == before), {})
+    tally = Tally(LOADED, requirement, rank=run.rank)
+    for name in (name for name in right if name in run.initial_params):
+        here: dict[str, Any] = {"phase": _PHASE, "fqn": name, "bound": "bitwise"}
+        cause = _cause_of_value(known, name, MODEL)
+        _compare_value(tally, run.initial_params[name], right[name], "parameter after the load", 0.0, here, cause)
+    return tally.findings
+
+
+def _explained(
+    findings: Sequence[Finding], run: TrainingHistory, uninterrupted: TrainingHistory, known: Moment | None
+) -> list[Finding]:
+    """The findings; those of parameters in the first step that differs say what was wrong with the optimizer."""
+    step = findings[0].step
+    if known is None or step is None or len(known.states) < step + 2:
+        return list(findings)
+    right, moment = known.states[step + 1].model, replace(known, index=step)
+    resumed, whole = (
+        next(record.params for record in each.steps if record.step == step) for each in (run, uninterrupted)
+    )
+    # Saving may have harmed the training that went on, and not the one that was resumed.
+    is_resumed_right = all(is_alike(value, right[name]) for name, value in resumed.items() if name in right)
+    wrong, where = (whole, "; it is the uninterrupted training that goes wrong") if is_resumed_right else (resumed, "")
+    saved = SavedState(moment, wrong)
+
+    def cause(finding: Finding) -> str | None:
+        name = finding.fqn or ""
+        if finding.step != step or name not in wrong or name not in right:
+            return finding.likely
+        likely = saved.parameter(name, wrong[name], right[name])
+        return likely + where if likely else None
+
+    return [replace(finding, likely=cause(finding)) for finding in findings]
+
+
+def _cause_of_value(known: Moment | None, name: str, key: str) -> _Explained | None:
+    return None if known is None else partial(SavedState(known).value, name, key)
 
 
 def same_parameters(
@@ -132,12 +225,21 @@ def same_parameters(
     step: int | None = None,
     phase: str = "step",
     ulps: float = 0.0,
+    known: Moment | None = None,
 ) -> CheckResult:
-    """Full parameters equal the values of a state dict under the same names, which may have more."""
-    tally = Tally("parameters after a load", requirement, rank=rank)
+    """
+    Full parameters equal the values of a state dict under the same names, which may have more.
+
+    `known` is the training at the moment of a load, or, with a `step`, before that step.
+    """
+    tally = Tally(LOADED if step is None else "parameters after a load", requirement, rank=rank)
+    saved = None if known is None else SavedState(known, params)
     for name, value in params.items():
         here: dict[str, Any] = {"step": step, "phase": phase, "fqn": name}
-        _compare_value(tally, value, expected.get(name), "parameter", ulps, here)
+        cause: _Explained | None = None
+        if saved is not None:
+            cause = partial(saved.value, name, MODEL) if step is None else partial(saved.parameter, name)
+        _compare_value(tally, value, expected.get(name), "parameter", ulps, here, cause)
     return tally.result()
 
 
@@ -267,13 +369,23 @@ def _compare_names(
     )
 
 
-def _compare_value(tally: Tally, got: Any, expected: Any, what: str, ulps: float, where: Mapping[str, Any]) -> None:
+def _compare_value(
+    tally: Tally,
+    got: Any,
+    expected: Any,
+    what: str,
+    ulps: float,
+    where: Mapping[str, Any],
+    cause: _Explained | None = None,
+) -> None:
     if not isinstance(expected, Tensor):
         tally.compare(_plain(got) == _plain(expected), what, expected=_plain(expected), got=_plain(got), **where)
         return
     kind = _kind_problem(got, expected)
     if kind is not None:
-        tally.compare(False, what, expected=kind[0], got=kind[1], **where)
+        is_shape = isinstance(got, Tensor) and not isinstance(got, DTensor) and got.shape != expected.shape
+        likely = cause(got.detach().cpu(), expected.detach().cpu()) if is_shape and cause is not None else None
+        tally.compare(False, what, expected=kind[0], got=kind[1], likely=likely, **where)
         return
     here, right = got.detach().cpu(), expected.detach().cpu()
     if ulps and right.is_floating_point():
@@ -292,6 +404,7 @@ def _compare_value(tally: Tally, got: Any, expected: Any, what: str, ulps: float
         got=here.flatten()[first[0]].item() if first else "equal values",
         details=details,
         elements=max(1, right.numel()),
+        likely=cause(here, right) if count and cause is not None else None,
         **where,
     )
 

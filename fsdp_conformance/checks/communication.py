@@ -7,6 +7,7 @@ stated otherwise, a check covers the training phases (forward, backward, step) o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +30,7 @@ from fsdp_conformance.checks.traffic import (
     sites,
     steady_steps,
 )
+from fsdp_conformance.diagnosis import amounts
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
@@ -82,7 +84,7 @@ def collective_counts(history: TrainingHistory, workload: Workload, plan: Plan, 
             continue
         for rule in _sharded_rules(step, units, plan):
             _judge_rule(tally, rule, step, records)
-        _judge_rest(tally, step, records, hybrid=plan.replicas > 1)
+        _judge_rest(tally, step, records, units, hybrid=plan.replicas > 1)
     return tally.result()
 
 
@@ -255,6 +257,7 @@ def wire_volume(
     ideal_trained = parameter_bytes(units, trainable_only=True, dtype=reduced)
     most = padded_bytes(units, group_size, dtype=computed) * (1 + padding)
     most_trained = padded_bytes(units, group_size, trainable_only=True, dtype=reduced) * (1 + padding)
+    trainable = owning_units(workload, plan).trainable
     seen: dict[str, float] = {}
     for step in steady_steps(history):
         records = in_step(history, step.step)
@@ -273,13 +276,37 @@ def wire_volume(
             (None, "carried by other collectives", other, 0, shard + padding * ideal),
         ):
             ratio = nbytes(calls) / least if least else None
-            expect_bytes(tally, what, calls, least=least, most=limit, step=step.step, phase=phase, ratio=ratio)
+            likely = None
+            if phase is not None and nbytes(calls) > limit:
+                of_pass = (trainable, reduced, reductions) if phase == "reduce" else (units, computed, passes)
+                likely = _why_more(calls, *of_pass, workload, group_size=group_size, padding=padding)
+            expect_bytes(
+                tally, what, calls, least=least, most=limit, step=step.step, phase=phase, ratio=ratio, likely=likely
+            )
         seen = {
             "forward": nbytes(forward) / ideal,
             "backward": nbytes(backward) / ideal,
             "reduce": nbytes(scattered) / ideal_trained,
         }
     return tally.result(measurements={"wire volume over ideal": seen, "parameter bytes": ideal})
+
+
+def _why_more(
+    calls: Sequence[CollectiveRecord],
+    units: Sequence[Unit],
+    dtype: Callable[[str], torch.dtype | None],
+    times: int,
+    workload: Workload,
+    *,
+    group_size: int,
+    padding: float,
+) -> str | None:
+    """The likely cause of more bytes than `times` passes over these units need."""
+    planned = {str(dtype(unit.fqn) or workload.dtype).removeprefix("torch.") for unit in units}
+    ideal = parameter_bytes(units, dtype=dtype) * times
+    most = padded_bytes(units, group_size, dtype=dtype) * (1 + padding) * times
+    records = [(call.nbytes, call.dtype) for call in calls]
+    return amounts.volume(records, ideal, dtypes=planned, units=len(units) * times, padding=most / ideal - 1)
 
 
 def no_more_collectives(
@@ -385,7 +412,9 @@ def _judge_rule(tally: Tally, rule: _Rule, step: StepRecord, records: list[Colle
     expect_count(tally, what, seen, least=rule.least, most=rule.most, step=step.step, phase=phase)
 
 
-def _judge_rest(tally: Tally, step: StepRecord, records: list[CollectiveRecord], *, hybrid: bool) -> None:
+def _judge_rest(
+    tally: Tally, step: StepRecord, records: list[CollectiveRecord], units: OwningUnits, *, hybrid: bool
+) -> None:
     """Only gathers and scatters; the all-reduce of a gradient norm is allowed where the engine returned one."""
     countable = {Op.ALL_GATHER, Op.REDUCE_SCATTER}
     other = [
@@ -397,8 +426,19 @@ def _judge_rest(tally: Tally, step: StepRecord, records: list[CollectiveRecord],
     ]
     expect_count(
         tally, "other collectives", other, details=lines(other), elements=max(len(records), 1), step=step.step,
-        phase=other[0].phase if other else None,
+        phase=other[0].phase if other else None, likely=_instead_of_scattering(records, other, units),
     )  # fmt: skip
+
+
+def _instead_of_scattering(
+    records: list[CollectiveRecord], other: list[CollectiveRecord], units: OwningUnits
+) -> str | None:
+    """All-reduces that carry the gradients, where nothing is scattered."""
+    summed = gradient_reductions(of(other, Op.ALL_REDUCE))
+    trained = parameter_bytes(units.shared, trainable_only=True)
+    if not trained or of(records, Op.REDUCE_SCATTER) or nbytes(summed) < trained:
+        return None
+    return f"gradients are all-reduced instead of reduce-scattered: {nbytes(summed)} B in all-reduces, none scattered"
 
 
 def _judge_replicated(tally: Tally, step: StepRecord, records: list[CollectiveRecord], units: OwningUnits) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_conformance.checks.result import CheckResult, Tally
+from fsdp_conformance.diagnosis import amounts
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import TrainingHistory
@@ -27,6 +28,9 @@ from fsdp_conformance.workload.units import owning_units, padded_bytes, paramete
 #: Losses of a step, counters and norms: a few scalars, each of which an allocator may round up to its granule of
 #: 512 bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).
 SCALARS = 16 * 512
+
+#: The root among `Sizes.units`.
+_ROOT = "the root"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,8 @@ class Sizes:
     gathered: int
     """Of all units, each padded to a multiple of the group's rows."""
     buffers: int
+    units: dict[str, int]
+    """Full bytes of each unit, padded, by its name in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +75,7 @@ def sizes(workload: Workload, plan: Plan, *, world_size: int) -> Sizes:
         root=padded_bytes(root, group),
         below_root=parameter_bytes(inner),
         gathered=padded_bytes(units, group),
+        units={unit.label(): padded_bytes([unit], group) for unit in units},
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in workload.build(0).buffers()),
     )
 
@@ -133,7 +140,7 @@ def resharded_after_forward(
                 phase="forward",
                 details=f"the root has {bytes_of.root} B, activations {activations.kept} B, the units below the root "
                 f"{bytes_of.below_root} B",
-                likely="units hold full parameters after their forward" if grown >= bytes_of.largest + bound else None,
+                likely=_whole_after_forward(grown, bound, bytes_of, activations),
             )  # fmt: skip
     return tally.result(measurements=figures)
 
@@ -157,6 +164,7 @@ def nothing_full_after_backward(
             grown <= bound, "growth from the previous step to the end of backward", expected=f"at most {bound} B",
             got=f"{grown} B", step=step, phase="backward",
             details=f"a shard of the gradients has {bytes_of.shard} B, the largest unit {bytes_of.largest} B in full",
+            likely=_whole_after_backward(grown, own, bytes_of) if grown > bound else None,
         )  # fmt: skip
     return tally.result(measurements=figures)
 
@@ -210,6 +218,7 @@ def peaks(
                 got=f"{peak} B", step=step, phase="forward" if point is Point.FORWARD else "backward",
                 details=f"the largest unit has {largest} B in full, the root {root} B, what is sharded {sharded} B, "
                 f"activations at most {activations.forward_peak} B, optimizer state {state if step else 0} B",
+                likely=_more_units(peak - most, bytes_of),
             )  # fmt: skip
     return tally.result(measurements=figures)
 
@@ -261,7 +270,7 @@ def _sharded_bytes(history: TrainingHistory, bytes_of: Sizes, padding: float) ->
 
 def no_growth(history: TrainingHistory, *, first: int = 1) -> CheckResult:
     """From step `first` on, each step ends with equally many bytes (R039). Earlier, optimizers create their state."""
-    held = {mark.step: mark.allocated for mark in _marks(history, Point.STEP) if (mark.step or 0) >= first}
+    held = {mark.step or 0: mark.allocated for mark in _marks(history, Point.STEP) if (mark.step or 0) >= first}
     if len(held) < 2:
         raise SuiteError(f"steps from step {first} on: expected at least 2, got {len(held)} [no_growth]")
     expected = held[first]
@@ -270,6 +279,7 @@ def no_growth(history: TrainingHistory, *, first: int = 1) -> CheckResult:
         tally.compare(
             allocated == expected, "held after the step", expected=f"{expected} B", got=f"{allocated} B",
             details=f"{allocated - expected:+d} B since step {first}", step=step, phase="step",
+            likely=amounts.growth(held) if allocated != expected else None,
         )  # fmt: skip
     return tally.result(measurements={f"step {step}": allocated for step, allocated in held.items()})
 
@@ -302,7 +312,7 @@ def all_freed(history: TrainingHistory, allocated: int) -> CheckResult:
     tally = Tally("bytes given back", "R040", rank=history.rank)
     tally.compare(
         held <= 0, "held after the model was dropped", expected="0 B", got=f"{held} B",
-        details="something still refers to it", phase="close",
+        details="something still refers to it", phase="close", likely=_left_over(history, held) if held > 0 else None,
     )  # fmt: skip
     return tally.result(measurements={"held": held})
 
@@ -351,6 +361,43 @@ def shards_without_copies(
             likely="copies in low precision outlive the reshard" if held >= bound + sharded // 2 else None,
         )  # fmt: skip
     return tally.result()
+
+
+def _whole_after_forward(grown: int, bound: int, bytes_of: Sizes, activations: Activations) -> str | None:
+    if grown < bytes_of.largest + bound:
+        return None
+    below = {name: size for name, size in bytes_of.units.items() if name != _ROOT}
+    which = amounts.units_held(grown - bytes_of.root - activations.kept, below, slack=SCALARS)
+    return "units hold full parameters after their forward" + (f": as many bytes as {which} in full" if which else "")
+
+
+def _whole_after_backward(grown: int, own: int, bytes_of: Sizes) -> str | None:
+    """Beside the shards, or in their place; a unit's parameters have as many bytes as its gradients."""
+    for excess in (grown - own, grown):
+        which = amounts.units_held(excess, bytes_of.units, slack=SCALARS)
+        if which is None and abs(excess - bytes_of.full) <= SCALARS:
+            which = f"all {len(bytes_of.units)} units"
+        if which is not None:
+            what = "full gradients are kept after backward, or full parameters are"
+            return f"{what}: {grown} B, of which {excess} B are as many as {which} in full"
+    return None
+
+
+def _more_units(excess: int, bytes_of: Sizes) -> str | None:
+    """The bound has room for the largest units, so that a whole one above it is one more."""
+    more = excess // bytes_of.largest
+    if not 1 <= more < len(bytes_of.units):
+        return None
+    return f"more units are held in full at once: {excess} B above the bound are {more} times the largest unit, or more"
+
+
+def _left_over(history: TrainingHistory, held: int) -> str | None:
+    """All that the model held after its last step, or a part of it; gradients had been dropped by then."""
+    if abs(held - _above_base(history, _marks(history, Point.STEP)[-1])) <= SCALARS:
+        return f"the whole model stays: {held} B are as many as it held after its last step"
+    names = {"params": "the parameters", "optim": "the optimizer's state"}
+    parts = {names[kind]: size for kind, size in history.held_bytes.items() if kind in names and size}
+    return amounts.left_over(held, parts, slack=SCALARS)
 
 
 def _marks(history: TrainingHistory, point: Point) -> list[MemoryMark]:

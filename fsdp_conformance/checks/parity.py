@@ -8,6 +8,7 @@ steps are counted but not reported: they are consequences.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -20,7 +21,14 @@ from fsdp_conformance.checks.derived import with_derived_gradients
 from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.checks.traffic import REDUCING, of
 from fsdp_conformance.diagnosis import causes
-from fsdp_conformance.diagnosis.mistakes import supposed_gradients, supposed_losses, supposed_norms, supposed_parameters
+from fsdp_conformance.diagnosis.mistakes import (
+    supposed_clipped,
+    supposed_gradients,
+    supposed_losses,
+    supposed_norms,
+    supposed_parameters,
+)
+from fsdp_conformance.diagnosis.optimizer_steps import SupposedStep, possible, supposed_steps
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import Tensors, TrainingHistory
@@ -258,6 +266,7 @@ class _Judge:
         self.comparison = CheckResult(check=f"{kind} parity", requirement=requirement or REQUIREMENTS[kind])
         self.unclear: list[str] = []
         self._gradients_supposed: dict[int, list[tuple[str, Tensors]]] = {}
+        self._steps_supposed: dict[int, list[SupposedStep]] = {}
 
     def result(self) -> CheckResult:
         """Compare every step."""
@@ -388,9 +397,13 @@ class _Judge:
     def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> causes.Evidence:
         references = self.references
         others = values(references.expected, self.kind, step)
+        initial = {
+            Kind.PARAMETER: references.expected.initial_params,
+            Kind.BUFFER: references.expected.initial_buffers,
+        }
         earlier = (
-            references.expected.initial_params
-            if self.kind is Kind.PARAMETER and step == 0
+            initial[self.kind]
+            if self.kind in initial and step == 0
             else values(references.expected, self.kind, step - 1) if step > 0 and self.kind not in _ONCE else {}
         )  # fmt: skip
         gradient = self.kind is Kind.GRADIENT
@@ -436,7 +449,13 @@ class _Judge:
         if self.kind is Kind.NORM:
             return supposed_norms(self.references, step)
         if self.kind is Kind.PARAMETER:
-            return supposed_parameters(self.references, step, name)
+            if step not in self._steps_supposed:
+                got, right = (values(run, self.kind, step) for run in (self.history, self.references.expected))
+                self._steps_supposed[step] = possible(supposed_steps(self.references, step), got, right)
+            of_all = [(phrase, after[name]) for phrase, after in self._steps_supposed[step] if name in after]
+            return itertools.chain(supposed_parameters(self.references, step, name), of_all)
+        if self.kind is Kind.CLIPPED:
+            return supposed_clipped(self.references, step, name)
         if self.kind is not Kind.GRADIENT:
             return ()
         if step not in self._gradients_supposed:

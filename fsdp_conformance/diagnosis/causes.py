@@ -35,6 +35,11 @@ _MAX_NAMED = 3
 _LOST = "rows of a shard lost"
 #: How a supposition begins that is only known up to rounding.
 IN_LOW_PRECISION = "computed in "
+#: Causes of states that are those of another moment; between the two of them only the values decide.
+STALE = "stale"
+LATER = "of a later step than the save"
+#: How causes begin that say whose settings a parameter was stepped with: settings are those of whole groups.
+OF_SETTINGS = ("every group ", "each group ", "each parameter ", "the learning rate ")
 _LOW = (torch.bfloat16, torch.float16)
 #: How much of a rounding error may be another than the predicted one, and the fewest elements that show it.
 _ROUNDED_ALIKE = 0.5
@@ -50,7 +55,7 @@ class Evidence:
     """A tensor that differs, with what could explain it. All tensors have the same shape; `expected` is float64."""
 
     kind: str
-    """"gradient", "parameter", "loss", ..."""
+    """"gradient", "parameter", "loss", ...; "state": a value of a state dict or a checkpoint."""
     got: Tensor
     expected: Tensor
     tolerance: Tensor | None
@@ -66,6 +71,8 @@ class Evidence:
     """By rank and micro-batch: the undivided gradient of that rank's loss alone."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """Other expected tensors of the same kind, step and shape."""
+    alternatives: Mapping[str, Tensor] = field(default_factory=dict)
+    """For a state: the right value of another moment, and other values it may have had, by a phrase for each."""
     unit: tuple[Tensor, Tensor] | None = None
     """The flat values, actual and expected, of all parameters that are sharded together with this one."""
     supposed: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
@@ -134,8 +141,12 @@ def _unchanged(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[st
         return
     if _moved(expected, previous.double()):
         if _is_kept(got, previous.double(), expected):
+            if _moved(got, previous.double()):
+                yield from _as_supposed(evidence, got, expected)
             yield "no update: the parameter has its value from before the step"
     elif _moved(got, previous.double()):
+        # With a learning rate of zero it should not change either, and has a gradient.
+        yield from _as_supposed(evidence, got, expected)
         yield "updated without a gradient: the parameter should not change in this step"
 
 
@@ -149,12 +160,47 @@ def _other_step(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[s
     if previous is None or evidence.kind == "parameter" or previous.shape != got.shape:
         return
     before = previous.double()
+    if evidence.kind == "buffer" and not magnitude(before) and not magnitude(got) and magnitude(expected):
+        yield "stale by one step, or set to zero: the buffer was zero before the step, and is"
     if not magnitude(before) or _same(before, expected):
         return
     if _same(got, before):
         yield f"stale by one step: every element equals the previous step's {evidence.kind}"
     elif evidence.kind == "gradient" and _same(got, expected + before):
         yield "not cleared: the previous step's gradient is included"
+
+
+def _saved(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """A state that has the value of another moment, state or parameter, as a whole or in one run of rows."""
+    if evidence.kind != "state":
+        return
+    others = {
+        f"mixed up with another parameter: it has the value of {name!r}": value
+        for name, value in evidence.others.items()
+    }
+    zeros = {"zeros: the value was not saved, or not loaded": torch.zeros_like(expected)}
+    wrong = (got != expected).view(max(len(got), 1) if got.dim() else 1, -1).any(1).nonzero().flatten().tolist()
+    rows = slice(wrong[0], wrong[-1] + 1)
+    some = bool(got.dim()) and len(wrong) < len(got)
+    fitting = []
+    for phrase, value in {**evidence.alternatives, **others, **zeros}.items():
+        wide = value.double()
+        if wide.shape != got.shape:
+            continue
+        seen, predicted, right = (each[rows] if some else each for each in (got, wide, expected))
+        apart = magnitude(predicted - right)
+        if apart and magnitude(seen - predicted) <= _CLOSER * apart and _same(seen, predicted):
+            cause, fact = _split(phrase)
+            fitting.append(_Guess(cause, fact + _of_rows(evidence, wrong, len(got)) if some else fact, got))
+    if len({guess.cause for guess in fitting if guess.cause in (STALE, LATER)}) < 2:
+        yield from _named(fitting)
+
+
+def _of_rows(evidence: Evidence, rows: list[int], num_rows: int) -> str:
+    """Which rows of a tensor differ, and whose they are."""
+    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"
+    shard = _shard_of(rows, num_rows, evidence.world_size)
+    return f"; only {which} of {num_rows}" + (f", which is rank {shard}'s shard" if shard is not None else "")
 
 
 def _linear(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
@@ -323,7 +369,7 @@ def _is_pieced(got: Tensor, expected: Tensor, by_owner: Sequence[Tensor]) -> boo
 
 
 def _swapped(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
-    if evidence.kind in ("loss", "norm"):
+    if evidence.kind in ("loss", "norm", "state"):
         return
     for name, other in evidence.others.items():
         wide = other.double()
@@ -581,7 +627,7 @@ def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[
         if wide.shape != got.shape or not bool(wide.isfinite().all()):
             continue
         apart = magnitude(wide - expected)
-        if apart <= 10 * _NEAR * _NEAR * magnitude(expected) or _is_before(evidence, wide):
+        if apart <= 10 * _NEAR * _NEAR * magnitude(expected) or _is_before(evidence, wide, got):
             continue
         exact = magnitude(got - wide) <= _CLOSER * apart and _same(got, wide)
         # Low precision rounds differently in every implementation, and a few elements may be close by chance.
@@ -589,15 +635,23 @@ def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[
         if exact or (rounded and _is_like(got, expected, wide)):
             fitting.append(_Guess(*_split(phrase), got))
     factor = _update_factor(evidence, got, expected)
-    if fitting and factor is not None and _is_plain(factor, evidence.world_size):
+    # Wrong settings scale updates: then the factor is no other cause.
+    if fitting and factor is not None and _is_plain(factor, evidence.world_size) and not _of_settings(fitting):
         fitting.append(_Guess(_update_scaled_by(factor), "", got))
     yield from _named(fitting)
 
 
-def _is_before(evidence: Evidence, value: Tensor) -> bool:
-    """True if a parameter would just keep its value."""
-    before = evidence.previous
-    return evidence.kind == "parameter" and before is not None and _is_kept(value, before.double(), evidence.expected)
+def _of_settings(guesses: Sequence[_Guess]) -> bool:
+    return any(guess.cause.startswith(OF_SETTINGS) for guess in guesses)
+
+
+def _is_before(evidence: Evidence, value: Tensor, got: Tensor) -> bool:
+    """True if a parameter would just keep its value, or does as far as one can see."""
+    if evidence.kind != "parameter" or evidence.previous is None:
+        return False
+    before = evidence.previous.double()
+    is_seen = magnitude(got - value) <= _CLOSER * magnitude(value - before)
+    return _is_kept(value, before, evidence.expected) and not is_seen
 
 
 def _split(phrase: str) -> tuple[str, str]:
@@ -609,6 +663,7 @@ _Signature = Callable[[Evidence, Tensor, Tensor], Iterator[str]]
 _SIGNATURES: tuple[_Signature, ...] = (
     _unchanged,
     _all_zero,
+    _saved,
     _other_step,
     _linear,
     _swapped,
@@ -626,7 +681,7 @@ _SIGNATURES: tuple[_Signature, ...] = (
 
 
 #: Those that look at the change of a parameter, or at the size of the difference.
-_FOR_SMALL_DIFFERENCES = (_unchanged, _rows, _rounded, _as_supposed, _reduced_in_low_precision, _update_scaled)
+_FOR_SMALL_DIFFERENCES = (_unchanged, _saved, _rows, _rounded, _as_supposed, _reduced_in_low_precision, _update_scaled)
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------

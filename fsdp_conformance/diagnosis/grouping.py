@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fsdp_conformance.diagnosis.headline import ENDS, GRADIENTS, RAISED, causes_in, most_telling
+from fsdp_conformance.diagnosis.headline import ENDS, GRADIENTS, RAISED, causes_in, headline_of
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.stack import engine_frames, frames_of_traceback
 from fsdp_conformance.verdict import QUIET, Verdict
@@ -74,7 +74,7 @@ def may_follow(groups: list[Group]) -> list[Group]:
 
 def _follows_from_something(record: CaseRecord) -> bool:
     """True if it is about values that training has computed: no rank died, and the engine had begun to train."""
-    finding = most_telling(record.findings)
+    finding = headline_of(record)
     return (
         record.verdict is Verdict.FAIL and finding is not None and finding.check not in ENDS and finding.phase != "init"
     )
@@ -82,7 +82,7 @@ def _follows_from_something(record: CaseRecord) -> bool:
 
 def requirement_of(record: CaseRecord) -> str:
     """The id of the requirement that was violated; without a finding, the one that the case is named after."""
-    finding = most_telling(record.findings)
+    finding = headline_of(record)
     return finding.requirement if finding is not None else record.requirements[0]
 
 
@@ -102,13 +102,13 @@ def _group(members: list[CaseRecord], *, has_cause: bool) -> Group:
 
 
 def _readability(record: CaseRecord) -> tuple[object, ...]:
-    finding = most_telling(record.findings)
+    finding = headline_of(record)
     is_of_gradients = finding is not None and finding.check == GRADIENTS
     return not is_of_gradients, len(_causes(record)), record.world_size, record.case
 
 
 def _causes(record: CaseRecord) -> tuple[str, ...]:
-    finding = most_telling(record.findings)
+    finding = headline_of(record)
     # What is likely of a rank that raised says who raised, and not why.
     return causes_in(finding.likely) if finding is not None and finding.check not in ENDS else ()
 
@@ -120,7 +120,7 @@ def _raised_at(record: CaseRecord) -> tuple[object, ...] | None:
 
 
 def _signature(record: CaseRecord) -> tuple[object, ...]:
-    finding = most_telling(record.findings)
+    finding = headline_of(record)
     if finding is None:
         return record.verdict, record.requirements[0], record.reason
     if finding.check == RAISED:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdp_conformance.outcome.records import Finding
+from fsdp_conformance.outcome.records import CaseRecord, Finding
 
 #: The check whose findings explain all others.
 RACES = "stream safety"
@@ -41,6 +41,8 @@ _ENOUGH = 2
 _PARITY = " parity"
 #: What an engine computes first; parameters, norms and later losses follow from it.
 GRADIENTS = "gradient parity"
+#: Values right after a load, from which all later ones are computed.
+LOADED = "loaded parameters"
 #: One number per finding, which fits many causes by chance.
 _SCALAR = frozenset({"loss parity"})
 
@@ -52,8 +54,13 @@ def causes_in(likely: str | None) -> tuple[str, ...]:
     return tuple(likely.partition(": ")[0].split(", or "))
 
 
+def headline_of(record: CaseRecord) -> Finding | None:
+    """The finding that every report of a case shows first; None if it has none."""
+    return most_telling(record.findings)
+
+
 def most_telling(findings: Sequence[Finding]) -> Finding | None:
-    """The finding to read first; None if there are none."""
+    """The finding to read first; None if there are none. Reports take `headline_of`."""
     if not findings:
         return None
     if findings[0].check in ENDS:
@@ -77,7 +84,7 @@ def _believed(findings: Sequence[Finding]) -> Finding | None:
     early = [finding for finding in findings if finding.step in (step, None)]
     checks = dict.fromkeys(finding.check for finding in early)
     # The gradients of a step have more numbers in them than its losses, and show the same mistake.
-    for check in sorted(checks, key=lambda check: check in _SCALAR and GRADIENTS in checks):
+    for check in sorted(checks, key=lambda check: (check != LOADED, check in _SCALAR and GRADIENTS in checks)):
         alike = [finding for finding in early if finding.check == check]
         cause = _agreed(alike, least=1.0 if check in _SCALAR else 0.0)
         if cause is not None:

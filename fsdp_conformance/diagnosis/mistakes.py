@@ -85,11 +85,7 @@ def supposed_gradients(references: References, step: int, losses: Sequence[Tenso
 
 def supposed_norms(references: References, step: int) -> Iterator[Supposition]:
     """The total norm of a step's gradients under each mistake in how it is formed."""
-    grads = {
-        name: value.double()
-        for name, value in values(references.expected, Kind.GRADIENT, step).items()
-        if isinstance(value, Tensor)
-    }
+    grads = _before_clipping(references, step)
     order, world_size = references.regime.norm_type, references.world_size
     norm = partial(_norm, order=order)
     right = norm(grads.values())
@@ -105,25 +101,137 @@ def supposed_norms(references: References, step: int) -> Iterator[Supposition]:
     for other in (1.0, 2.0, float("inf")):
         if other != order:
             yield f"the {other:g}-norm is taken instead of the {order:g}-norm", _norm(grads.values(), order=other)
-        for whose, shard in _shards(references, grads):
-            yield f"the norm of {whose} shards alone", norm(shard)
+    if world_size > 1:
+        for by_rank in _shards(references, grads):
+            yield from _norms_of_ranks(references, by_rank)
+    yield from _norms_of_copies(references, grads)
+    yield from _norms_of_scaled(references, step, grads)
+    units: dict[str, list[Tensor]] = {}
+    for name, grad in grads.items():
+        units.setdefault(owner(name, references.workload.units), []).append(grad)
+    for unit, parts in units.items() if len(units) > 1 else ():
+        if len(parts) > 1:
+            yield f"the norm of unit {unit!r} alone" if unit != ROOT else "the norm of the root alone", norm(parts)
     for name in grads if len(grads) > 1 else ():
         yield f"{name!r} is left out of the norm", norm(value for key, value in grads.items() if key != name)
         yield f"the norm of {name!r} alone", norm([grads[name]])
 
 
-def _shards(references: References, grads: Tensors) -> Iterator[tuple[str, list[Tensor]]]:
-    """Each rank's part of the gradients: the rows of each parameter, or a part of each flat unit."""
+def _before_clipping(references: References, step: int) -> Tensors:
+    """The gradients of a step; where only clipped ones are known, those divided by the factor."""
+    history, most = references.expected, references.regime.max_norm
+    seen, norm = values(history, Kind.GRADIENT, step), history.steps[step].grad_norm
+    factor = 1.0
+    if not seen and most is not None and norm is not None:
+        seen = values(history, Kind.CLIPPED, step)
+        factor = min(1.0, most / (float(norm) + 1e-6))
+    return {name: value.double() / factor for name, value in seen.items() if isinstance(value, Tensor)}
+
+
+def _norms_of_ranks(references: References, by_rank: Sequence[list[Tensor]]) -> Iterator[Supposition]:
+    """Norms that miss a rank's shards, have one rank's alone, or are put together from norms in a wrong way."""
+    order, norms = references.regime.norm_type, [_norm(shard, order=references.regime.norm_type) for shard in by_rank]
+    for rank in range(len(norms)):
+        whose = "this rank's" if rank == references.rank else f"rank {rank}'s"
+        # Of two ranks, one alone is the other left out; whether each has its own norm shows on both together.
+        if rank == references.rank or len(norms) > 2:
+            yield f"the norm of {whose} shards alone", norms[rank]
+        rest = [value for other, value in enumerate(norms) if other != rank]
+        yield f"rank {rank}'s shards are left out of the norm", _norm(rest, order=order)
+    total = torch.stack(norms)
+    if order != 1.0:
+        how = "the largest elements" if order == float("inf") else "the norms"
+        yield f"{how} of the ranks are added: they should be put together as a norm is", total.sum()
+    yield "the norms of the ranks are averaged", total.mean()
+
+
+def _norms_of_copies(references: References, grads: Tensors) -> Iterator[Supposition]:
+    """Norms in which some gradients count several times."""
+    order, world_size = references.regime.norm_type, references.world_size
+    if order == float("inf"):
+        return
+    for copies in range(2, world_size):
+        if world_size % copies == 0:
+            value = _norm(grads.values(), order=order) * copies ** (1 / order)
+            yield f"each gradient counts {copies} times in the norm: once in each of so many replicas", value
+
+    def counted(names: frozenset[str], times: int) -> Tensor:
+        several = [grad for name in names for grad in [grads[name]] * (times - 1)]
+        return _norm([*grads.values(), *several], order=order)
+
+    tied = {names[0] for names in _uses(references.workload.build(references.rank)).values() if len(names) > 1}
+    for name in sorted(tied & grads.keys()):
+        yield (
+            f"the tied parameter {name!r} counts twice in the norm: once for each of its names",
+            counted(frozenset({name}), 2),
+        )
+    if world_size < 2:
+        return
+    ignored = frozenset(
+        name for name in grads if any(name.startswith(f"{module}.") for module in references.workload.ignored)
+    )
+    if ignored:
+        phrase = "ignored parameters count once for each rank in the norm: every rank has them whole"
+        yield phrase, counted(ignored, world_size)
+    for numel in sorted({grad.numel() for grad in grads.values()})[:-1]:
+        small = frozenset(name for name, grad in grads.items() if grad.numel() <= numel)
+        if small != ignored:
+            phrase = f"small parameters count once for each rank in the norm: those of at most {numel} elements"
+            yield phrase, counted(small, world_size)
+
+
+def _norms_of_scaled(references: References, step: int, grads: Tensors) -> Iterator[Supposition]:
+    """Norms before gradients were divided by the loss scale."""
+    scale = _loss_scale(references, step)
+    if scale is None or scale == 1:
+        return
+    order = references.regime.norm_type
+    yield "before unscaling: the norm is that of the scaled gradients", _norm(grads.values(), order=order) * scale
+    for name in grads if len(grads) > 1 else ():
+        one = [grad * scale if key == name else grad for key, grad in grads.items()]
+        yield f"the gradient of {name!r} is not unscaled: the norm has it with the loss scale", _norm(one, order=order)
+
+
+def _loss_scale(references: References, step: int) -> float | None:
+    """The scale of a step's losses."""
+    if step:
+        scale = references.expected.steps[step - 1].loss_scale
+        return None if scale is None else float(scale)
+    return references.regime.init_scale
+
+
+def supposed_clipped(references: References, step: int, name: str) -> Iterator[Supposition]:
+    """A gradient after clipping under each mistake in it, given the right one before."""
+    norm, most = references.expected.steps[step].grad_norm, references.regime.max_norm
+    grad = _before_clipping(references, step).get(name)
+    if grad is None or norm is None or most is None:
+        return
+    ratio = most / (norm.double() + 1e-6)
+    factor = ratio.clamp(max=1.0)
+    if ratio < 1:
+        yield "the gradient was not clipped", grad
+        yield "the gradient was clipped twice", grad * factor**2
+    else:
+        yield "the gradient was scaled to the maximum: its norm is below it", grad * ratio
+    scale = _loss_scale(references, step)
+    if scale is not None and scale != 1:
+        yield "the gradient was clipped before unscaling", grad * (most / (norm.double() * scale + 1e-6)).clamp(max=1.0)
+        yield "the gradient was not unscaled", grad * factor * scale
+
+
+def _shards(references: References, grads: Tensors) -> Iterator[list[list[Tensor]]]:
+    """By rank: its part of the gradients, as the rows of each parameter, and as a part of each flat unit."""
     world_size = references.world_size
     units: dict[str, list[Tensor]] = {}
     for name, grad in grads.items():
         units.setdefault(owner(name, references.workload.units), []).append(grad.flatten())
     whole = [*(grad.reshape(-1) if grad.dim() < 1 else grad for grad in grads.values())]
-    for rank in range(world_size):
-        whose = "this rank's" if rank == references.rank else f"rank {rank}'s"
-        for parts in (whole, [torch.cat(unit) for unit in units.values()]):
-            yield whose, [torch.split(part, max(1, -(-len(part) // world_size)))[rank] for part in parts
-                          if rank * -(-len(part) // world_size) < len(part)]  # fmt: skip
+    for parts in (whole, [torch.cat(unit) for unit in units.values()]):
+        yield [
+            [torch.split(part, max(1, -(-len(part) // world_size)))[rank] for part in parts
+             if rank * -(-len(part) // world_size) < len(part)]
+            for rank in range(world_size)
+        ]  # fmt: skip
 
 
 def supposed_parameters(references: References, step: int, name: str) -> Iterator[Supposition]:
@@ -142,14 +250,18 @@ def supposed_parameters(references: References, step: int, name: str) -> Iterato
         return
     yield "the optimizer's state was lost: the step was made with a new one", replay(_without_state(grad))
     yield "the optimizer stepped twice", replay(_plain(grad), _plain(grad))
+    if not step:
+        phrase = "the optimizer's step counter advanced twice: a step with zeros came before the first one"
+        yield phrase, replay(_plain(torch.zeros_like(grad)), _plain(grad))
     yield "the gradient was lost: the step was made with zeros", replay(_plain(torch.zeros_like(grad)))
     if before is not None:
         yield "the step was made with the previous step's gradient", replay(_plain(before))
         yield "the previous step's gradient was not cleared", replay(_plain(grad + before))
-    if references.regime.max_norm is not None:
-        whole = values(history, Kind.GRADIENT, step).get(name)
-        if whole is not None:
-            yield "the gradient was not clipped", replay(_plain(whole.double()))
+    for phrase, wrong in supposed_clipped(references, step, name):
+        yield phrase, replay(_plain(wrong))
+    scale = _loss_scale(references, step)
+    if scale is not None and scale != 1 and references.regime.max_norm is None:
+        yield "stepped with scaled gradients: they were not divided by the loss scale", replay(_plain(grad * scale))
     yield "weight decay was left out", replay(_with_decay(grad, 0.0))
     yield "weight decay was applied twice", replay(_with_decay(grad, 2.0))
     yield "the optimizer's step counter did not advance", replay(_with_counter(grad, -1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fsdp_conformance.diagnosis.headline import ENDS, causes_in, most_telling
+from fsdp_conformance.diagnosis.headline import ENDS, causes_in, headline_of
 from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.stack import engine_frames, frames_of_traceback
 
@@ -35,7 +35,7 @@ def signature_of(outcome: Outcome) -> Signature:
     """The signature of an outcome that failed."""
     record = outcome.record
     assert record is not None, "what failed has a record"
-    finding = most_telling(record.findings)
+    finding = headline_of(record)
     if finding is None:
         return Signature(record.verdict.value, record.requirements[0], "", _bare(record.reason))
     if finding.check in ENDS:

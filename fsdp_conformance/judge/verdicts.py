@@ -10,7 +10,7 @@ from fsdp_conformance import contract
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.gate import decided, empty_record
-from fsdp_conformance.diagnosis.headline import most_telling
+from fsdp_conformance.diagnosis.headline import headline_of
 from fsdp_conformance.judge.findings import digest_findings, sorted_and_folded
 from fsdp_conformance.outcome.endings import (
     CAUSES,
@@ -294,7 +294,7 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
         if record.findings:
             record.notes.append(f"{len(record.findings)} findings were kept, but the references behind them disagree")
         decided(record, Verdict.INCONCLUSIVE, f"rank {inconclusive[0].rank}: {inconclusive[0].inconclusive}")
-    elif (telling := most_telling(record.findings)) is not None:
+    elif (telling := headline_of(record)) is not None:
         if evidence.undeclared:
             telling = _silent(telling, evidence.undeclared)
             record.findings.insert(0, telling)

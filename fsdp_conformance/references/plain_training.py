@@ -8,7 +8,7 @@ that is resumed elsewhere. There are no collectives, and nothing is shared with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class PlainState:
     """Its state dict, cloned."""
     optimizer: dict[str, Any]
     """{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}, cloned."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Those of the step that led here, by name; empty before the first step."""
 
 
 def plain_training(
@@ -93,9 +95,10 @@ def _train(workload: Workload, worlds: Sequence[int], optimizer: str, dtype: tor
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(world_size)
+        gradients = {name: _clone(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         stepper.step()
         stepper.zero_grad(set_to_none=True)
-        states.append(_state(model, stepper))
+        states.append(replace(_state(model, stepper), gradients=gradients))
     return states
 
 

@@ -30,6 +30,7 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from fsdp_conformance.diagnosis.headline import headline_of
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.run_content import RunFile
@@ -187,8 +188,9 @@ def _changed(record: CaseRecord, entries: Sequence[Expectation]) -> Surprise:
 
 
 def what_happened(record: CaseRecord) -> str:
-    """The first finding of the case, or else the reason for its verdict."""
-    return record.findings[0].sentence() if record.findings else record.reason
+    """The headline of the case, or else the reason for its verdict."""
+    finding = headline_of(record)
+    return finding.sentence() if finding is not None else record.reason
 
 
 def _problems(entry: Mapping[str, Any]) -> list[str]:

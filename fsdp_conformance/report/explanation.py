@@ -11,6 +11,8 @@ from fsdp_conformance import codec
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Contract, Requirement
 from fsdp_conformance.contract.profile import Entry, Profile
+from fsdp_conformance.diagnosis.advice import look_at
+from fsdp_conformance.diagnosis.headline import headline_of
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.folding import WIDTH, folded
@@ -55,8 +57,14 @@ def explain_json(subject: str, contract: Contract, profile: Profile, run: RunFil
         **about,
         "profile": profile.name,
         "cases": codec.plain(entries),
-        "records": [record.to_json() for record in chosen],
+        "records": [record.to_json() | {"headline": _headline(record)} for record in chosen],
     }
+
+
+def _headline(record: CaseRecord) -> dict[str, Any] | None:
+    """The finding that `run` shows, with its advice."""
+    finding = headline_of(record)
+    return None if finding is None else codec.plain(finding) | {"look_at": look_at(record, finding)}
 
 
 def _accuses(record: CaseRecord, requirement: str) -> bool:
@@ -178,6 +186,11 @@ def _record(record: CaseRecord, width: int) -> list[str]:
         lines += _labelled(width, "note", note)
     for key, value in record.measurements.items():
         lines += _labelled(width, "measured", f"{key} = {value}")
+    telling = headline_of(record)
+    if telling is not None:
+        lines += _labelled(width, "headline", telling.sentence())
+        lines += _labelled(width, "likely", telling.likely or "")
+        lines += _labelled(width, "look at", look_at(record, telling))
     for finding in record.findings:
         lines += _labelled(width, "finding", finding.sentence())
     for sentence in record.consequences:

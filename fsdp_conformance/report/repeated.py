@@ -1,10 +1,11 @@
-"""A case that was run again: how the verdict and the first finding differ from the earlier ones."""
+"""A case that was run again: how the verdict and the headline differ from the earlier ones."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from fsdp_conformance.diagnosis.headline import headline_of
 from fsdp_conformance.outcome.records import CaseRecord, Finding
 from fsdp_conformance.verdict import FINE
 
@@ -24,12 +25,12 @@ _FIELDS = (
 
 
 def differences(then: CaseRecord, now: CaseRecord) -> list[str]:
-    """The differences between two records of a case, one line each; empty if verdict and first finding are the same."""
+    """The differences between two records of a case, one line each; empty if verdict and headline are the same."""
     lines = [] if then.verdict is now.verdict else [f"verdict: {then.verdict}, now {now.verdict}"]
-    before, after = _first(then), _first(now)
+    before, after = headline_of(then), headline_of(now)
     if before is None or after is None:
         if before is not after:
-            lines.append(f"first finding: {_as_text(before)}, now {_as_text(after)}")
+            lines.append(f"finding: {_as_text(before)}, now {_as_text(after)}")
         elif then.verdict not in FINE and then.reason != now.reason:
             lines.append(f"reason: {then.reason}, now {now.reason}")
         return lines
@@ -63,7 +64,7 @@ def _conclusion(then: CaseRecord, again: Sequence[CaseRecord]) -> Iterator[str]:
     alike = sum(not differences(then, record) for record in again)
     yield (
         f"failed {failed} of {times} times; the verdict was the same {same} of {times} times, "
-        f"with the same first finding {alike}"
+        f"with the same finding {alike}"
     )
     kinds = Counter(record.verdict for record in again)
     if 0 < failed < times:
@@ -81,14 +82,10 @@ def _conclusion(then: CaseRecord, again: Sequence[CaseRecord]) -> Iterator[str]:
         yield "new: it did not fail then"
 
 
-def _first(record: CaseRecord) -> Finding | None:
-    return record.findings[0] if record.findings else None
-
-
 def _as_text(finding: Finding | None) -> str:
     return "none" if finding is None else finding.sentence()
 
 
 def _line(record: CaseRecord) -> str:
-    first = _first(record)
-    return " ".join(part for part in (str(record.verdict), first.sentence() if first else record.reason) if part)
+    finding = headline_of(record)
+    return " ".join(part for part in (str(record.verdict), finding.sentence() if finding else record.reason) if part)

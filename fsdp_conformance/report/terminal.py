@@ -24,7 +24,7 @@ from fsdp_conformance import contract
 from fsdp_conformance.contract.scopes import BASE
 from fsdp_conformance.diagnosis.advice import look_at
 from fsdp_conformance.diagnosis.grouping import Group, grouped, may_follow, requirement_of
-from fsdp_conformance.diagnosis.headline import most_telling
+from fsdp_conformance.diagnosis.headline import headline_of
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit
 from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.folding import WIDTH, folded
@@ -90,7 +90,7 @@ def render_findings(records: Iterable[CaseRecord], *, width: int = WIDTH) -> str
 
 def _brief(group: Group, width: int) -> list[str]:
     """A group in two lines, if they are not too long."""
-    finding = most_telling(group.first.findings)
+    finding = headline_of(group.first)
     seen = f"{finding.message} [{finding.check}]" if finding is not None else group.first.reason
     more = f" and {len(group.others)} more" if group.others else ""
     indent = " " * _INDENT
@@ -111,7 +111,7 @@ def render_failure(record: CaseRecord, *, width: int = WIDTH) -> str:
 
 def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list[Field]:
     """The fields that describe a case, in the order in which people read them; none is empty."""
-    finding = most_telling(record.findings)
+    finding = headline_of(record)
     fields = [Field("case", record.case + (f" · on {record.device}" if record.device not in ("", "cpu") else ""))]
     if finding is not None:
         fields += _finding_fields(finding, record.findings[0])

@@ -29,6 +29,7 @@ from fsdp_conformance.cli.signals import Stopped, caught
 from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.profile import Profile, load_profile
+from fsdp_conformance.diagnosis.headline import headline_of
 from fsdp_conformance.errors import AdapterError, EnvironmentUnavailable, RunFileError
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.pytest_plugin.dispatch import Slots
@@ -275,7 +276,7 @@ def _conclude(
     Print the findings, the verdict, and the path of the run file. `compared` prints how a finished run differs from
     expectations, and returns its exit status; `pages` writes the run for people.
 
-    Returns the exit status, and the first finding, or else why there is no certificate.
+    Returns the exit status, and the first headline, or else why there is no certificate.
     """
     path = report / runfile.NAME
     try:
@@ -314,8 +315,8 @@ def _write_pages(
 def _first_reason(verification: Verification | None) -> str:
     if verification is None:
         return ""
-    findings = (finding for record in verification.run.records for finding in record.findings)
-    first = next(findings, None)
+    headlines = map(headline_of, verification.run.records)
+    first = next((finding for finding in headlines if finding is not None), None)
     return first.sentence() if first is not None else next(iter(verification.certificate.reasons), "")
 
 

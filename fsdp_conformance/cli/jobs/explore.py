@@ -82,7 +82,7 @@ def _counts(exploration: Exploration) -> dict[str, Any]:
 
 def _confirmed(failure: Failure, order: dict[str, Any], settings: RunSettings) -> dict[str, Any]:
     """Try a shrunk failure on processes, and save it if it fails there, too. Returns the answer about it."""
-    from fsdp_conformance.diagnosis.headline import most_telling
+    from fsdp_conformance.diagnosis.headline import headline_of
     from fsdp_conformance.explore import saved
     from fsdp_conformance.explore.case import run_on
     from fsdp_conformance.explore.summary import Told, failure_text, script
@@ -105,7 +105,7 @@ def _confirmed(failure: Failure, order: dict[str, Any], settings: RunSettings) -
     if order["save"] and confirmed:
         path = saved.save(Path(order["save"]), failure.scenario, implementation=implementation, signature=signature)
     # One finding is printed; there is no run file in which the others could be looked up.
-    summary.record.findings = [finding for finding in (most_telling(summary.record.findings),) if finding is not None]
+    summary.record.findings = [finding for finding in (headline_of(summary.record),) if finding is not None]
     summary.record.repro = f"python -m pytest {path}" if path is not None else ""
     return {
         "signature": signature,

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_conformance import contract
 from fsdp_conformance.diagnosis.grouping import Group, grouped, requirement_of
-from fsdp_conformance.diagnosis.headline import most_telling
+from fsdp_conformance.diagnosis.headline import headline_of
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
 from fsdp_conformance.report.run_content import RunFile
@@ -76,7 +76,7 @@ def _rule(id_: str) -> dict[str, Any]:
 
 def _result(group: Group, run: RunFile) -> dict[str, Any]:
     record = group.first
-    finding = most_telling(record.findings)
+    finding = headline_of(record)
     key = [requirement_of(record), record.verdict, finding.check if finding else "", record.case]
     result: dict[str, Any] = {
         "ruleId": requirement_of(record),

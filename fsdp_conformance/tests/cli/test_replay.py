@@ -92,7 +92,7 @@ def test_a_verdict_and_a_finding_that_are_gone() -> None:
     verdict, finding = differences(_FAIL, _PASS)
 
     assert verdict == "verdict: FAIL, now PASS"
-    assert finding.startswith("first finding: R002 (parameter parity)")
+    assert finding.startswith("finding: R002 (parameter parity)")
     assert finding.endswith("now none")
 
 

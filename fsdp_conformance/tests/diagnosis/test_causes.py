@@ -327,6 +327,7 @@ elements permuted: every value is right but in the wrong place""",
         seen = (
             cause(stale, before),
             cause(replace(stale, kind="buffer", contributions=None), before),
+            cause(replace(stale, kind="buffer", previous=before * 0, contributions=None), before * 0),
             cause(parameter, before),
             cause(parameter, before - 3 * CODE),
         )
@@ -336,6 +337,7 @@ elements permuted: every value is right but in the wrong place""",
             """\
 stale by one step: every element equals the previous step's gradient
 stale by one step: every element equals the previous step's buffer
+stale by one step, or set to zero: the buffer was zero before the step, and is
 no update: the parameter has its value from before the step
 update scaled by 3: at every element, which is the world size""",
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.checks.parity import kind_parity
+from fsdp_conformance.diagnosis.headline import causes_in
 from fsdp_conformance.diagnosis.mistakes import supposed_gradients, supposed_losses, supposed_parameters
 from fsdp_conformance.fixtures import deep, models, probes
 from fsdp_conformance.history.training import Tensors, TrainingHistory
@@ -115,6 +116,69 @@ def test_a_loss_that_fits_nothing_has_no_cause() -> None:
     refs = references()
 
     assert cause(with_loss(refs, refs.expected.steps[1].losses[0].float() * 1.1, 1), refs, Kind.LOSS) is None
+
+
+def _norm_cause(value: Callable[[list[Tensor]], Tensor], *, norm_type: float = 2.0) -> str:
+    """The cause of a total norm that is computed so from the right gradients."""
+    refs = references(max_norm=0.5, norm_type=norm_type)
+    grads = [grad.double() for grad in (refs.expected.steps[0].grads or {}).values() if grad is not None]
+    history = damaged(implementation_run(refs))
+    for record in history.steps:
+        record.grad_norm = value(grads).to(record.losses[0].dtype)
+    return str(cause(history, refs, Kind.NORM))
+
+
+def _shard(grads: list[Tensor], rank: int) -> list[Tensor]:
+    return [torch.chunk(grad, WORLD_SIZE)[rank] for grad in grads if len(torch.chunk(grad, WORLD_SIZE)) > rank]
+
+
+def _whole_norm(grads: list[Tensor], order: float = 2.0) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]), order)
+    return norm
+
+
+def test_norms_of_ranks() -> None:
+    """Of one rank's shards, which on this rank may be its own, and added instead of put together."""
+    assert "rank 1's shards are left out of the norm" in _norm_cause(lambda grads: _whole_norm(_shard(grads, 0)))
+    own = _norm_cause(lambda grads: _whole_norm(_shard(grads, RANK)))
+    # One rank does not show whether the other has the same norm.
+    assert set(causes_in(own)) == {"the norm of this rank's shards alone", "rank 0's shards are left out of the norm"}
+    added = _norm_cause(lambda grads: torch.stack([_whole_norm(_shard(grads, rank)) for rank in range(2)]).sum())
+    assert added.startswith("the norms of the ranks are added: ")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda grads: _whole_norm(grads) * 1.07,
+        lambda grads: _whole_norm(grads, 3.0),
+        lambda grads: _whole_norm([*_shard(grads, 0), *[part * 1.1 for part in _shard(grads, 1)]]),
+    ],
+)
+def test_norms_that_fit_nothing(value: Callable[[list[Tensor]], Tensor]) -> None:
+    """Another factor, another order, a shard that is a little larger."""
+    assert not causes_in(_norm_cause(value))
+
+
+def test_gradients_that_are_clipped_wrongly() -> None:
+    """Twice, or not at all, seen in the parameters; a factor between the two is none of them."""
+    refs = references(max_norm=0.05)
+    history = implementation_run(refs)
+    step, name = history.steps[0], next(iter(history.initial_params))
+    norm = float(refs.expected.steps[0].grad_norm if refs.expected.steps[0].grad_norm is not None else 0.0)
+    factor = 0.05 / (norm + 1e-6)
+    assert factor < 0.9
+    before = history.initial_params[name]
+    update = refs.expected.steps[0].params[name] - before.double()
+
+    def seen(times: float) -> str:
+        other = damaged(history)
+        other.steps[0].params[name] = (before.double() + update * times).to(step.params[name].dtype)
+        return str(cause(other, refs, Kind.PARAMETER))
+
+    assert "the gradient was clipped twice" in seen(factor)
+    assert "the gradient was not clipped" in seen(1 / factor)
+    assert "clipped" not in seen(factor**0.5)
 
 
 def _new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
