@@ -123,6 +123,13 @@ class TorchFSDP1(TorchCheckpoints):
         {"optimizer": "adamw, fused", "loss scaling": "dynamic"},
         # The inputs of a unit with a dtype of its own are not cast again when it is recomputed.
         {"precision": "bfloat16 in one unit", "checkpointing": "around blocks"},
+        # ci/findings/torch-fsdp1/accumulates_in_the_compute_dtype.py
+        {"precision": "bfloat16 in one unit", "accumulation": "three, two deferred"},
+        # Parameters that are not used get a gradient of zeros, so weight decay changes them.
+        {"inputs": "detached", "optimizer": "adamw, fused"},
+        # On one rank nothing is sharded, and gradients that a forward alone or no_sync precedes are not the model's.
+        {"ranks": "1", "frozen": "thawed later", "forward alone": "before a step"},
+        {"ranks": "1", "accumulation": "two, first deferred", "zeroing": "zeros", "dropped": "one gradient"},
         # Gradients of zeros do not stay on parameters that are frozen afterwards.
         {"frozen": "later", "zeroing": "zeros"},
         # Where a unit has several blocks, the first that is recomputed ends the backward of the unit.
@@ -152,7 +159,12 @@ class TorchFSDP1(TorchCheckpoints):
         # ci/findings/torch-fsdp1/checkpoint_with_empty_shards.py
         *(
             {axis: value, "checkpoints": loaded}
-            for axis, value in (("rows", "uneven"), ("rows", "fewer than ranks"), ("other shapes", "single elements"))
+            for axis, value in (
+                ("rows", "uneven"),
+                ("rows", "fewer than ranks"),
+                ("other shapes", "single elements"),
+                ("other shapes", "several dims"),
+            )
             for loaded in ("loaded at once", "loaded later", "second one loaded")
         ),
         # By design: a checkpoint is loaded in place, so state that a parameter got after it was saved is an error.
