@@ -79,6 +79,8 @@ _ALL = [
         {
             "cast_after_init": "The module may be cast to another dtype after wrapping.",
             "pg_sanity": "A group that contradicts the launcher's world size is reported.",
+            "move_again": "Between steps, the wrapped model may be moved or cast to what it is already.",
+            "cast_between_steps": "Between steps, the wrapped model may be cast to another dtype and back.",
             "structure_check": "A model that differs in structure between ranks is reported at init.",
         },
     ),
@@ -95,6 +97,7 @@ _ALL = [
             "manual_unshard": "A unit can be unsharded and resharded explicitly.",
             "async_unshard": "A unit can be unsharded asynchronously.",
             "writeback_direct": "Users may write to the data and gradients of parameters between iterations.",
+            "param_attributes": "Attributes that users give to parameters before wrapping are there after it.",
             "wrap_again": "A wrapped module can be passed to the wrapper again, so that its refusal can be observed.",
             "full_params": "Inside a context, user code sees full parameters.",
             "full_params_writeback": "The caller chooses whether writes in that context persist.",
@@ -162,7 +165,11 @@ _ALL = [
         {
             "clip_norm_type": "The total norm can be a norm other than the 2-norm.",
             "pipelined_microbatch": "A micro-batch's forward may run before the backward of an earlier one.",
+            "explicit_gradient": "User code may call torch's backward on outputs, with a gradient for each.",
+            "autograd_grad": "torch.autograd.grad gives gradients of inputs alone, and leaves those of parameters.",
             "deferral_checks": "Misuse of a context that defers the reduction raises.",
+            "clip_grad_value": "torch's function that clips gradients by value can be used.",
+            "clip_some": "torch's function that clips gradients by their norm can be used on some parameters.",
             "clip_unit": "Units have their own method to clip, so that its refusal below the root can be observed.",
             "grad_scaler": "Losses can be scaled dynamically, with steps skipped on overflow.",
         },
@@ -173,6 +180,7 @@ _ALL = [
         {
             "learning_rate": "The learning rate can change between steps.",
             "zero_grads": "Gradients can be set to zero between steps instead of None.",
+            "own_clearing": "The optimizer step can leave gradients as they are, for the user to clear.",
             "optim_in_backward": "The optimizer can step in a hook as soon as a parameter has its gradient.",
         },
     ),

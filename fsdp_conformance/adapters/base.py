@@ -123,6 +123,7 @@ class Adapter(ABC):
         "wrap_again": "wrap_again",
         "set_learning_rate": "learning_rate",
         "keep_zero_grads": "zero_grads",
+        "leave_grads": "own_clearing",
         "register_comm_hook": "comm_hook",
         "full_params_context": "full_params",
         "apply": "apply_fn",
@@ -299,6 +300,10 @@ class Adapter(ABC):
 
     def keep_zero_grads(self) -> None:
         """From now on, `step` sets gradients to zero instead of None. Not collective."""
+        raise NotImplementedError
+
+    def leave_grads(self) -> None:
+        """From now on, `step` leaves gradients as they are: the user clears them. Declares `own_clearing`."""
         raise NotImplementedError
 
     def register_comm_hook(self, hook: CommunicationHook) -> None:

@@ -65,6 +65,8 @@ class TorchAdapter(Adapter):
     """None for a model without parameters: stock optimizers reject an empty list."""
     sets_to_none = True
     """True if `step` sets gradients to None, or to zero."""
+    clears = True
+    """True if `step` clears gradients."""
     scaler: torch.amp.GradScaler | None = None
     """Set by `scale_losses`."""
     names: OriginalNames
@@ -194,8 +196,12 @@ class TorchAdapter(Adapter):
         norm = None if max_norm is None else self._clip(max_norm, norm_type)
         if self.optimizer is not None:
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=self.sets_to_none)
+            self._clear(self.optimizer)
         return norm
+
+    def _clear(self, optimizer: Optimizer) -> None:
+        if self.clears:
+            optimizer.zero_grad(set_to_none=self.sets_to_none)
 
     def _clip(self, max_norm: float, norm_type: float) -> Tensor:
         if not self.plan.stages:
@@ -215,6 +221,9 @@ class TorchAdapter(Adapter):
 
     def keep_zero_grads(self) -> None:
         self.sets_to_none = False
+
+    def leave_grads(self) -> None:
+        self.clears = False
 
     def full_params(self) -> dict[str, Tensor]:
         with self.gathered():
@@ -299,7 +308,7 @@ class TorchAdapter(Adapter):
             norm = self.clip(max_norm, norm_type)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        self._clear(optimizer)
         return norm
 
     def _make_optimizer(self) -> None:

@@ -52,6 +52,7 @@ REQUIREMENTS: dict[Kind, str] = {
     Kind.OUTPUT: "R157",
     Kind.EVAL: "R010",
     Kind.READ: "R052",
+    Kind.INPUT: "R157",
 }
 
 _PHASE: dict[Kind, str] = {
@@ -66,6 +67,7 @@ _PHASE: dict[Kind, str] = {
     Kind.BUFFER: "step",
     Kind.EVAL: "eval",
     Kind.READ: "step",
+    Kind.INPUT: "backward",
 }
 
 #: Order within a step. A loss diverges before the gradient it produces; buffers are read last.
@@ -75,6 +77,7 @@ _ORDER = (
     Kind.EVAL,
     Kind.LOSS,
     Kind.OUTPUT,
+    Kind.INPUT,
     Kind.GRADIENT,
     Kind.NORM,
     Kind.CLIPPED,
@@ -84,7 +87,7 @@ _ORDER = (
 )
 
 #: Kinds that are compared once for the whole run.
-_ONCE = frozenset({Kind.INITIAL, Kind.EVAL, Kind.READ})
+_ONCE = frozenset({Kind.INITIAL, Kind.EVAL, Kind.READ, Kind.INPUT})
 
 #: Findings per kind; the rest of the first diverging step becomes a note.
 MAX_FINDINGS = 8
@@ -211,6 +214,8 @@ def _applies(kind: Kind, history: TrainingHistory, references: References) -> bo
         return bool(references.expected.eval_outputs)
     if kind is Kind.READ:
         return bool(references.expected.reads)
+    if kind is Kind.INPUT:
+        return bool(references.expected.input_grads)
     if kind is Kind.BUFFER:
         return history.shows_buffers and any(_has_values(side, kind) for side in (history, references.expected))
     if kind is Kind.GRADIENT:

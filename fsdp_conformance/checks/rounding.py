@@ -12,7 +12,7 @@ from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.references.reference_set import Kind, values
 
-_PHASES = {Kind.LOSS: "forward", Kind.GRADIENT: "reduce", Kind.EVAL: "eval"}
+_PHASES = {Kind.LOSS: "forward", Kind.GRADIENT: "reduce", Kind.EVAL: "eval", Kind.INPUT: "backward"}
 
 #: Values whose dtype the optimizer or the user relies on; the dtype of outputs is the engine's choice.
 _IN_THEIR_DTYPE = frozenset({Kind.GRADIENT, Kind.PARAMETER, Kind.BUFFER})
@@ -38,7 +38,8 @@ def rounds_alike(
         kinds = list(dict.fromkeys(Kind.PARAMETER if kind is Kind.GRADIENT else kind for kind in kinds))
         notes.append("gradients are not exposed: the parameters they lead to were compared")
     for kind in kinds:
-        for record in expected.steps[: 1 if kind is Kind.EVAL else None]:
+        once = kind in (Kind.EVAL, Kind.INPUT)
+        for record in expected.steps[: 1 if once else None]:
             got = values(history, kind, record.step)
             for name, want in values(expected, kind, record.step).items():
                 shown = got.get(name)
@@ -50,7 +51,7 @@ def rounds_alike(
                     difference is None, kind, expected=text_expected, got=text_got,
                     details="the reference rounds where the plan says",
                     elements=want.numel() if isinstance(want, Tensor) else 1,
-                    step=None if kind is Kind.EVAL else record.step, phase=_PHASES.get(kind, "step"), fqn=name,
+                    step=None if once else record.step, phase=_PHASES.get(kind, "step"), fqn=name,
                 )  # fmt: skip
     return tally.result(notes=notes).demand_comparisons(f"rank {history.rank}")
 

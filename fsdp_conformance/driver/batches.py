@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from fsdp_conformance.adapters.structures import moved
+import torch
+from torch import Tensor
+
+from fsdp_conformance.adapters.structures import map_tensors, moved
 from fsdp_conformance.driver.task import Task
 from fsdp_conformance.driver.watch import Watch
 from fsdp_conformance.harness import context
@@ -13,7 +16,7 @@ from fsdp_conformance.workload.definition import Batch, BatchKey
 from fsdp_conformance.workload.events import Action
 
 #: Actions that use a batch.
-_FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD})
+_FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD, Action.DIFFERENTIATE})
 
 
 class Batches:
@@ -50,7 +53,16 @@ class Batches:
         task = self._task
         batch = task.workload.batch(BatchKey(step=step, micro=micro, rank=task.world.rank, world_size=task.world.size))
         return Batch(
-            args=moved(batch.args, self._device),
-            kwargs=moved(batch.kwargs, self._device),
+            args=self._placed(batch.args),
+            kwargs=self._placed(batch.kwargs),
             target=moved(batch.target, task.device),
         )
+
+    def _placed(self, value: Any) -> Any:
+        """The inputs on their device. One that requires a gradient is a leaf, and no other use of it adds to that."""
+
+        def place(tensor: Tensor) -> Tensor:
+            placed = tensor.detach().to(self._device)
+            return placed.requires_grad_() if tensor.requires_grad else placed
+
+        return map_tensors(value, place)

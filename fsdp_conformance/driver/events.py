@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
+from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.driver.batches import Batches
 from fsdp_conformance.driver.recorder import Recorder
 from fsdp_conformance.errors import SuiteError
@@ -16,6 +20,7 @@ from fsdp_conformance.workload.events import Action, Event, Moment
 
 #: Flags without which an adapter cannot be asked for an action; other actions need none.
 EVENT_FLAGS = {
+    Action.DIFFERENTIATE: "autograd_grad",
     Action.UNSHARD: "manual_unshard",
     Action.LEARNING_RATE: "learning_rate",
     Action.ZEROS: "zero_grads",
@@ -23,6 +28,17 @@ EVENT_FLAGS = {
     Action.ASSIGN: "writeback_direct",
     Action.WRITE_GRADIENT: "writeback_direct",
     Action.ASSIGN_GRADIENT: "writeback_direct",
+    Action.CLIP_VALUES: "clip_grad_value",
+    Action.CLIP_SOME: "clip_some",
+    Action.TAKE_MODEL: "full_state_dict",
+    Action.LOAD_MODEL: "full_state_dict",
+    Action.TAKE_SHARDS: "sharded_state_dict",
+    Action.LOAD_SHARDS: "sharded_state_dict",
+    Action.TAKE_OPTIMIZER: "optim_state_dict",
+    Action.LOAD_OPTIMIZER: "optim_state_dict",
+    Action.MOVE: "move_again",
+    Action.CAST: "move_again",
+    Action.CAST_BACK: "cast_between_steps",
     Action.SAVE: "checkpoint",
     Action.LOAD: "checkpoint",
     Action.RAISE: "exception_recovery",
@@ -38,6 +54,10 @@ class Events:
         self._batches = batches
         self._saved: Path | None = None
         """The last checkpoint."""
+        self._shards: Path | None = None
+        """The last sharded state dict."""
+        self._taken: dict[Action, dict[str, Any]] = {}
+        """The last state dict of each kind, by the action that took it."""
 
     def happen(self, moment: Moment, step: int, micro: int = 0) -> None:
         """Make the events at a point happen on this rank."""
@@ -56,35 +76,68 @@ class Events:
                 batch = self._batches.batch(step, event.micro)
                 with self._recorder.phase("forward", step):
                     adapter.forward(*batch.args, **batch.kwargs)
+            case Action.DIFFERENTIATE:
+                self._differentiate(step, event.micro)
             case Action.READ:
                 with self._recorder.observing(step):
                     self._recorder.history.reads.append(adapter.full_params())
             case Action.TOGGLE:
                 adapter.train(False)
                 adapter.train(True)
-            case Action.UNSHARD:
-                with self._recorder.phase("event", step):
-                    for unit in event.names:
-                        adapter.unshard(unit)
-                        adapter.reshard(unit)
             case Action.LEARNING_RATE:
                 adapter.set_learning_rate(event.number)
             case Action.FREEZE:
                 adapter.set_requires_grad(event.names)
-            case Action.DROP:
-                adapter.drop_grads(event.names)
-            case Action.SKIP | Action.RAISE:
-                pass  # the loop looks for them, in place of the optimizer and before everything else
             case Action.ZEROS:
                 adapter.keep_zero_grads()
-            case Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
-                parameters = adapter.parameters()
-                for name in event.names:
-                    _write(parameters[name], event.action, event.number)
-            case Action.SAVE:
-                self._save(step)
-            case Action.LOAD:
-                self._load(event)
+            case Action.SKIP | Action.RAISE:
+                pass  # the loop looks for them, in place of the optimizer and before everything else
+            case Action.DROP | Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
+                self._write(event)
+            case Action.CLIP_VALUES | Action.CLIP_SOME:
+                self._clip(event)
+            case Action.SAVE | Action.LOAD:
+                self._use_checkpoint(event)
+            case Action.UNSHARD | Action.MOVE | Action.CAST | Action.CAST_BACK:
+                self._place(event)
+            case _:
+                with self._recorder.phase("event", step):
+                    self._exchange(event)
+
+    def _write(self, event: Event) -> None:
+        """Change parameters or gradients."""
+        adapter = self._task.adapter
+        if event.action is Action.DROP:
+            adapter.drop_grads(event.names)
+            return
+        parameters = adapter.parameters()
+        for name in event.names:
+            _write(parameters[name], event.action, event.number)
+
+    def _clip(self, event: Event) -> None:
+        """Clip gradients with torch's own functions."""
+        parameters = self._task.adapter.parameters()
+        with self._recorder.phase("step", event.step):
+            if event.action is Action.CLIP_VALUES:
+                torch.nn.utils.clip_grad_value_(parameters.values(), event.number)
+            else:
+                torch.nn.utils.clip_grad_norm_([parameters[name] for name in event.names], event.number)
+
+    def _place(self, event: Event) -> None:
+        """Gather and free units, or move or cast the wrapped model."""
+        adapter = self._task.adapter
+        with self._recorder.phase("event", event.step):
+            match event.action:
+                case Action.UNSHARD:
+                    for unit in event.names:
+                        adapter.unshard(unit)
+                        adapter.reshard(unit)
+                case Action.MOVE:
+                    adapter.module().to(self._task.device)
+                case Action.CAST:
+                    adapter.module().float()
+                case Action.CAST_BACK:
+                    adapter.module().double().float()
 
     def _evaluate(self, step: int, micro: int, mode: AbstractContextManager[Any]) -> None:
         batch = self._batches.batch(step, micro)
@@ -99,19 +152,57 @@ class Events:
         left = self._recorder.unsharded() - before - {"the root"}
         self._recorder.history.gathered_by_evaluations += sorted(left)
 
-    def _save(self, step: int) -> None:
+    def _differentiate(self, step: int, micro: int) -> None:
+        """Differentiate a loss for the first argument alone, as for adversarial examples."""
+        batch = self._batches.batch(step, micro)
+        x = batch.args[0].detach().requires_grad_()
+        with self._recorder.phase("forward", step):
+            loss = self._task.workload.loss(self._task.adapter.forward(x, *batch.args[1:], **batch.kwargs), batch)
+        with self._recorder.phase("backward", step):
+            (gradient,) = torch.autograd.grad(loss, [x])
+        self._recorder.add_input_gradient(gradient)
+
+    def _exchange(self, event: Event) -> None:
+        """Take a state dict, or load the last one of its kind."""
+        adapter, taken = self._task.adapter, self._taken
+        match event.action:
+            case Action.TAKE_MODEL:
+                taken[event.action] = _cloned(adapter.full_state_dict())
+            case Action.LOAD_MODEL:
+                adapter.load_full_state_dict(_cloned(taken[Action.TAKE_MODEL]))
+            case Action.TAKE_OPTIMIZER:
+                taken[event.action] = _cloned(adapter.optim_state_dict())
+            case Action.LOAD_OPTIMIZER:
+                adapter.load_optim_state_dict(_cloned(taken[Action.TAKE_OPTIMIZER]))
+            case Action.TAKE_SHARDS:
+                # What it contains is live storage, so that only what is saved stays as it is.
+                self._shards = self._new_directory()
+                save(adapter.sharded_state_dict(), checkpoint_id=self._shards)
+            case Action.LOAD_SHARDS:
+                state = adapter.sharded_state_dict()
+                load(state, checkpoint_id=self._shards)
+                adapter.load_sharded_state_dict(state)
+
+    def _use_checkpoint(self, event: Event) -> None:
+        """Save a checkpoint, or load the last one."""
+        if event.action is Action.SAVE:
+            self._saved = self._new_directory()
+        if self._saved is None:
+            raise SuiteError(f"a checkpoint must be saved before one is loaded, got none: {event.describe()}")
+        adapter = self._task.adapter
+        with self._recorder.phase("event", event.step):
+            (adapter.save_checkpoint if event.action is Action.SAVE else adapter.load_checkpoint)(self._saved)
+
+    def _new_directory(self) -> Path:
         new_directory = self._task.conditions.new_directory
         if new_directory is None:
             raise SuiteError("training must be given `new_directory` for events that save, got None")
-        self._saved = new_directory()
-        with self._recorder.phase("event", step):
-            self._task.adapter.save_checkpoint(self._saved)
+        return new_directory()
 
-    def _load(self, event: Event) -> None:
-        if self._saved is None:
-            raise SuiteError(f"a checkpoint must be saved before one is loaded, got none: {event.describe()}")
-        with self._recorder.phase("event", event.step):
-            self._task.adapter.load_checkpoint(self._saved)
+
+def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a state dict with separate storage."""
+    return dict(map_tensors(dict(state), lambda tensor: tensor.detach().clone()))
 
 
 def _write(parameter: nn.Parameter, action: Action, factor: float) -> None:

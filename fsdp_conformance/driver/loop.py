@@ -24,6 +24,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.names import OriginalNames
@@ -95,6 +96,8 @@ class TrainingLoop:
                 task.adapter.scale_losses(task.regime.init_scale, task.regime.growth_interval)
             if task.regime.optimizer_in_backward:
                 self._optimizer.step_in_backward(recorder.history)
+            if task.regime.clearing != "optimizer":
+                task.adapter.leave_grads()
             task.observer.on_setup(task.adapter)
         recorder.mark(Point.SETUP)
         recorder.record_setup()
@@ -143,6 +146,9 @@ class TrainingLoop:
                     task.adapter.drop_grads(list(recorder.history.initial_params))
                 else:
                     norm = task.adapter.step(**self._clipping())
+                    if task.regime.clearing != "optimizer" and task.regime.clears(step):
+                        for parameter in task.adapter.parameters().values():
+                            parameter.grad = None
         recorder.mark(Point.STEP, step)
         with recorder.timed(step):
             self._events.happen(Moment.END, step)
@@ -161,8 +167,14 @@ class TrainingLoop:
         else:
             for micro in range(task.regime.micro_batches):
                 self._events.happen(Moment.FORWARD, step, micro)
+                batch = self._batches.batch(step, micro)
                 with self._context(micro):
-                    self._backward(step, self._forward_loss(record, micro))
+                    output, loss = self._forward_loss(record, micro, batch)
+                    if task.regime.backward_from == "output":
+                        self._backward_from(step, output, batch)
+                    else:
+                        self._backward(step, loss)
+                self._recorder.add_input_gradients(batch)
                 self._events.happen(Moment.BACKWARD, step, micro)
 
     def _pipelined(self, record: StepRecord) -> None:
@@ -171,7 +183,7 @@ class TrainingLoop:
         for kind, micro in self._task.regime.passes():
             with self._context(micro):
                 if kind == "forward":
-                    losses[micro] = self._forward_loss(record, micro)
+                    _, losses[micro] = self._forward_loss(record, micro, self._batches.batch(record.step, micro))
                 else:
                     self._backward(record.step, losses.pop(micro))
 
@@ -202,9 +214,8 @@ class TrainingLoop:
         last = micro == self._task.regime.micro_batches - 1
         return self._task.adapter.microbatch(last, reduced=self._task.regime.is_reduced(micro))
 
-    def _forward_loss(self, record: StepRecord, micro: int) -> Tensor:
-        """A micro-batch's forward and its loss."""
-        batch = self._batches.batch(record.step, micro)
+    def _forward_loss(self, record: StepRecord, micro: int, batch: Batch) -> tuple[Any, Tensor]:
+        """A micro-batch's output and its loss."""
         output = self._forward(record.step, batch)
         loss = self._task.workload.loss(output, batch)
         self._recorder.add_loss(loss)
@@ -212,7 +223,14 @@ class TrainingLoop:
         self._recorder.mark(Point.FORWARD, record.step)
         self._events.happen(Moment.LOSS, record.step, micro)
         self._reach("after_loss", record.step)
-        return loss
+        return output, loss
+
+    def _backward_from(self, step: int, output: Any, batch: Batch) -> None:
+        """A backward that the user begins at the output, with the loss's gradient for it."""
+        leaf = output.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self._task.workload.loss(leaf, batch), [leaf])
+        with self._recorder.phase("backward", step):
+            torch.autograd.backward([output], [gradient])
 
     def _backward(self, step: int, loss: Tensor) -> None:
         self._task.observer.on_loss(self._task.adapter, step)

@@ -152,9 +152,11 @@ def _refuse(plan: Plan, regime: Regime) -> None:
         )
     demands = {
         "two backwards per forward": regime.backwards_per_forward > 1,
+        "gradients that the user clears": regime.clearing != "optimizer",
         "loss scaling": regime.init_scale is not None,
         "the optimizer in backward": regime.optimizer_in_backward,
-        "outputs": regime.keep_outputs,
+        "backwards from outputs": regime.backward_from != "loss",
+        "outputs and gradients of inputs": regime.keep_outputs or regime.keep_input_gradients,
         "evaluations or forwards alone": bool(regime.eval_before or regime.eval_between or regime.idle_forwards),
         "events": bool(regime.events or regime.frozen_at or regime.gradient_to_none),
     }

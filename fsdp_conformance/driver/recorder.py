@@ -29,6 +29,7 @@ from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
+from fsdp_conformance.workload.definition import Batch
 
 #: Kinds of `Adapter.local_tensors` whose bytes are counted while gradients exist.
 _BEFORE_STEP = frozenset({"grads"})
@@ -57,6 +58,7 @@ class Recorder:
         self._unread: list[tuple[StepRecord, list[Tensor]]] = []
         """Of an undisturbed run: the steps so far, and their losses on the device."""
         self._evaluated: list[Any] = []
+        self._input_grads: list[Tensor | None] = []
 
     # --- labels and times --------------------------------------------------------------------------------------------
 
@@ -120,6 +122,17 @@ class Recorder:
         """The units that hold full parameters, if the adapter can tell."""
         units = self.units if "sharded_state" in self.declared else ()
         return frozenset(unit or "the root" for unit in units if self.task.adapter.unit_is_unsharded(unit))
+
+    def add_input_gradients(self, batch: Batch) -> None:
+        """Keep the gradients of a micro-batch's inputs, if the regime asks for that."""
+        if self.task.regime.keep_input_gradients:
+            for value in (*batch.args, *batch.kwargs.values()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    self.add_input_gradient(value.grad)
+
+    def add_input_gradient(self, gradient: Tensor | None) -> None:
+        """Keep the gradient of an input."""
+        self._input_grads.append(_copied(gradient))
 
     def record_setup(self) -> None:
         """Record the values before training."""
@@ -186,7 +199,8 @@ class Recorder:
             earlier.losses, earlier.outputs = _fetched(losses), _fetched(earlier.outputs)
         record.outputs = _fetched(record.outputs)
         self.history.eval_outputs += _fetched(self._evaluated)
-        self._losses, self._evaluated, self._unread = [], [], []
+        self.history.input_grads += _fetched(self._input_grads)
+        self._losses, self._evaluated, self._unread, self._input_grads = [], [], [], []
 
     def _whole(self, values: dict[str, Any]) -> dict[str, Any]:
         """Values by name, in a pipeline those of all stages. Collective."""

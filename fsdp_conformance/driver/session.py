@@ -92,6 +92,10 @@ def _flags_of(workload: Workload, regime: Regime) -> dict[str, str]:
     flags = {flag: f"{action} is one of its events" for action, flag in EVENT_FLAGS.items() if regime.happens(action)}
     if regime.optimizer in workload.optimizer_sets:
         flags["orig_params"] = f"the optimizer {regime.optimizer!r} treats parameters differently"
+    if regime.backward_from == "output":
+        flags["explicit_gradient"] = "the user calls backward on the output"
+    if regime.clearing != "optimizer":
+        flags["own_clearing"] = "the user clears gradients"
     if regime.optimizer_in_backward:
         flags["optim_in_backward"] = "the optimizer steps in backward"
     if regime.norm_type != 2.0:

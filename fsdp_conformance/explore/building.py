@@ -80,6 +80,7 @@ _OPTIMIZERS = {
 
 _CLIPPING: dict[str, dict[str, Any]] = {
     "2-norm": {"max_norm": 1.0},
+    "1-norm": {"max_norm": 2.0, "norm_type": 1.0},
     "largest element": {"max_norm": 0.5, "norm_type": float("inf")},
     "never reached": {"max_norm": UNREACHED_NORM},
 }
@@ -115,6 +116,10 @@ _EVENTS: dict[str, dict[str, tuple[tuple[Action, Moment, int], ...]]] = {
             (Action.ASSIGN_GRADIENT, Moment.OPTIMIZER, 0), (Action.ASSIGN_GRADIENT, Moment.OPTIMIZER, 1)
         ),
     },
+    "clipping by the user": {
+        "values": ((Action.CLIP_VALUES, Moment.OPTIMIZER, 0), (Action.CLIP_VALUES, Moment.OPTIMIZER, 1)),
+        "norm of some": ((Action.CLIP_SOME, Moment.OPTIMIZER, 0), (Action.CLIP_SOME, Moment.OPTIMIZER, 1)),
+    },
     "dropped": {
         "one gradient": ((Action.DROP, Moment.OPTIMIZER, 0), (Action.DROP, Moment.OPTIMIZER, 1)),
         "a whole step": ((Action.SKIP, Moment.OPTIMIZER, 1),),
@@ -129,10 +134,38 @@ _EVENTS: dict[str, dict[str, tuple[tuple[Action, Moment, int], ...]]] = {
             (Action.SAVE, Moment.STEP, 0), (Action.SAVE, Moment.END, 0), (Action.LOAD, Moment.END, 1)
         ),
     },
+    "evaluation in accumulation": {
+        # After the backward of the first micro-batch.
+        "between micro-batches": ((Action.EVALUATE, Moment.BACKWARD, 0), (Action.EVALUATE, Moment.BACKWARD, 1)),
+    },
+    "state dicts": {
+        "full": (
+            (Action.TAKE_MODEL, Moment.END, 0), (Action.LOAD_MODEL, Moment.STEP, 1), (Action.LOAD_MODEL, Moment.END, 1)
+        ),
+        "sharded": (
+            (Action.TAKE_SHARDS, Moment.END, 0), (Action.LOAD_SHARDS, Moment.STEP, 1),
+            (Action.LOAD_SHARDS, Moment.END, 1),
+        ),
+        "of the optimizer": (
+            (Action.TAKE_OPTIMIZER, Moment.END, 0), (Action.LOAD_OPTIMIZER, Moment.STEP, 1),
+            (Action.LOAD_OPTIMIZER, Moment.END, 1),
+        ),
+    },
+    "moved": {
+        "to its device": ((Action.MOVE, Moment.END, 0), (Action.MOVE, Moment.STEP, 2)),
+        "to its dtype": ((Action.CAST, Moment.END, 0), (Action.CAST, Moment.STEP, 2)),
+        "to another dtype and back": ((Action.CAST_BACK, Moment.END, 0), (Action.CAST_BACK, Moment.STEP, 2)),
+    },
     "exception": {
         "in forward": ((Action.RAISE, Moment.FORWARD, 0), (Action.RAISE, Moment.FORWARD, 1)),
         "in backward": ((Action.RAISE, Moment.LOSS, 0), (Action.RAISE, Moment.LOSS, 1)),
         "before the optimizer": ((Action.RAISE, Moment.OPTIMIZER, 0), (Action.RAISE, Moment.OPTIMIZER, 1)),
+    },
+    "derivatives": {
+        "of inputs before a step": ((Action.DIFFERENTIATE, Moment.STEP, 0), (Action.DIFFERENTIATE, Moment.STEP, 2)),
+        "of inputs after a backward": (
+            (Action.DIFFERENTIATE, Moment.OPTIMIZER, 0), (Action.DIFFERENTIATE, Moment.OPTIMIZER, 1)
+        ),
     },
     "mode": {
         "toggled": ((Action.TOGGLE, Moment.LOSS, 0), (Action.TOGGLE, Moment.FORWARD, 1)),
@@ -143,6 +176,8 @@ _EVENTS: dict[str, dict[str, tuple[tuple[Action, Moment, int], ...]]] = {
 #: New learning rates, and factors of what is written: powers of two, so that exact models stay exact.
 _RATES = (0.25, 0.0625)
 _FACTOR = 0.5
+#: What gradients are clipped to.
+_LARGEST = (0.25, 0.125)
 
 
 def example_of(scenario: Choice, *, salt: int = 0) -> Example:
@@ -166,6 +201,7 @@ class _Builder:
             plan=plan,
             regime=self._regime(model, plan),
             initial=Initial(self.choice["initial values"]),
+            attributes=self.choice["attributes of parameters"] != "none",
             mean_hook=self.choice["communication hook"] == "mean",
         )
 
@@ -176,9 +212,10 @@ class _Builder:
     @property
     def _smooth(self) -> bool:
         """True if the training rounds, so that the model must not have steps."""
-        return self.choice["optimizer"] in ("adam", "adamw, fused") or self.choice["clipping"] in (
-            "2-norm",
-            "largest element",
+        return (
+            self.choice["optimizer"] in ("adam", "adamw, fused")
+            or self.choice["clipping"] in ("2-norm", "1-norm", "largest element")
+            or self.choice["clipping by the user"] == "norm of some"
         )
 
     # --- the model ---------------------------------------------------------------------------------------------------
@@ -197,8 +234,15 @@ class _Builder:
             ties=self._ties(),
             frozen=self._frozen(),
             smooth=self._smooth,
-            passing=Passing(inputs=choice["inputs"], outputs=choice["outputs"], checkpointing=choice["checkpointing"]),
+            passing=Passing(
+                inputs=choice["inputs"],
+                leaf=choice["input gradients"] != "none",
+                outputs=choice["outputs"],
+                types=choice["types of outputs"],
+                checkpointing=choice["checkpointing"],
+            ),
             dropout=choice["dropout"] != "none",
+            overflows=choice["overflow"] != "none",
             ragged={"shape by step": "step", "shape by rank": "rank", "shape by micro-batch": "micro"}.get(
                 choice["batches"], ""
             ),
@@ -307,11 +351,14 @@ class _Builder:
             micro_batches=micro_batches,
             reduced=reduced,
             init_scale=4.0 if choice["loss scaling"] == "dynamic" else None,
+            clearing={"by hand": "hand", "not after the first step": "late"}.get(choice["clearing"], "optimizer"),
+            backward_from="output" if choice["derivatives"] == "of outputs" else "loss",
             backwards_per_forward=2 if choice["backwards"] == "two of one forward" else 1,
             optimizer_in_backward=choice["update"] == "in backward",
             frozen_at=frozen_at,
             unused_parameters=True,
             keep_outputs=True,
+            keep_input_gradients=True,
             **_CLIPPING.get(choice["clipping"], {}),
         )
         events = [
@@ -333,6 +380,12 @@ class _Builder:
             case Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
                 fields["names"] = (("blocks.0.up.weight", "head.bias")[index],)
                 fields["value"] = _FACTOR
+            case Action.CLIP_VALUES:
+                fields["value"] = _LARGEST[index]
+            case Action.CLIP_SOME:
+                # Of the root, and of a unit.
+                fields["names"] = ("first.weight", "blocks.0.up.weight")
+                fields["value"] = _LARGEST[index]
             case Action.DROP:
                 fields["names"] = (("blocks.0.up.weight", "head.bias")[index],)
             case Action.TOGGLE if self.choice["mode"] == "toggled on one rank":

@@ -44,15 +44,21 @@ from fsdp_conformance.workload.events import Action
 #: What a scenario is about: any combination of what is declared meets the contract, or is refused.
 COMBINATIONS = "R000"
 REQUIREMENTS = (
-    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R034", "R035", "R067", "R101", "R130", "R140",
-    "R142", "R157", "R068", "R084", "R160", "R161", "R188", "R189",
+    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R034", "R035", "R067", "R101", "R105", "R130",
+    "R140", "R142", "R157", "R068", "R084", "R160", "R161", "R188", "R189",
 )  # fmt: skip
+
+#: The attribute that the user gives to parameters before the model is wrapped.
+_ATTRIBUTE = "name_before_wrapping"
 
 #: Forwards that no backward follows.
 _FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD})
 
 #: Degrees of sharding under which a unit is resharded after its forward.
 _RESHARD = (Sharding.DEFAULT, Sharding.FULL, Sharding.HYBRID)
+
+#: The user's own changes of where the model is, and in which dtype.
+_MOVES = (Action.MOVE, Action.CAST, Action.CAST_BACK)
 
 #: Engines align parameters to at most this many bytes, which in small models is much.
 _ALIGNMENT = 16
@@ -82,7 +88,9 @@ class ScenarioCase(ConformanceTestCase):
         self._watch.note_replaced()
         if expected.rounds:
             rounded = expected.rounded(self.rank)
-            for kind, requirement in ((Kind.LOSS, "R001"), (Kind.GRADIENT, "R003"), (Kind.PARAMETER, "R002")):
+            kinds = [(Kind.LOSS, "R001"), (Kind.GRADIENT, "R003"), (Kind.PARAMETER, "R002")]
+            kinds += [(Kind.INPUT, "R157")] if rounded.input_grads else []
+            for kind, requirement in kinds:
                 # Scaled gradients are not kept.
                 if kind is not Kind.GRADIENT or example.regime.init_scale is None:
                     lenient = self._takes_none_for_zero(example)
@@ -111,6 +119,8 @@ class ScenarioCase(ConformanceTestCase):
         if example.initial is Initial.WRITTEN or (example.initial is Initial.FIRST_RANK and self.rank):
             written_only = example.initial is Initial.WRITTEN
             built = replace(workload, build=partial(_with_other_values, workload, buffers=not written_only))
+        if example.attributes:
+            built = replace(built, build=partial(_with_attributes, built))
         try:
             return self.train(
                 built, plan, example.regime, adapter=adapter, on_setup=self._on_setup(example, workload),
@@ -133,6 +143,7 @@ class ScenarioCase(ConformanceTestCase):
             if example.mean_hook:
                 adapter.register_comm_hook(_average)
             self._watch.begin(adapter)
+            self._look_at_attributes(example, adapter, None)
 
         return on_setup
 
@@ -141,9 +152,19 @@ class ScenarioCase(ConformanceTestCase):
 
         def after_step(adapter: Adapter, step: int) -> None:
             waiting = any(event.action in _FORWARDS for event in example.regime.in_step(step))
+            # What a move leaves of attributes is up to torch.
+            waiting = waiting or example.regime.happens(*_MOVES)
             self._watch.look(adapter, step, draws=example.model.dropout, is_gathered=waiting)
+            if not waiting:
+                self._look_at_attributes(example, adapter, step)
 
         return after_step
+
+    def _look_at_attributes(self, example: Example, adapter: Adapter, step: int | None) -> None:
+        """Check that parameters have what the user gave to them before the model was wrapped."""
+        for name, parameter in adapter.parameters().items() if example.attributes else ():
+            got = getattr(parameter, _ATTRIBUTE, None)
+            self.expect_equal("R189", f"{_ATTRIBUTE} of {name}", got, name, step=step, check="attributes of parameters")
 
     def _check_values(
         self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan, adapter: Adapter
@@ -185,6 +206,7 @@ class ScenarioCase(ConformanceTestCase):
         def passes(step: int) -> int:
             events = list(regime.in_step(step))
             alone = sum(event.action in _FORWARDS for event in events)
+            alone += sum(event.action is Action.DIFFERENTIATE for event in events) * (2 + _recomputed(example))
             begun = sum(count for _, count in regime.attempts(step))
             # A unit is gathered for a forward, and for its backward, where a checkpoint runs its forward again.
             return alone + (regime.micro_batches + begun) * (1 + regime.backwards_per_forward) + _repeats(example)
@@ -215,7 +237,7 @@ class ScenarioCase(ConformanceTestCase):
         """Check bytes and traffic, where the schedule determines them."""
         regime, model = example.regime, example.model
         # Then some parameters have no gradients, and so no state: the bytes held say less.
-        lacks_state = regime.frozen_at or regime.happens(Action.DROP, Action.SKIP, Action.LOAD)
+        lacks_state = regime.frozen_at or regime.happens(Action.DROP, Action.SKIP, Action.LOAD, Action.LOAD_OPTIMIZER)
         trains_all = uses_all(example) and not any(map(model.is_frozen, model.shapes()))
         if lacks_state or not trains_all or plan.sharding is Sharding.NONE or plan.persist_numel:
             return
@@ -315,12 +337,16 @@ def bind(owner: type[DrawnCase], scenario: Scenario) -> None:
     owner.test_drawn = test_drawn  # type: ignore[method-assign]
 
 
-def _repeats(example: Example) -> int:
-    """How many more passes a step has because blocks run twice, or are recomputed."""
-    model, regime = example.model, example.regime
+def _recomputed(example: Example) -> int:
+    """How many more passes a forward and its backward have because blocks run twice, or are recomputed."""
+    model = example.model
     twice = any(block.repeat > 1 for _, block in model.walk()) or any(len(set(c)) < len(c) for c in model.calls)
-    recomputed = model.passing.checkpointing != "none"
-    return regime.micro_batches * regime.backwards_per_forward * 2 * (twice + recomputed)
+    return 2 * (twice + (model.passing.checkpointing != "none"))
+
+
+def _repeats(example: Example) -> int:
+    """How many more passes a step has for these reasons."""
+    return example.regime.micro_batches * example.regime.backwards_per_forward * _recomputed(example)
 
 
 def declined_by(measurements: Mapping[str, Any]) -> str | None:
@@ -358,6 +384,14 @@ def _declines(error: Exception, example: Example, steps_trained: int) -> bool:
 def _is_stated(error: Exception) -> bool:
     """True for an assertion with a message, by which torch's engines refuse what they were not made for."""
     return isinstance(error, AssertionError) and bool(str(error))
+
+
+def _with_attributes(workload: Workload, rank: int) -> nn.Module:
+    """The model with an attribute of the user on each parameter."""
+    model = workload.build(rank)
+    for name, parameter in model.named_parameters():
+        setattr(parameter, _ATTRIBUTE, name)
+    return model
 
 
 def _with_other_values(workload: Workload, rank: int, *, buffers: bool) -> nn.Module:

@@ -35,6 +35,8 @@ class Example:
     plan: Plan = Plan()  # noqa: RUF009 - frozen
     regime: Regime = Regime()  # noqa: RUF009 - frozen
     initial: Initial = Initial.EQUAL
+    attributes: bool = False
+    """Parameters have attributes of the user before the model is wrapped."""
     mean_hook: bool = False
     """A communication hook of the user averages the gradients."""
 

@@ -127,8 +127,15 @@ def judgeable(scenario: Scenario) -> tuple[Example, Prepared]:
 
 
 def liveness(prepared: Prepared) -> float:
-    """The fraction of the parameters with gradients that have one other than zero in some step."""
+    """
+    The fraction of the parameters with gradients that have one other than zero in some step.
+
+    None, if the gradients of inputs are looked at and all of them are zero.
+    """
     history = next(iter(prepared.histories[0].values()))
+    of_inputs = [grad for grad in history.input_grads if grad is not None]
+    if of_inputs and not any(bool(grad.any()) for grad in of_inputs):
+        return 0.0
     alive: dict[str, bool] = {}
     for record in history.steps:
         for name, grad in (record.grads or {}).items():

@@ -63,6 +63,8 @@ class TrainingHistory:
     """The same after the last step."""
     steps: list[StepRecord] = field(default_factory=list)
     eval_outputs: list[Any] = field(default_factory=list)
+    input_grads: list[Tensor | None] = field(default_factory=list)
+    """The gradients of inputs, in order: of each micro-batch, and at each event that differentiates."""
     reads: list[Tensors] = field(default_factory=list)
     """The parameters read at each event that reads all of them, in order."""
     caught: list[str] = field(default_factory=list)

@@ -28,7 +28,7 @@ from fsdp_conformance.errors import ConfigError, SuiteError
 from fsdp_conformance.history.training import Gradients, StepRecord, TrainingHistory
 from fsdp_conformance.references.structures import note, noted, placed
 from fsdp_conformance.workload.definition import Batch, BatchKey, Fuse, Regime, Workload
-from fsdp_conformance.workload.events import Action, Event, Moment
+from fsdp_conformance.workload.events import SAVED_BY, Action, Event, Moment
 from fsdp_conformance.workload.units import local_names
 
 #: What torch adds to the total norm before dividing by it (torch.nn.utils.clip_grad_norm_).
@@ -52,8 +52,10 @@ class Replica:
     """The factor of the next loss."""
     num_good: int = 0
     """Steps since the scale last changed, all of them without an overflow."""
-    saved: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
-    """The last checkpoint: the states of the module and of the optimizers."""
+    saved: dict[Action, tuple[dict[str, Any], list[dict[str, Any]]]] = field(default_factory=dict)
+    """The states of the module and of the optimizers when they were last saved or taken, by what loads them."""
+    left: Gradients = field(default_factory=dict)
+    """Gradients that were not cleared after the last step."""
 
 
 class Reference(ABC):
@@ -132,12 +134,13 @@ class Reference(ABC):
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), self.regime.norm_type)
         return total
 
-    def norm_of(self, replica: Replica, names: Iterable[str]) -> Tensor:
-        """The norm of some full gradients of a replica, in float64."""
+    def norm_of(self, replica: Replica, names: Iterable[str], norm_type: float | None = None) -> Tensor:
+        """The norm of some full gradients of a replica, in float64; the regime's norm if none is named."""
+        norm_type = self.regime.norm_type if norm_type is None else norm_type
         grads = [grad.double() for name in names if (grad := replica.params[name].grad) is not None]
-        norms = [torch.linalg.vector_norm(grad, self.regime.norm_type) for grad in grads]
+        norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads]
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [zero]), self.regime.norm_type)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [zero]), norm_type)
         return total
 
     def gather_norms(self, norms: list[Tensor]) -> list[Tensor]:
@@ -213,6 +216,8 @@ class Reference(ABC):
                 self._micro_batch(replica, step, micro, reduced)
             self.reduce(micro, reduced)
             self._happen(Moment.BACKWARD, step, micro)
+        for replica in self.replicas:
+            _add_left(replica)
         for replica in self.replicas if self.regime.init_scale is None else ():
             replica.history.steps[step].grads = noted_gradients(replica.params)
         self._happen(Moment.OPTIMIZER, step)
@@ -243,6 +248,8 @@ class Reference(ABC):
             case Action.FORWARD:
                 batch = self._batch(replica, event.step, event.micro)
                 self.call_alone(replica)(*batch.args, **batch.kwargs)
+            case Action.DIFFERENTIATE:
+                self._differentiate(replica, self._batch(replica, event.step, event.micro))
             case Action.READ:
                 replica.history.reads.append({name: note(param) for name, param in replica.params.items()})
             case Action.LEARNING_RATE:
@@ -250,47 +257,63 @@ class Reference(ABC):
             case Action.FREEZE:
                 for name, param in replica.params.items():
                     param.requires_grad_(name not in event.names)
-            case Action.DROP:
-                for name in event.names:
-                    replica.params[name].grad = None
             case Action.ZEROS:
                 self.sets_to_none = False
             case Action.WRITE | Action.ASSIGN:
                 for name in event.names:
                     replica.params[name].data = replica.params[name].data * event.number
+            case action if action in SAVED_BY:
+                self._load(replica, action)
+            case action if action in SAVED_BY.values():
+                self._save(replica, next(loads for loads, saves in SAVED_BY.items() if saves is action))
+            case Action.DROP | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT | Action.CLIP_VALUES | Action.CLIP_SOME:
+                self._change_gradients(event, replica)
+            case _:
+                """Skipping is up to `_update`, attempts to `_step`; the rest does nothing to a replicated model."""
+
+    def _change_gradients(self, event: Event, replica: Replica) -> None:
+        """Do what a user does to gradients before the optimizer steps."""
+        grads = [grad for name in event.names or replica.params if (grad := replica.params[name].grad) is not None]
+        match event.action:
+            case Action.DROP:
+                for name in event.names:
+                    replica.params[name].grad = None
             case Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
-                for grad in (replica.params[name].grad for name in event.names):
-                    if grad is not None:
-                        grad.mul_(event.number)
-            case Action.SAVE:
-                self._save(replica)
-            case Action.LOAD:
-                self._load(replica)
-            case Action.SKIP | Action.RAISE | Action.TOGGLE | Action.UNSHARD:
-                """Skipping is up to `_update`, attempts to `_step`; the others do nothing to a replicated model."""
+                for grad in grads:
+                    grad.mul_(event.number)
+            case Action.CLIP_VALUES:
+                for grad in grads:
+                    grad.clamp_(-event.number, event.number)
+            case Action.CLIP_SOME:
+                norm = self.norm_of(replica, event.names, 2.0)
+                coefficient = float(torch.clamp(event.number / (norm + CLIP_EPSILON), max=1.0))
+                for grad in grads:
+                    grad.mul_(coefficient)
 
     def _set_rate(self, replica: Replica, value: float) -> None:
         for group in (group for optimizer in replica.optimizers for group in optimizer.param_groups):
             group["lr"] = value
 
-    def _save(self, replica: Replica) -> None:
-        """Keep what a checkpoint has."""
+    def _save(self, replica: Replica, loading: Action) -> None:
+        """Keep what an action may load."""
         states = [optimizer.state_dict() for optimizer in replica.optimizers]
-        replica.saved = copy.deepcopy((replica.module.state_dict(), states))
+        replica.saved[loading] = copy.deepcopy((replica.module.state_dict(), states))
 
-    def _load(self, replica: Replica) -> None:
-        """Return to what was kept last."""
-        if replica.saved is None:
+    def _load(self, replica: Replica, action: Action) -> None:
+        """Return to what was kept last for an action, as far as that loads it."""
+        if action not in replica.saved:
             raise SuiteError(f"a checkpoint must be saved before one is loaded, got none [{self.workload.name}]")
-        module, states = copy.deepcopy(replica.saved)
-        replica.module.load_state_dict(module)
-        for optimizer, state in zip(replica.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+        module, states = copy.deepcopy(replica.saved[action])
+        if action is not Action.LOAD_OPTIMIZER:
+            replica.module.load_state_dict(module)
+        if action in (Action.LOAD, Action.LOAD_OPTIMIZER):
+            for optimizer, state in zip(replica.optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
 
     def _attempt(self, replica: Replica, event: Event, begun: int) -> None:
         """
         Do what an interrupted attempt leaves behind: its passes, and what they recompute, may have changed buffers. Its
-        gradients are dropped, and no reducer sees it.
+        gradients are dropped, with those that an earlier step has left, and no reducer sees it.
         """
         if self.workload.fuse is None:
             raise SuiteError(f"{self.workload.name} must have a fuse for an event that raises, got None")
@@ -313,6 +336,7 @@ class Reference(ABC):
                 self._backward(loss)
         for param in replica.params.values():
             param.grad = None
+        replica.left = {}
 
     def _micro_batch(self, replica: Replica, step: int, micro: int, reduced: bool) -> None:
         batch = self._batch(replica, step, micro)
@@ -327,7 +351,18 @@ class Reference(ABC):
                 self._apply(event, replica)
             if self.regime.init_scale is not None:
                 loss = self.scaled(replica, loss)
-            self._backward(loss)
+            if self.regime.backward_from == "output":
+                self._backward_from(output, batch)
+            else:
+                self._backward(loss)
+        if self.regime.keep_input_gradients:
+            replica.history.input_grads += [None if x.grad is None else note(x.grad) for x in _differentiable(batch)]
+
+    def _backward_from(self, output: Any, batch: Batch) -> None:
+        """A backward that begins at the output."""
+        leaf = output.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.workload.loss(leaf, batch), [leaf])
+        torch.autograd.backward([output], [gradient])
 
     def _backward(self, loss: Tensor) -> None:
         parts = self.regime.backwards_per_forward
@@ -347,6 +382,9 @@ class Reference(ABC):
         else:
             self.scaled_update(replica)
             record.loss_scale = torch.tensor(replica.scale, dtype=torch.float64)
+        if not self.regime.clears(step):
+            # Added when the gradients of the next step are complete: whatever reduces those does not see them.
+            replica.left = {name: param.grad for name, param in replica.params.items()}
         for optimizer in replica.optimizers:
             optimizer.zero_grad(set_to_none=self.sets_to_none)
 
@@ -355,6 +393,12 @@ class Reference(ABC):
             record = replica.history.steps[-1]
             record.grad_norm = note(self.clip(replica, self.regime.max_norm))
             record.clipped_grads = noted_gradients(replica.params)
+
+    def _differentiate(self, replica: Replica, batch: Batch) -> None:
+        """Note the gradient of a loss for the first argument alone."""
+        x = batch.args[0].detach().requires_grad_()
+        loss = self.workload.loss(self.call_alone(replica)(x, *batch.args[1:], **batch.kwargs), batch)
+        replica.history.input_grads += [note(gradient) for gradient in torch.autograd.grad(loss, [x])]
 
     def _evaluate(self, replica: Replica, batch: Batch) -> None:
         replica.module.eval()
@@ -365,6 +409,21 @@ class Reference(ABC):
     def _batch(self, replica: Replica, step: int, micro: int) -> Batch:
         key = BatchKey(step=step, micro=micro, rank=replica.rank, world_size=self.world_size)
         return placed(self.workload.batch(key), self.device, self.dtype)
+
+
+def _add_left(replica: Replica) -> None:
+    """Add the gradients that were not cleared to those of a step."""
+    for name, left in replica.left.items():
+        param = replica.params[name]
+        if left is not None:
+            param.grad = left if param.grad is None else left + param.grad
+    replica.left = {}
+
+
+def _differentiable(batch: Batch) -> list[Tensor]:
+    """The arguments that require a gradient."""
+    values = [*batch.args, *batch.kwargs.values()]
+    return [value for value in values if isinstance(value, Tensor) and value.requires_grad]
 
 
 def _raised_by(fuse: Fuse, run: Callable[[], object]) -> str:

@@ -55,6 +55,7 @@ class Kind(StrEnum):
     OUTPUT = "output"
     EVAL = "eval"
     READ = "read"
+    INPUT = "input gradient"
 
 
 def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
@@ -71,6 +72,8 @@ def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
         return {
             f"{name}, read {index}": value for index, read in enumerate(history.reads) for name, value in read.items()
         }
+    if kind is Kind.INPUT:
+        return {f"gradient {index}": grad for index, grad in enumerate(history.input_grads)}
     record = history.steps[step]
     if kind is Kind.LOSS:
         return {f"micro-batch {micro}": loss for micro, loss in enumerate(record.losses)}

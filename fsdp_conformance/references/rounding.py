@@ -29,6 +29,7 @@ from fsdp_conformance.references.loop import Replica
 from fsdp_conformance.references.single_process import Order, SingleProcess
 from fsdp_conformance.references.structures import convert
 from fsdp_conformance.workload.definition import Regime, Workload
+from fsdp_conformance.workload.events import Action
 from fsdp_conformance.workload.units import ROOT, owner
 
 #: Up to so many ranks, there is one sum.
@@ -82,13 +83,13 @@ class Rounding(SingleProcess):
             self._swap(replica, replica.params)
         super().reduce(micro, reduced)
 
-    def _save(self, replica: Replica) -> None:
+    def _save(self, replica: Replica, loading: Action) -> None:
         self._swap(replica, replica.params)
-        super()._save(replica)
+        super()._save(replica, loading)
 
-    def _load(self, replica: Replica) -> None:
+    def _load(self, replica: Replica, action: Action) -> None:
         self._swap(replica, replica.params)
-        super()._load(replica)
+        super()._load(replica, action)
 
     def _evaluated(self, replica: Replica, *args: Any, **kwargs: Any) -> Any:
         """A forward that no backward follows, perhaps between another forward and its backward."""

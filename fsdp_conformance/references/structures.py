@@ -6,6 +6,7 @@ The adapters have separate code for this, so that a mistake here cannot occur on
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +30,10 @@ def convert(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([convert(item, change) for item in value])
     if isinstance(value, dict):
-        return {key: convert(item, change) for key, item in value.items()}
+        converted = copy.copy(value)
+        for key, item in value.items():
+            converted[key] = convert(item, change)
+        return converted
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: convert(getattr(value, field.name), change) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)

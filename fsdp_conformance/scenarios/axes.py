@@ -119,7 +119,10 @@ _MODEL: tuple[Axis, ...] = (
     ),
     axis("buffers", "model", "none", "counter", "running values", "not persistent"),
     axis("inputs", "model", "positional", "keywords", "detached"),
+    axis("input gradients", "model", "none", "of a leaf"),
     axis("outputs", "model", "tensors", "structures", "views", "changed in place", "views changed in place"),
+    axis("types of outputs", "model", "plain", "named tuple", "ordered dict", "model output"),
+    axis("attributes of parameters", "model", "none", value("set before wrapping", "param_attributes")),
     axis("checkpointing", "model", "none", "around blocks", "inside blocks", value("reentrant", "ac_reentrant")),
     axis("dropout", "model", "none", "in each block"),
 )
@@ -159,13 +162,37 @@ _TRAINING: tuple[Axis, ...] = (
         "training",
         "none",
         value("2-norm", "clip_grad_norm"),
+        value("1-norm", "clip_grad_norm", "clip_norm_type"),
         value("largest element", "clip_grad_norm", "clip_norm_type"),
         value("never reached", "clip_grad_norm"),
     ),
+    axis(
+        "clipping by the user",
+        "training",
+        "none",
+        value("values", "clip_grad_value"),
+        value("norm of some", "clip_some"),
+    ),
+    axis("overflow", "training", "none", value("on one rank", "grad_scaler", loss_scaling="dynamic")),
     axis("loss scaling", "training", "none", value("dynamic", "grad_scaler")),
     axis("zeroing", "training", "none left", value("zeros", "zero_grads")),
+    axis(
+        "clearing",
+        "training",
+        "by the optimizer",
+        value("by hand", "own_clearing"),
+        value("not after the first step", "own_clearing"),
+    ),
     axis("learning rate", "training", "constant", value("new", "learning_rate")),
     axis("backwards", "training", "one", "two of one forward"),
+    axis(
+        "derivatives",
+        "training",
+        "of the loss",
+        value("of outputs", "explicit_gradient"),
+        value("of inputs before a step", "autograd_grad"),
+        value("of inputs after a backward", "autograd_grad"),
+    ),
 )
 
 _EVENTS: tuple[Axis, ...] = (
@@ -178,6 +205,7 @@ _EVENTS: tuple[Axis, ...] = (
         "before the optimizer",
         "in inference mode first",
     ),
+    axis("evaluation in accumulation", "events", "none", value("between micro-batches", accumulation=_SEVERAL)),
     axis("forward alone", "events", "none", "before a step", "after a backward"),
     axis("full parameters", "events", "none", "read between steps", "read before the optimizer"),
     axis(
@@ -208,6 +236,22 @@ _EVENTS: tuple[Axis, ...] = (
         value("second one loaded", "checkpoint"),
     ),
     axis(
+        "state dicts",
+        "events",
+        "none",
+        value("full", "full_state_dict"),
+        value("sharded", "sharded_state_dict"),
+        value("of the optimizer", "optim_state_dict"),
+    ),
+    axis(
+        "moved",
+        "events",
+        "not",
+        value("to its device", "move_again"),
+        value("to its dtype", "move_again"),
+        value("to another dtype and back", "cast_between_steps"),
+    ),
+    axis(
         "exception",
         "events",
         "none",
@@ -219,6 +263,9 @@ _EVENTS: tuple[Axis, ...] = (
 )
 
 _LOW = ("bfloat16", "bfloat16, reduced in float32", "bfloat16 in one unit")
+_TYPES = ("named tuple", "ordered dict", "model output")
+_OWN_CLEARING = ("by hand", "not after the first step")
+_OF_INPUTS = ("of inputs before a step", "of inputs after a backward")
 _REGROUPED = ("hybrid", "hybrid, shards of one", "hybrid, one replica")
 
 _CONFLICTS: tuple[Conflict, ...] = (
@@ -322,7 +369,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         reason="gradients are gone when backward has returned",
         of={
             "update": ("in backward",),
-            "clipping": ("2-norm", "largest element", "never reached"),
+            "clipping": ("2-norm", "1-norm", "largest element", "never reached"),
         },
     ),
     Conflict(
@@ -331,6 +378,14 @@ _CONFLICTS: tuple[Conflict, ...] = (
             "update": ("in backward",),
             "written by the user": ("gradients in place", "gradients assigned"),
         },
+    ),
+    Conflict(
+        reason="gradients are gone when backward has returned",
+        of={"update": ("in backward",), "clipping by the user": ("values", "norm of some")},
+    ),
+    Conflict(
+        reason="gradients are still scaled then",
+        of={"loss scaling": ("dynamic",), "clipping by the user": ("values", "norm of some")},
     ),
     Conflict(
         reason="each backward would be a separate step",
@@ -364,6 +419,10 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         reason="the optimizer has stepped by then",
+        of={"update": ("in backward",), "derivatives": ("of inputs after a backward",)},
+    ),
+    Conflict(
+        reason="the optimizer has stepped by then",
         of={"update": ("in backward",), "full parameters": ("read before the optimizer",)},
     ),
     Conflict(
@@ -372,6 +431,62 @@ _CONFLICTS: tuple[Conflict, ...] = (
             "update": ("in backward",),
             "optimizer": ("adam", "adamw, fused", "sgd, in groups", "sgd, two of them"),
         },
+    ),
+    Conflict(
+        reason="no checkpoint and no scheduler knows the optimizer of a parameter that steps in backward",
+        of={"update": ("in backward",), "state dicts": ("of the optimizer",)},
+    ),
+    Conflict(
+        reason="the optimizer in backward sets gradients to None itself",
+        of={"update": ("in backward",), "clearing": _OWN_CLEARING},
+    ),
+    Conflict(
+        reason="gradients of zero are set by the optimizer",
+        of={"zeroing": ("zeros",), "clearing": _OWN_CLEARING},
+    ),
+    Conflict(
+        reason="gradients that are left are no longer scaled, and those that are added are",
+        of={"loss scaling": ("dynamic",), "clearing": _OWN_CLEARING[1:]},
+    ),
+    Conflict(
+        reason="whether the gradients that are left survive a load is open",
+        of={"checkpoints": ("loaded at once",), "clearing": _OWN_CLEARING[1:]},
+    ),
+    Conflict(
+        reason="whether the gradients that are left survive a load is open",
+        of={"state dicts": ("full", "sharded", "of the optimizer"), "clearing": _OWN_CLEARING[1:]},
+    ),
+    Conflict(
+        reason="gradients that overflow are no numbers that can be compared",
+        of={"overflow": ("on one rank",), "input gradients": ("of a leaf",)},
+    ),
+    Conflict(
+        reason="gradients that overflow are no numbers that can be compared",
+        of={"overflow": ("on one rank",), "derivatives": ("of inputs after a backward",)},
+    ),
+    Conflict(
+        reason="the norm of gradients that overflow is no number that can be compared",
+        of={"overflow": ("on one rank",), "clipping": ("2-norm", "1-norm", "largest element", "never reached")},
+    ),
+    Conflict(
+        reason="then not all parameters are in float32",
+        of={"dtypes": ("two in a unit",), "moved": ("to its dtype", "to another dtype and back")},
+    ),
+    Conflict(
+        reason="parameters that are offloaded stay where they are",
+        of={"offload": ("CPU",), "moved": ("to its device",)},
+    ),
+    Conflict(
+        reason="the gradient for the output is that of one tensor",
+        of={"derivatives": ("of outputs",), "types of outputs": _TYPES},
+    ),
+    Conflict(
+        reason="structures have types of their own",
+        of={"outputs": ("structures",), "types of outputs": _TYPES},
+    ),
+    Conflict(
+        reason="reentrant checkpoints pass gradients through tensors and tuples only",
+        of={"checkpointing": ("reentrant",), "types of outputs": _TYPES},
     ),
     Conflict(
         reason="no checkpoint and no scheduler knows the optimizer of a parameter that steps in backward",
@@ -448,12 +563,36 @@ _CONFLICTS: tuple[Conflict, ...] = (
         of={"checkpointing": ("reentrant",), "backwards": ("two of one forward",)},
     ),
     Conflict(
+        reason="reentrant checkpoints do not work with torch.autograd.grad",
+        of={"checkpointing": ("reentrant",), "derivatives": _OF_INPUTS},
+    ),
+    Conflict(
+        reason="no gradient would tell anything about the units",
+        of={"inputs": ("detached",), "derivatives": _OF_INPUTS},
+    ),
+    Conflict(
+        reason="no gradient reaches the leaf",
+        of={"inputs": ("detached",), "input gradients": ("of a leaf",)},
+    ),
+    Conflict(
+        reason="a scaler scales losses",
+        of={"loss scaling": ("dynamic",), "derivatives": ("of outputs",)},
+    ),
+    Conflict(
+        reason="the gradient for the output comes with one backward",
+        of={"backwards": ("two of one forward",), "derivatives": ("of outputs",)},
+    ),
+    Conflict(
         reason="code outside of a unit cannot see in which dtype it computes",
         of={"precision": ("bfloat16 in one unit",), "units": ("each block and both ends", "nested")},
     ),
     Conflict(
         reason="a parameter of two units has two dtypes",
         of={"precision": ("bfloat16 in one unit",), "ties": ("across units",)},
+    ),
+    Conflict(
+        reason="a checkpoint has one value of a buffer that differs between ranks",
+        of={"buffers": ("running values",), "state dicts": ("full", "sharded")},
     ),
     Conflict(
         reason="a checkpoint has one value of a buffer that differs between ranks",
@@ -470,11 +609,19 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         reason="the rounding of a norm in low precision is not determined",
-        of={"precision": _LOW, "clipping": ("2-norm", "largest element")},
+        of={"precision": _LOW, "clipping": ("2-norm", "1-norm", "largest element")},
+    ),
+    Conflict(
+        reason="the rounding of a norm in low precision is not determined",
+        of={"precision": _LOW, "clipping by the user": ("norm of some",)},
     ),
     Conflict(
         reason="clipping by a norm is not exact, and Adam hides it",
-        of={"clipping": ("2-norm", "largest element"), "optimizer": ("adam", "adamw, fused")},
+        of={"clipping by the user": ("norm of some",), "optimizer": ("adam", "adamw, fused")},
+    ),
+    Conflict(
+        reason="clipping by a norm is not exact, and Adam hides it",
+        of={"clipping": ("2-norm", "1-norm", "largest element"), "optimizer": ("adam", "adamw, fused")},
     ),
     Conflict(
         reason="no contract says whether parameters that are still gathered see a write",

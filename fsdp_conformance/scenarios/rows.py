@@ -1,8 +1,9 @@
 """
 The frozen rows of the pair profile: scenarios that together have every possible pair of values.
 
-A row is never changed, so that its case keeps its id and its meaning. When an axis is added, rows are appended
-(`python -m fsdp_conformance.explore.freeze`); until then the older ones have the plain value of that axis.
+A row keeps its id, and its values on the axes that it was frozen with, which the file lists. When axes are added, the
+rows first get values on these, and only then rows are appended for the pairs that are left
+(`python -m fsdp_conformance.explore.freeze`); until then they have the plain values of the new axes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fsdp_conformance.scenarios.axes import SPACE
 from fsdp_conformance.scenarios.covering import Coverage
@@ -23,8 +25,21 @@ FILE = Path(__file__).with_name("pairs.json")
 @cache
 def pairs() -> tuple[Scenario, ...]:
     """The rows, in order; the first is row 1. Raises ConfigError if one of them is no longer possible."""
-    lines = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else []
-    return tuple(Scenario.of(line["values"], salt=line["salt"]) for line in lines)
+    return tuple(Scenario.of(line["values"], salt=line["salt"]) for line in _written()["rows"])
+
+
+@cache
+def axes() -> tuple[str, ...]:
+    """The axes that the rows were frozen with."""
+    return tuple(_written()["axes"])
+
+
+def _written() -> dict[str, Any]:
+    """The content of the file."""
+    content: dict[str, Any] = (
+        json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"axes": [], "rows": []}
+    )
+    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,6 @@ def coverage(
 
 
 def to_text(rows: Iterable[Scenario]) -> str:
-    """The text of the file, with one row a line."""
+    """The text of the file, with one row a line, for rows that have a value on every axis of the space."""
     lines = [json.dumps({"salt": row.salt, "values": dict(row.values)}) for row in rows]
-    return '{"rows": [\n' + ",\n".join(lines) + "\n]}\n"
+    return '{"axes": ' + json.dumps([*SPACE.by_name]) + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"

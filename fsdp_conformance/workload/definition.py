@@ -136,6 +136,8 @@ class Regime:
     """Steps in which such a forward runs between backward and the optimizer step."""
     idle_forwards: int = 0
     """Training-mode forwards without backward before each step's micro-batches."""
+    backward_from: str = "loss"
+    """Where a backward begins: at the "loss", or at the model's "output", with the loss's gradient for it."""
     backwards_per_forward: int = 1
     """2: the loss is split in halves, each with its own backward (retain_graph)."""
     gradient_to_none: tuple[str, ...] = ()
@@ -146,8 +148,15 @@ class Regime:
     """Each parameter has its own optimizer, which steps in a hook as soon as the gradient is there."""
     events: tuple[Event, ...] = ()
     """The other events, at any point of a step; events at one point happen in this order."""
+    clearing: str = "optimizer"
+    """
+    How gradients are cleared after a step: by the "optimizer"; by "hand", which sets each to None; or "late": by hand,
+    but not after the first step, so that the gradients of the second one are added to its own.
+    """
     keep_outputs: bool = False
     """Record the model's outputs in the history."""
+    keep_input_gradients: bool = False
+    """Record the gradients of the inputs that require one, after the last backward of each micro-batch."""
     unused_parameters: bool = False
     """Some parameters take no part in the loss: DDP needs find_unused_parameters."""
 
@@ -159,6 +168,12 @@ class Regime:
             problems.append(f"reduced must have {self.micro_batches} entries, the last one True, got {self.reduced}")
         if self.pipeline not in ("", "forwards-first", "1f1b"):
             problems.append(f"pipeline must be '', 'forwards-first' or '1f1b', got {self.pipeline!r}")
+        if self.backward_from not in ("loss", "output"):
+            problems.append(f"backward_from must be 'loss' or 'output', got {self.backward_from!r}")
+        if self.backward_from == "output" and (self.init_scale is not None or self.backwards_per_forward > 1):
+            problems.append("backward_from must be 'loss' if losses are scaled or split, got 'output'")
+        if self.clearing not in ("optimizer", "hand", "late"):
+            problems.append(f"clearing must be 'optimizer', 'hand' or 'late', got {self.clearing!r}")
         if self.backwards_per_forward not in (1, 2):
             problems.append(f"backwards_per_forward must be 1 or 2, got {self.backwards_per_forward}")
         problems += [
@@ -221,6 +236,10 @@ class Regime:
     def dropped(self, step: int) -> frozenset[str]:
         """The parameters whose gradients of a step are set to None before the optimizer."""
         return frozenset(name for event in self.in_step(step) if event.action is Action.DROP for name in event.names)
+
+    def clears(self, step: int) -> bool:
+        """True if the gradients of a step are cleared after it."""
+        return self.clearing != "late" or step > 0
 
     def skips(self, step: int) -> bool:
         """True if the optimizer does not step."""

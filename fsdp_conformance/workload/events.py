@@ -44,6 +44,11 @@ class Action(StrEnum):
     """The same under inference_mode."""
     FORWARD = "forward"
     """A forward in training mode that no backward follows."""
+    DIFFERENTIATE = "differentiate"
+    """
+    A forward in training mode, and torch.autograd.grad of its loss for the inputs alone. Their gradient is compared;
+    parameters get none.
+    """
     READ = "read"
     """All parameters are read in full; the values are compared."""
     TOGGLE = "toggle"
@@ -68,10 +73,32 @@ class Action(StrEnum):
     """The gradients of the parameters in `names` are multiplied by `value`, in place."""
     ASSIGN_GRADIENT = "assign gradient"
     """The same, by assigning a new tensor to `.grad`."""
+    CLIP_VALUES = "clip values"
+    """The elements of all gradients are clipped to at most `value`, by torch.nn.utils.clip_grad_value_."""
+    CLIP_SOME = "clip some"
+    """The gradients of the parameters in `names` are clipped to the norm `value`, by torch.nn.utils.clip_grad_norm_."""
     SAVE = "save"
     """A checkpoint of the model and the optimizer is saved."""
     LOAD = "load"
     """The last checkpoint that was saved is loaded: model and optimizer are what they were then."""
+    TAKE_MODEL = "take model"
+    """The full state dict of the model is taken."""
+    LOAD_MODEL = "load model"
+    """The model becomes what it was when its full state dict was last taken; the optimizer stays as it is."""
+    TAKE_SHARDS = "take shards"
+    """The sharded state dict of the model is taken, and saved."""
+    LOAD_SHARDS = "load shards"
+    """The model becomes what it was when its sharded state dict was last taken."""
+    TAKE_OPTIMIZER = "take optimizer"
+    """The state dict of the optimizer is taken."""
+    LOAD_OPTIMIZER = "load optimizer"
+    """The optimizer becomes what it was when its state dict was last taken; the model stays as it is."""
+    MOVE = "move"
+    """The wrapped model is moved to the device that it is on."""
+    CAST = "cast"
+    """The wrapped model is cast to float32, which it is in."""
+    CAST_BACK = "cast and back"
+    """The wrapped model is cast to float64, and back to float32."""
     RAISE = "raise"
     """
     The step is attempted first, without its other events, up to this moment: there an exception of the user's code ends
@@ -87,6 +114,7 @@ LEGAL: dict[Action, frozenset[Moment]] = {
     Action.INFER: _ANY,
     # Two forwards before the first one's backward are a pipelined order: R099.
     Action.FORWARD: _ANY - {Moment.LOSS},
+    Action.DIFFERENTIATE: _ANY - {Moment.LOSS},
     # Full parameters can be read where no forward waits for its backward (R047, R052).
     Action.READ: _ANY - {Moment.LOSS},
     Action.TOGGLE: _ANY,
@@ -101,9 +129,20 @@ LEGAL: dict[Action, frozenset[Moment]] = {
     Action.ASSIGN: frozenset({*_BETWEEN, Moment.OPTIMIZER, Moment.LOSS}),
     Action.WRITE_GRADIENT: frozenset({Moment.OPTIMIZER}),
     Action.ASSIGN_GRADIENT: frozenset({Moment.OPTIMIZER}),
+    Action.CLIP_VALUES: frozenset({Moment.OPTIMIZER}),
+    Action.CLIP_SOME: frozenset({Moment.OPTIMIZER}),
     Action.SAVE: _BETWEEN,
     # Inside a step it would be open whether the gradients remain.
     Action.LOAD: _BETWEEN,
+    Action.TAKE_MODEL: _BETWEEN,
+    Action.LOAD_MODEL: _BETWEEN,
+    Action.TAKE_SHARDS: _BETWEEN,
+    Action.LOAD_SHARDS: _BETWEEN,
+    Action.TAKE_OPTIMIZER: _BETWEEN,
+    Action.LOAD_OPTIMIZER: _BETWEEN,
+    Action.MOVE: _BETWEEN,
+    Action.CAST: _BETWEEN,
+    Action.CAST_BACK: _BETWEEN,
     Action.RAISE: frozenset({*PER_MICRO_BATCH, Moment.OPTIMIZER}),
 }
 
@@ -111,20 +150,30 @@ LEGAL: dict[Action, frozenset[Moment]] = {
 LOCAL = frozenset({Action.TOGGLE})
 
 #: Actions that neither change what a reference computes nor are compared with it.
-WITHOUT_EFFECT = frozenset({Action.TOGGLE, Action.UNSHARD})
+WITHOUT_EFFECT = frozenset({Action.TOGGLE, Action.UNSHARD, Action.MOVE, Action.CAST, Action.CAST_BACK})
+
+#: Actions that load something, each with the one that saves it.
+SAVED_BY = {
+    Action.LOAD: Action.SAVE,
+    Action.LOAD_MODEL: Action.TAKE_MODEL,
+    Action.LOAD_SHARDS: Action.TAKE_SHARDS,
+    Action.LOAD_OPTIMIZER: Action.TAKE_OPTIMIZER,
+}
 
 #: Actions after which a change of a parameter no longer shows its gradient: see `checks.derived`.
 HIDES_GRADIENTS = frozenset({
     Action.LEARNING_RATE, Action.SKIP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
-    Action.LOAD,
+    Action.CLIP_VALUES, Action.CLIP_SOME, Action.LOAD, Action.LOAD_MODEL, Action.LOAD_SHARDS, Action.LOAD_OPTIMIZER,
 })  # fmt: skip
 
 #: Actions that need `Event.names`, and those that need `Event.value`.
 _NAMED = frozenset({
-    Action.UNSHARD, Action.DROP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT
+    Action.UNSHARD, Action.DROP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
+    Action.CLIP_SOME,
 })  # fmt: skip
 _VALUED = frozenset({
-    Action.LEARNING_RATE, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT
+    Action.LEARNING_RATE, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
+    Action.CLIP_VALUES, Action.CLIP_SOME,
 })  # fmt: skip
 
 
@@ -186,10 +235,11 @@ def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def without_a_save(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The events that load a checkpoint before one has been saved."""
-    remaining, saved = [], False
+    """The events that load a checkpoint or a state dict before one has been saved or taken."""
+    remaining: list[Event] = []
+    before: set[Action] = set()
     for event in in_order(events):
-        saved = saved or event.action is Action.SAVE
-        if event.action is Action.LOAD and not saved:
+        before.add(event.action)
+        if event.action in SAVED_BY and SAVED_BY[event.action] not in before:
             remaining.append(event)
     return tuple(remaining)

@@ -27,7 +27,7 @@ class ColossalAIZeRO(TorchAdapter):
 
     package: ClassVar[str] = "colossalai"
     capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "shared_params", "shared_module"})
-    declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
+    declines: ClassVar[frozenset[str]] = frozenset({"wrap_again", "own_clearing"})
     #: On an accelerator the user moves the model.
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = {**CPU_ONLY, SIMULATED: frozenset({"init_never"})}
     cuda_names: ClassVar[bool] = True

@@ -31,7 +31,9 @@ class MegatronFSDP(TorchAdapter):
     package: ClassVar[str] = "megatron-fsdp"
     capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "zero_size_shard"})
     #: The package has no clipping, and ranks have gradients of different parameters.
-    declines: ClassVar[frozenset[str]] = frozenset({"clip_grad_norm", "write_params", "wrap_again", "zero_grads"})
+    declines: ClassVar[frozenset[str]] = frozenset({
+        "clip_grad_norm", "write_params", "wrap_again", "zero_grads", "own_clearing",
+    })  # fmt: skip
     shims: ClassVar[tuple[str, ...]] = (
         stub_cuda.SHIM,
         "ddp_config.gradient_reduce_div_fusion is off: it needs ReduceOp.PREMUL_SUM, which gloo lacks",

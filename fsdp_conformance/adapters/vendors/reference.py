@@ -130,6 +130,12 @@ class Reference(TorchAdapter):
             "reshard_load",
             "optim_in_backward",
             "writeback_direct",
+            "explicit_gradient",
+            "autograd_grad",
+            "move_again",
+            "cast_between_steps",
+            "param_attributes",
+            "clip_grad_value",
         }
     )
     #: The unit that computes, and the one that is prefetched.

@@ -83,7 +83,9 @@ class TorchFSDP1(TorchCheckpoints):
         "writeback_direct",
         "ac_reentrant", "tp",
         "clip_norm_type", "full_params_writeback", "full_params_rank0", "full_params_grads",
-        "meta_init", "meta_init_fn",
+        "meta_init", "meta_init_fn", "explicit_gradient", "autograd_grad",
+        "param_attributes",
+        "clip_grad_value",
     })  # fmt: skip
     #: torch 2.13: the copies that an asynchronous save makes do not support ShardedTensor, which raises.
     declines: ClassVar[frozenset[str]] = frozenset({"async_checkpoint"})

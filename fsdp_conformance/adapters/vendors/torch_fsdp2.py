@@ -43,6 +43,9 @@ class TorchFSDP2(TorchCheckpoints):
         "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
         "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit", "ac_reentrant",
         "pipelined_microbatch", "tp", "pp", "clip_norm_type", "meta_init", "optim_in_backward",
+        "explicit_gradient", "autograd_grad",
+        "move_again", "cast_between_steps",
+        "clip_grad_value", "clip_some",
     })  # fmt: skip
     #: New in torch 2.13.
     declines: ClassVar[frozenset[str]] = (

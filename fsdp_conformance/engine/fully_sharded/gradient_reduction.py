@@ -258,10 +258,18 @@ class GradientReduction:
 
     def _deliver(self, shard: Tensor) -> list[nn.Parameter]:
         """Give the originals their parts of an averaged gradient. Returns the parameters that got one."""
-        got, gradients = [], []
         parts = self.storage.layout.parts(shard)
-        for member, used, part in zip(self._shown.members, self._used, parts, strict=False):
-            if used or (member.parameter.requires_grad and not _is_negative_zero(part)):
+        members = list(zip(self._shown.members, self._used, parts, strict=False))
+        shows = [
+            used or (member.parameter.requires_grad and bool(part.numel()) and not _is_negative_zero(part))
+            for member, used, part in members
+        ]
+        # A part without elements shows nothing: it has a gradient if any other has one. None has after
+        # torch.autograd.grad of inputs alone.
+        has_any = any(shows)
+        got, gradients = [], []
+        for (member, _, part), shown in zip(members, shows, strict=True):
+            if shown or (has_any and member.parameter.requires_grad and not part.numel()):
                 got.append(member.parameter)
                 gradients.append(part)
         _add_gradients(got, gradients)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from fsdp_conformance.adapters.base import LoadedKeys
+from fsdp_conformance.adapters.sharded import full_copies, full_gradients, local_part
 from fsdp_conformance.adapters.vendors.reference import Reference
 from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
+from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.errors import Unsupported
 from fsdp_conformance.mutants.scenarios import LosesARowOfTheSecondMicroBatch
@@ -163,3 +168,206 @@ class NeverRecovers(Reference):
 
     def recover(self) -> None:
         raise RuntimeError("no way back")
+
+
+class KnowsItsOwnBackwardOnly(Reference):
+    """Wrong only where user code differentiates: what did not begin in the adapter's backward counts half."""
+
+    name: ClassVar[str] = "knows-its-own-backward-only"
+    _is_own = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient if self._is_own else gradient / 2)
+        return output
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self._is_own = True
+        super().backward(loss, retain_graph=retain_graph)
+        self._is_own = False
+
+
+class HalvesGradientsOfInputs(Reference):
+    """Wrong only in the gradient of an input that requires one."""
+
+    name: ClassVar[str] = "halves-gradients-of-inputs"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x, *others = args
+        return super().forward((x + x.detach()) / 2 if x.requires_grad else x, *others, **kwargs)
+
+
+class StepsWithWhatBackwardLeft(Reference):
+    """Wrong only where user code changes gradients: the optimizer steps with those from before."""
+
+    name: ClassVar[str] = "steps-with-what-backward-left"
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph=retain_graph)
+        self._gradients = {
+            name: parameter.grad.clone() for name, parameter in self.parameters().items() if parameter.grad is not None
+        }
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        for name, parameter in self.parameters().items():
+            parameter.grad = self._gradients.get(name)
+        return super().step(max_norm, norm_type=norm_type)
+
+
+class ClipsSomeByTheirShards(TorchFSDP2):
+    """Wrong only where some parameters are clipped: user code sees plain shards, and clips by their norm."""
+
+    name: ClassVar[str] = "clips-some-by-their-shards"
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: _shown(parameter) for name, parameter in super().parameters().items()}
+
+    def full_params(self) -> dict[str, Tensor]:
+        return full_copies(super().parameters(), self.full)
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        return full_gradients(super().parameters(), self.device, self.full)
+
+    def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
+        raise NotImplementedError
+
+    declines: ClassVar[frozenset[str]] = frozenset({"full_optim_state", "orig_params"})
+
+
+def _shown(parameter: nn.Parameter) -> nn.Parameter:
+    """This rank's shard, with the shard of the gradient."""
+    shard = nn.Parameter(local_part(parameter).detach())
+    if parameter.grad is not None:
+        shard.grad = local_part(parameter.grad)
+    return shard
+
+
+class AnyNormIsTheSecond(Reference):
+    """Wrong only where gradients are clipped by another norm: it takes the 2-norm."""
+
+    name: ClassVar[str] = "any-norm-is-the-second"
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        return super().clip(max_norm, 2.0)
+
+
+class LoadsOneParameterWrongly(Reference):
+    """Wrong only where a state dict of the model is loaded: the first parameter is another one."""
+
+    name: ClassVar[str] = "loads-one-parameter-wrongly"
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        keys = super().load_full_state_dict(state, strict=strict)
+        self._add_one()
+        return keys
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_sharded_state_dict(state)
+        self._add_one()
+
+    def _add_one(self) -> None:
+        name = next(iter(self.names.parameters))
+        self.write_params({name: self.full_params()[name] + 1})
+
+
+class LoadsNoOptimizerState(Reference):
+    """Wrong only where the state dict of the optimizer is loaded: it is not."""
+
+    name: ClassVar[str] = "loads-no-optimizer-state"
+
+    def load_optim_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load nothing."""
+
+
+class IsCast(TorchDDP):
+    """Wrong only after a cast to another dtype and back: its buckets hold the gradients from before."""
+
+    name: ClassVar[str] = "is-cast"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"cast_between_steps"})
+
+
+class IsMoved(TorchFSDP1):
+    """Wrong after any move, also one that changes nothing: torch's FSDP1 steps another storage then."""
+
+    name: ClassVar[str] = "is-moved"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"move_again"})
+
+
+class LooksAtItsOwnGradients(Reference):
+    """Wrong only where gradients overflow on one rank: they are looked at before they are reduced."""
+
+    name: ClassVar[str] = "looks-at-its-own-gradients"
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return _Deaf(self.device.type, **options)
+
+
+class _Deaf(torch.amp.GradScaler):
+    """A scaler that the last rank never tells of an overflow."""
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                flag.zero_()
+
+
+class EvaluatingDropsGradients(Reference):
+    """Wrong only where an evaluation comes after a backward: the gradients so far are dropped."""
+
+    name: ClassVar[str] = "evaluating-drops-gradients"
+
+    def train(self, mode: bool = True) -> None:
+        super().train(mode)
+        if not mode:
+            self.discard_gradients()
+
+
+class ClearsAnyway(Reference):
+    """Wrong only where user code clears gradients: it does that, too."""
+
+    name: ClassVar[str] = "clears-anyway"
+
+    def leave_grads(self) -> None:
+        """Go on."""
+
+
+class StepsCopiesOfGradients(Reference):
+    """Wrong only where user code clears gradients by hand: what it has accumulated comes back."""
+
+    name: ClassVar[str] = "steps-copies-of-gradients"
+
+    def leave_grads(self) -> None:
+        super().leave_grads()
+        self._held: dict[str, Tensor] = {}
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        for name, parameter in self.parameters().items() if not self.clears else ():
+            if parameter.grad is not None:
+                parameter.grad += self._held.get(name, torch.zeros_like(parameter.grad))
+                self._held[name] = parameter.grad.clone()
+        return super().step(max_norm, norm_type=norm_type)
+
+
+class ForgetsAttributes(Reference):
+    """Wrong only where parameters have attributes of the user: it drops them."""
+
+    name: ClassVar[str] = "forgets-attributes"
+
+    def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
+        for parameter in model.parameters():
+            vars(parameter).clear()
+        return super().wrap(model, plan)
+
+
+class ReturnsPlainContainers(Reference):
+    """Wrong only where the model returns a container of a class of its own: the caller gets a plain one."""
+
+    name: ClassVar[str] = "returns-plain-containers"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if isinstance(output, dict):
+            return dict(output)
+        return tuple(output) if isinstance(output, tuple) else output

@@ -166,13 +166,50 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
         pytest.param("StaysGathered", "exception", "before the optimizer", "R161", marks=pytest.mark.nightly),
         ("EvaluationLeavesAUnitGathered", "evaluation", "before steps", "R034"),
         pytest.param("NeverRecovers", "exception", "in forward", "R000", marks=pytest.mark.nightly),
+        pytest.param("KnowsItsOwnBackwardOnly", "derivatives", "of outputs", "R003", marks=pytest.mark.nightly),
+        pytest.param(
+            "KnowsItsOwnBackwardOnly", "derivatives", "of inputs before a step", "R157", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "KnowsItsOwnBackwardOnly", "derivatives", "of inputs after a backward", "R157", marks=pytest.mark.nightly
+        ),
+        pytest.param("HalvesGradientsOfInputs", "input gradients", "of a leaf", "R157", marks=pytest.mark.nightly),
+        pytest.param("StepsWithWhatBackwardLeft", "clipping by the user", "values", "R002", marks=pytest.mark.nightly),
+        pytest.param(
+            "ClipsSomeByTheirShards", "clipping by the user", "norm of some", "R002", marks=pytest.mark.nightly
+        ),
+        pytest.param("AnyNormIsTheSecond", "clipping", "1-norm", "R101", marks=pytest.mark.nightly),
+        pytest.param("LoadsOneParameterWrongly", "state dicts", "full", "R002", marks=pytest.mark.nightly),
+        pytest.param("LoadsOneParameterWrongly", "state dicts", "sharded", "R002", marks=pytest.mark.nightly),
+        pytest.param("LoadsNoOptimizerState", "state dicts", "of the optimizer", "R002", marks=pytest.mark.nightly),
+        pytest.param("IsCast", "moved", "to another dtype and back", "R003", marks=pytest.mark.nightly),
+        pytest.param("IsMoved", "moved", "to its device", "R003", marks=pytest.mark.nightly),
+        pytest.param("IsMoved", "moved", "to its dtype", "R003", marks=pytest.mark.nightly),
+        pytest.param("LooksAtItsOwnGradients", "overflow", "on one rank", "R105", marks=pytest.mark.nightly),
+        pytest.param(
+            "EvaluatingDropsGradients",
+            "evaluation in accumulation",
+            "between micro-batches",
+            "R003",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("StepsCopiesOfGradients", "clearing", "by hand", "R002", marks=pytest.mark.nightly),
+        pytest.param("ClearsAnyway", "clearing", "not after the first step", "R003", marks=pytest.mark.nightly),
+        pytest.param(
+            "ForgetsAttributes", "attributes of parameters", "set before wrapping", "R189", marks=pytest.mark.nightly
+        ),
+        pytest.param("ReturnsPlainContainers", "types of outputs", "named tuple", "R157", marks=pytest.mark.nightly),
+        pytest.param("ReturnsPlainContainers", "types of outputs", "ordered dict", "R157", marks=pytest.mark.nightly),
+        pytest.param("ReturnsPlainContainers", "types of outputs", "model output", "R157", marks=pytest.mark.nightly),
     ],
 )
-def test_wrong_only_at_an_event(name: str, axis: str, value: str, requirement: str) -> None:
-    """Each event exposes an engine that is right without it, under the requirement that names the defect."""
+def test_wrong_only_with_one_value(name: str, axis: str, value: str, requirement: str) -> None:
+    """Each value exposes an engine that is right without it, under the requirement that names the defect."""
     with _worker(name) as worker:
         without = worker.run(TWO_REDUCED)
-        disturbed = worker.run(Scenario.of({**TWO_REDUCED.choice, axis: value}))
+        choice = SPACE.completed({**dict(TWO_REDUCED.values), axis: value})
+        assert choice is not None
+        disturbed = worker.run(Scenario.of(choice))
 
     assert without.record is not None
     assert without.record.verdict is Verdict.PASS

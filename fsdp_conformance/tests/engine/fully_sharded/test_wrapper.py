@@ -440,6 +440,22 @@ class TestSignsOfZero(ShardedTestCase):
                 expected = torch.zeros_like(parameter)
             self.assertTrue(torch.equal(cast(Tensor, expected), got), msg=name)
 
+    def test_gradients_of_inputs_alone(self) -> None:
+        """torch.autograd.grad of an input gives no parameter a gradient, also not an empty one where a shard is."""
+        subject = sharded(nn.Sequential(nn.Linear(WIDTH, 1, bias=False), nn.Linear(1, WIDTH)), units=["0", "1"])
+        calls: list[Tensor] = []
+        for parameter in subject.parameters():
+            parameter.register_post_accumulate_grad_hook(calls.append)
+        x = batch(self.rank).requires_grad_()
+        (gradient,) = torch.autograd.grad(forward_sum(subject, x), [x])
+
+        self.assertTrue(gradient.any())
+        self.assertTrue(any(not parameter.numel() for parameter in subject.parameters()) or self.rank == 0)
+        self.assertEqual([parameter.grad for parameter in subject.parameters()], [None] * 3)
+        self.assertEqual(calls, [])
+        forward_sum(subject, x).backward()
+        self.assertTrue(all(parameter.grad is not None for parameter in subject.parameters()))
+
     def test_used_only_while_replicas_wait(self) -> None:
         """
         A parameter used only by a backward inside `no_all_reduce` gets its gradient from the next one outside, even one
