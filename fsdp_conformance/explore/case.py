@@ -177,7 +177,9 @@ class ScenarioCase(ConformanceTestCase):
             self.expect_equal("R160", "exceptions that reached the caller", run.caught, caught, check="the exception")
             left = "units that a recovery left unsharded"
             self.expect_equal("R161", left, run.left_unsharded, [], check="clean after recovery")
-        if self.declares("zero3") and plan.sharding in _RESHARD and plan.reshard_after_forward in (None, True):
+        reshards = self.declares("zero3") and plan.sharding in _RESHARD and plan.reshard_after_forward in (None, True)
+        # In another order, units may be prefetched that do not run any more.
+        if reshards and not example.model.calls:
             left = "units that an evaluation left gathered"
             self.expect_equal("R034", left, run.gathered_by_evaluations, [], check="resharded after evaluation")
         if example.regime.optimizer_in_backward:
