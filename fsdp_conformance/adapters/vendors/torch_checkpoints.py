@@ -32,6 +32,30 @@ class TorchCheckpoints(TorchAdapter):
     """The optional methods for state dicts and checkpoints, with torch's own functions."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"reshard_load"})
+    avoids: ClassVar[tuple[Mapping[str, str], ...]] = (
+        # torch.distributed.checkpoint.state_dict loses the settings of an empty group that is not the last one:
+        # ci/findings/torch-fsdp2/settings_of_an_empty_group.py.
+        *(
+            {"optimizer": "sgd, in groups", "checkpoints": loaded}
+            for loaded in ("loaded at once", "loaded later", "second one loaded")
+        ),
+        # It drops the state of parameters that are frozen when a checkpoint is loaded:
+        # ci/findings/torch-fsdp2/optimizer_state_of_a_frozen_parameter.py, pytorch#192202.
+        *({"frozen": "later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),
+        # It steps an optimizer that has no state yet, and so Adam's first step counts twice:
+        # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
+        *({"optimizer": adam, "checkpoints": "second one loaded"} for adam in ("adam", "adamw, fused")),
+        # In the same way, parameters that have had no gradient get a state.
+        {"use": "one never", "checkpoints": "second one loaded"},
+        {"inputs": "detached", "checkpoints": "second one loaded"},
+        {"frozen": "the first layer", "checkpointing": "reentrant", "checkpoints": "second one loaded"},
+        # By design: a checkpoint is loaded in place, so state that a parameter got after it was saved is an error.
+        *({"frozen": "thawed later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),
+        {"dropped": "one gradient", "checkpoints": "loaded later"},
+        # State that a parameter got after a state dict was taken stays: pytorch#192202.
+        {"dropped": "one gradient", "state dicts": "of the optimizer"},
+        {"frozen": "thawed later", "state dicts": "of the optimizer"},
+    )
 
     _saving_group: dist.ProcessGroup | None = None
     """For asynchronous saves, whose collectives must not meet those of the training."""

@@ -98,6 +98,7 @@ class TorchFSDP1(TorchCheckpoints):
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.FULL_SHARD
     """The meaning of `Sharding.DEFAULT`."""
     avoids: ClassVar[tuple[Mapping[str, str], ...]] = (
+        *TorchCheckpoints.avoids,
         # Shard groups of one rank are not reduced: ci/findings/torch-fsdp1/hybrid_with_shard_groups_of_one.py.
         {"sharding": "hybrid, shards of one"},
         # ci/findings/torch-fsdp1/noncontiguous_parameter_unsharded.py; the state of its optimizer is permuted, too.
@@ -145,9 +146,6 @@ class TorchFSDP1(TorchCheckpoints):
             for evaluation in ("before steps", "in inference mode first")
             for written in ("parameters in place", "parameters assigned")
         ),
-        # Without gradients for its inputs, a reentrant checkpoint gives none to the first block either; the load of a
-        # checkpoint then gives its parameters a state.
-        {"frozen": "the first layer", "checkpointing": "reentrant", "checkpoints": "second one loaded"},
         # FullyShardedDataParallel.optim_state_dict wants one optimizer, with state of every parameter in it.
         *(
             {"optimizer": optimizer, "checkpoints": event}
@@ -169,11 +167,6 @@ class TorchFSDP1(TorchCheckpoints):
             )
             for loaded in ("loaded at once", "loaded later", "second one loaded")
         ),
-        # By design: a checkpoint is loaded in place, so state that a parameter got after it was saved is an error.
-        *({"frozen": "thawed later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),
-        # torch.distributed.checkpoint steps an optimizer that has no state yet, and so Adam's first step counts twice:
-        # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
-        *({"optimizer": adam, "checkpoints": "second one loaded"} for adam in ("adam", "adamw, fused")),
     )
 
     @classmethod

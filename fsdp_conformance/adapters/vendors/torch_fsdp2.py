@@ -53,6 +53,7 @@ class TorchFSDP2(TorchCheckpoints):
     )
     max_unsharded: ClassVar[int] = 1
     avoids: ClassVar[tuple[Mapping[str, str], ...]] = (
+        *TorchCheckpoints.avoids,
         # pytorch#181832: a view that the caller changes in place loses the hook that gathers for its backward.
         {"outputs": "views changed in place"},
         # pytorch#197327: tensors made in inference mode are used in training.
@@ -73,25 +74,8 @@ class TorchFSDP2(TorchCheckpoints):
         # ci/findings/torch-fsdp2/clip_inf_empty_shard.py.
         *({"clipping": "largest element", "rows": rows} for rows in ("uneven", "fewer than ranks")),
         *({"clipping": "largest element", "other shapes": shape} for shape in ("single elements", "several dims")),
-        # torch.distributed.checkpoint.state_dict loses the settings of an empty group that is not the last one:
-        # ci/findings/torch-fsdp2/settings_of_an_empty_group.py.
-        *(
-            {"optimizer": "sgd, in groups", "checkpoints": loaded}
-            for loaded in ("loaded at once", "loaded later", "second one loaded")
-        ),
-        # It drops the state of parameters that are frozen when a checkpoint is loaded:
-        # ci/findings/torch-fsdp2/optimizer_state_of_a_frozen_parameter.py, pytorch#192202.
-        *({"frozen": "later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),
-        # It steps an optimizer that has no state yet, and so Adam's first step counts twice:
-        # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
-        *({"optimizer": adam, "checkpoints": "second one loaded"} for adam in ("adam", "adamw, fused")),
-        # In the same way, parameters that have had no gradient get a state.
-        {"use": "one never", "checkpoints": "second one loaded"},
-        {"inputs": "detached", "checkpoints": "second one loaded"},
-        {"frozen": "the first layer", "checkpointing": "reentrant", "checkpoints": "second one loaded"},
-        # By design: a checkpoint is loaded in place, so state that a parameter got after it was saved is an error.
-        *({"frozen": "thawed later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),
-        {"dropped": "one gradient", "checkpoints": "loaded later"},
+        # The root stays gathered after an evaluation: ci/findings/torch-fsdp2/optimizer_state_after_an_evaluation.py.
+        {"evaluation": "before steps", "state dicts": "of the optimizer"},
         # pytorch#186998: the dtype of gradients is set in the first forward, for the parameters that train in it.
         *(
             {"precision": precision, "frozen": "thawed later"}
