@@ -246,7 +246,7 @@ class _Builder:
             ragged={"shape by step": "step", "shape by rank": "rank", "shape by micro-batch": "micro"}.get(
                 choice["batches"], ""
             ),
-            casts=choice["precision"] == "bfloat16 in one unit",
+            casts=choice["precision"] == "bfloat16, one unit in float32",
             salt=self.salt,
         )
 
@@ -323,7 +323,7 @@ class _Builder:
             param_dtype="bfloat16" if low else None,
             reduce_dtype="float32" if low and choice["precision"] != "bfloat16" else None,
             unit_dtypes=((_unit_of(model, _SPECIAL), "float32"),)
-            if choice["precision"] == "bfloat16 in one unit"
+            if choice["precision"] == "bfloat16, one unit in float32"
             else (),
             sync_module_states=choice["initial values"] == "from the first rank",
             micro_batches=_MICRO_BATCHES[choice["accumulation"]][0],

@@ -57,7 +57,7 @@ _ENGINE: tuple[Axis, ...] = (
         "float32",
         value("bfloat16", "mixed_precision"),
         value("bfloat16, reduced in float32", "mixed_precision", "mp_reduce"),
-        value("bfloat16 in one unit", "mixed_precision", "mp_per_unit", "mp_reduce"),
+        value("bfloat16, one unit in float32", "mixed_precision", "mp_per_unit", "mp_reduce"),
     ),
     axis("offload", "engine", "off", value("CPU", "cpu_offload_params")),
     axis(
@@ -262,7 +262,7 @@ _EVENTS: tuple[Axis, ...] = (
     axis("mode", "events", "training", "toggled", value("toggled on one rank", ranks=("2", "3", "4"))),
 )
 
-_LOW = ("bfloat16", "bfloat16, reduced in float32", "bfloat16 in one unit")
+_LOW = ("bfloat16", "bfloat16, reduced in float32", "bfloat16, one unit in float32")
 _TYPES = ("named tuple", "ordered dict", "model output")
 _OWN_CLEARING = ("by hand", "not after the first step")
 _OF_INPUTS = ("of inputs before a step", "of inputs after a backward")
@@ -310,7 +310,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         reason="only a unit below the root can have its own precision",
         of={
             "units": ("chosen by class", "chosen by size", "only the root"),
-            "precision": ("bfloat16 in one unit",),
+            "precision": ("bfloat16, one unit in float32",),
         },
     ),
     Conflict(
@@ -327,10 +327,6 @@ _CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         reason="then a part of a unit is frozen",
         of={"units": ("two blocks as one",), "frozen": ("a block", "later", "thawed later")},
-    ),
-    Conflict(
-        reason="each shard group has a different first rank",
-        of={"initial values": ("from the first rank",), "sharding": _REGROUPED},
     ),
     Conflict(
         reason="the order of a sum in low precision is not determined",
@@ -584,11 +580,11 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         reason="code outside of a unit cannot see in which dtype it computes",
-        of={"precision": ("bfloat16 in one unit",), "units": ("each block and both ends", "nested")},
+        of={"precision": ("bfloat16, one unit in float32",), "units": ("each block and both ends", "nested")},
     ),
     Conflict(
         reason="a parameter of two units has two dtypes",
-        of={"precision": ("bfloat16 in one unit",), "ties": ("across units",)},
+        of={"precision": ("bfloat16, one unit in float32",), "ties": ("across units",)},
     ),
     Conflict(
         reason="a checkpoint has one value of a buffer that differs between ranks",

@@ -115,7 +115,7 @@ class TorchFSDP1(TorchCheckpoints):
         # In low precision, a step after a forward alone shows no gradients.
         *(
             {"precision": precision, "forward alone": "before a step"}
-            for precision in ("bfloat16", "bfloat16, reduced in float32", "bfloat16 in one unit")
+            for precision in ("bfloat16", "bfloat16, reduced in float32", "bfloat16, one unit in float32")
         ),
         # While units are gathered, users see flat parameters.
         *(
@@ -125,9 +125,9 @@ class TorchFSDP1(TorchCheckpoints):
         # ci/findings/torch-fsdp1/grad_scaler_with_fused_adam.py
         {"optimizer": "adamw, fused", "loss scaling": "dynamic"},
         # The inputs of a unit with a dtype of its own are not cast again when it is recomputed.
-        {"precision": "bfloat16 in one unit", "checkpointing": "around blocks"},
+        {"precision": "bfloat16, one unit in float32", "checkpointing": "around blocks"},
         # ci/findings/torch-fsdp1/accumulates_in_the_compute_dtype.py
-        {"precision": "bfloat16 in one unit", "accumulation": "three, two deferred"},
+        {"precision": "bfloat16, one unit in float32", "accumulation": "three, two deferred"},
         # Parameters that are not used get a gradient of zeros, so weight decay changes them.
         {"inputs": "detached", "optimizer": "adamw, fused"},
         # On one rank nothing is sharded, and gradients that a forward alone or no_sync precedes are not the model's.

@@ -79,7 +79,7 @@ class TorchFSDP2(TorchCheckpoints):
         # pytorch#186998: the dtype of gradients is set in the first forward, for the parameters that train in it.
         *(
             {"precision": precision, "frozen": "thawed later"}
-            for precision in ("bfloat16", "bfloat16, reduced in float32", "bfloat16 in one unit")
+            for precision in ("bfloat16", "bfloat16, reduced in float32", "bfloat16, one unit in float32")
         ),
         # ci/findings/torch-fsdp2/unit_used_only_before_the_all_reduce.py
         {"use": "one skipped by step", "accumulation": "deferred over replicas"},
