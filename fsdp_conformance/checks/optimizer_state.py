@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.references.reference_set import References
+from fsdp_conformance.references.reference_set import Kind, References
 from fsdp_conformance.references.tolerance import magnitude
 
 #: How far a moment may be from the reference's, as a fraction of its largest element, where it is not exact. The
@@ -37,7 +37,7 @@ def same_state(state: Mapping[str, Mapping[str, Tensor]], references: References
                 tally.compare(float(got) == float(value), key, expected=float(value), got=float(got), **where)
             else:
                 distance = magnitude(got.double() - value.double())
-                limit = 0.0 if references.exact else MOMENT_BOUND * magnitude(value.double())
+                limit = 0.0 if references.exact else _limit(references, name, value)
                 tally.compare(
                     distance <= limit, key, expected=f"a difference of at most {limit:.3g}", got=f"{distance:.3g}",
                     elements=value.numel(), **where,
@@ -45,6 +45,20 @@ def same_state(state: Mapping[str, Mapping[str, Tensor]], references: References
     for name in state.keys() - expected.keys():
         tally.compare(False, "state", expected="none, as the reference has none", got="some", fqn=name, phase="step")
     return tally.result()
+
+
+def _limit(references: References, name: str, value: Tensor) -> float:
+    """
+    How far a moment may be from the expected one.
+
+    Moments add up gradients, so they are no more exact than these: gradients that vanish leave nothing but noise.
+    """
+    noise = 0.0
+    for record in references.expected.steps:
+        if record.grads is not None and record.grads.get(name) is not None:
+            limit = references.bound(Kind.GRADIENT, record.step, name).limit
+            noise += 0.0 if limit is None else magnitude(limit)
+    return MOMENT_BOUND * magnitude(value.double()) + noise
 
 
 def stepped_once(history: TrainingHistory, *, requirement: str) -> CheckResult:

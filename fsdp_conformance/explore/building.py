@@ -326,6 +326,7 @@ class _Builder:
             if choice["precision"] == "bfloat16, one unit in float32"
             else (),
             sync_module_states=choice["initial values"] == "from the first rank",
+            meta_init=choice["built"] == "on meta",
             micro_batches=_MICRO_BATCHES[choice["accumulation"]][0],
             defer_reduction=bool(_MICRO_BATCHES[choice["accumulation"]][1]),
             deferred_units=(_unit_of(model, _SPECIAL),) if choice["accumulation"] == "deferred in one unit" else (),

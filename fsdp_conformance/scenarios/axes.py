@@ -78,6 +78,7 @@ _ENGINE: tuple[Axis, ...] = (
         value("from the first rank", "sync_module_states", ranks=("2", "3", "4")),
         value("set after wrapping", "write_params"),
     ),
+    axis("built", "engine", "with values", value("on meta", "meta_init", initial_values="set after wrapping")),
     axis("communication hook", "engine", "none", value("mean", "comm_hook")),
     axis("update", "engine", "after backward", value("in backward", "optim_in_backward")),
 )

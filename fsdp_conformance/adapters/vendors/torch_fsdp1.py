@@ -133,6 +133,8 @@ class TorchFSDP1(TorchCheckpoints):
         # On one rank nothing is sharded, and gradients that a forward alone or no_sync precedes are not the model's.
         {"ranks": "1", "frozen": "thawed later", "forward alone": "before a step"},
         {"ranks": "1", "accumulation": "two, first deferred", "zeroing": "zeros", "dropped": "one gradient"},
+        # ci/findings/torch-fsdp1/meta_init_breaks_ties.py
+        *({"built": "on meta", "ties": ties} for ties in ("within a unit", "across units")),
         # Gradients of zeros do not stay on parameters that are frozen afterwards.
         {"frozen": "later", "zeroing": "zeros"},
         # Where a unit has several blocks, the first that is recomputed ends the backward of the unit.

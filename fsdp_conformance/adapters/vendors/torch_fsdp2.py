@@ -75,7 +75,7 @@ class TorchFSDP2(TorchCheckpoints):
         *({"clipping": "largest element", "rows": rows} for rows in ("uneven", "fewer than ranks")),
         *({"clipping": "largest element", "other shapes": shape} for shape in ("single elements", "several dims")),
         # The root stays gathered after an evaluation: ci/findings/torch-fsdp2/optimizer_state_after_an_evaluation.py.
-        {"evaluation": "before steps", "state dicts": "of the optimizer"},
+        *({"evaluation": "before steps", "state dicts": state} for state in ("full", "sharded", "of the optimizer")),
         # pytorch#186998: the dtype of gradients is set in the first forward, for the parameters that train in it.
         *(
             {"precision": precision, "frozen": "thawed later"}
