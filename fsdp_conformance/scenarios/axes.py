@@ -341,6 +341,10 @@ _CONFLICTS: tuple[Conflict, ...] = (
         reason="an engine that computes in low precision casts all of a unit",
         of={"precision": _LOW, "dtypes": ("two in a unit",)},
     ),
+    Conflict(
+        reason="memory is given to new parameters, which have no attributes",
+        of={"built": ("on meta",), "attributes of parameters": ("set before wrapping",)},
+    ),
     Conflict(reason="there is one unit only", of={"units": ("only the root",), "ties": ("across units",)}),
     Conflict(reason="one unit contains both", of={"units": ("two blocks as one",), "ties": ("across units",)}),
     Conflict(

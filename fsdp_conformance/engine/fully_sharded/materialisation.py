@@ -14,11 +14,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_conformance.engine.accelerator import present_accelerator
 from fsdp_conformance.errors import ConfigError
 
 _WHERE = "meta-device initialisation"
+
+#: Parameters on meta to what took their place in units that have been made. Units that are made later may share them.
+_replaced = WeakIdKeyDictionary()
 
 
 def materialise(
@@ -40,19 +44,38 @@ def materialise(
     if not found:
         return
     ties = _Ties()
-    with torch.no_grad():
+    with torch.no_grad(), _shared_with_earlier_units(found):
         if init_fn is not None:
             for module in found:
                 with ties.kept(module):
                     init_fn(module)
             _check_initialised(found)
-            return
-        _check_initialisable(found)
-        for module in found:
-            with ties.kept(module):
-                module.to_empty(device=device or present_accelerator() or torch.device("cpu"), recurse=False)
-        for module in found:
-            module.reset_parameters()  # type: ignore[operator]
+        else:
+            _check_initialisable(found)
+            for module in found:
+                with ties.kept(module):
+                    module.to_empty(device=device or present_accelerator() or torch.device("cpu"), recurse=False)
+            for module in found:
+                module.reset_parameters()  # type: ignore[operator]
+    ties.note()
+
+
+@contextmanager
+def _shared_with_earlier_units(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """
+    A context in which modules get memory and values. After it they share what earlier units have made of a parameter.
+
+    Not before: the earlier unit has sharded it, and `reset_parameters` would write to the shard.
+    """
+    shared = [
+        (module, key, _replaced[parameter])
+        for module in modules
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter in _replaced
+    ]
+    yield
+    for module, key, parameter in shared:
+        module._parameters[key] = parameter
 
 
 class _Ties:
@@ -61,6 +84,11 @@ class _Ties:
     def __init__(self) -> None:
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         """By the id of the parameter that was replaced, which is kept alive: ids are used again."""
+
+    def note(self) -> None:
+        """Let units that are made later share the replacements; a parameter keeps the first that it ever had."""
+        for old, new in self._replaced.values():
+            _replaced.setdefault(old, new)
 
     @contextmanager
     def kept(self, module: nn.Module) -> Iterator[None]:

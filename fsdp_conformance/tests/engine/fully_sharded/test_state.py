@@ -378,6 +378,25 @@ class TestMeta(ShardedTestCase):
         self.assertIs(model[0].weight, model[2].weight)
         self.assert_same_params(self._model("cpu"), subject)
 
+    def test_tied_across_units(self) -> None:
+        """Units that are made one after the other share what took the place of a parameter, with or without a function."""
+
+        def init(module: nn.Module) -> None:
+            module.to_empty(device="cpu", recurse=False)
+            module.reset_parameters()  # type: ignore[operator]
+
+        for function in (None, init):
+            model = self._model("meta")
+            for index in range(3):
+                layer = model[index]
+                model[index] = FullyShardedDataParallel(layer, param_init_fn=function, device_id=torch.device("cpu"))
+            subject = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+            names = [name for name, _ in subject.named_parameters(remove_duplicate=False)]
+            unique = [name for name, _ in subject.named_parameters()]
+            self.assertEqual(6, len(names))
+            self.assertEqual(5, len(unique))
+            self.assert_same_params(self._model("cpu"), subject)
+
     def test_what_is_left_on_meta(self) -> None:
         """Tensors left on meta are named, with what to do."""
         with self.assertRaisesRegex(ConfigError, r"weight, bias of a OnItsOwn must not be on meta.*to_empty"):
