@@ -135,8 +135,17 @@ class TorchFSDP1(TorchCheckpoints):
         {"ranks": "1", "accumulation": "two, first deferred", "zeroing": "zeros", "dropped": "one gradient"},
         # ci/findings/torch-fsdp1/meta_init_breaks_ties.py
         *({"built": "on meta", "ties": ties} for ties in ("within a unit", "across units")),
-        # Gradients of zeros do not stay on parameters that are frozen afterwards.
+        # Gradients do not stay on parameters that are frozen afterwards.
         {"frozen": "later", "zeroing": "zeros"},
+        {"frozen": "later", "clearing": "not after the first step"},
+        # Where nothing is sharded, units stay gathered after torch.autograd.grad, and show flat parameters.
+        *(
+            {axis: value, "derivatives": derivatives}
+            for axis, value in (("ranks", "1"), ("sharding", "nothing"))
+            for derivatives in ("of inputs before a step", "of inputs after a backward")
+        ),
+        # The hook that FSDP1 puts on leaves must not see torch.autograd.grad.
+        {"frozen": "the first layer", "derivatives": "of inputs after a backward"},
         # Where a unit has several blocks, the first that is recomputed ends the backward of the unit.
         *(
             {"units": units, "checkpointing": "reentrant"}
@@ -150,9 +159,15 @@ class TorchFSDP1(TorchCheckpoints):
         ),
         # FullyShardedDataParallel.optim_state_dict wants one optimizer, with state of every parameter in it.
         *(
-            {"optimizer": optimizer, "checkpoints": event}
+            {"optimizer": optimizer, axis: event}
             for optimizer in ("sgd, in groups", "sgd, two of them")
-            for event in ("saved", "loaded at once", "loaded later", "second one loaded")
+            for axis, event in (
+                ("checkpoints", "saved"),
+                ("checkpoints", "loaded at once"),
+                ("checkpoints", "loaded later"),
+                ("checkpoints", "second one loaded"),
+                ("state dicts", "of the optimizer"),
+            )
         ),
         *(
             {"dropped": "one gradient", "checkpoints": event}

@@ -379,7 +379,7 @@ class TestMeta(ShardedTestCase):
         self.assert_same_params(self._model("cpu"), subject)
 
     def test_tied_across_units(self) -> None:
-        """Units that are made one after the other share what took the place of a parameter, with or without a function."""
+        """Units that are made one after the other share what took the place of a parameter."""
 
         def init(module: nn.Module) -> None:
             module.to_empty(device="cpu", recurse=False)
