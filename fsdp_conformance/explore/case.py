@@ -44,8 +44,8 @@ from fsdp_conformance.workload.events import Action
 #: What a scenario is about: any combination of what is declared meets the contract, or is refused.
 COMBINATIONS = "R000"
 REQUIREMENTS = (
-    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R034", "R035", "R067", "R101", "R105", "R130",
-    "R140", "R142", "R157", "R068", "R084", "R160", "R161", "R188", "R189",
+    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R034", "R035", "R040", "R067", "R101", "R105",
+    "R130", "R140", "R142", "R157", "R068", "R084", "R160", "R161", "R188", "R189",
 )  # fmt: skip
 
 #: The attribute that the user gives to parameters before the model is wrapped.
@@ -157,8 +157,16 @@ class ScenarioCase(ConformanceTestCase):
             self._watch.look(adapter, step, draws=example.model.dropout, is_gathered=waiting)
             if not waiting:
                 self._look_at_attributes(example, adapter, step)
+                self._look_at_gradients(example, adapter, step)
 
         return after_step
+
+    def _look_at_gradients(self, example: Example, adapter: Adapter, step: int) -> None:
+        """Check that a step has set gradients to None, unless the user keeps them."""
+        keeps = example.regime.happens(Action.ZEROS, Action.SKIP) or example.regime.clearing != "optimizer"
+        if self.declares("orig_params") and not keeps:
+            left = [name for name, parameter in adapter.parameters().items() if parameter.grad is not None]
+            self.expect_equal("R040", "parameters with a gradient after a step", left, [], step=step, check="cleared")
 
     def _look_at_attributes(self, example: Example, adapter: Adapter, step: int | None) -> None:
         """Check that parameters have what the user gave to them before the model was wrapped."""

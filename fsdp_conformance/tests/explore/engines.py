@@ -149,6 +149,19 @@ class StaysGathered(Reference):
         self.unshard("")
 
 
+class ClippingLeavesZeros(Reference):
+    """Wrong only where gradients are clipped: they are zeros after the step, and not None."""
+
+    name: ClassVar[str] = "clipping-leaves-zeros"
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        norm = super().step(max_norm, norm_type=norm_type)
+        if max_norm is not None:
+            for parameter in self.parameters().values():
+                parameter.grad = torch.zeros_like(parameter)
+        return norm
+
+
 class EvaluationLeavesAUnitGathered(Reference):
     """Holds more than it should only after an evaluation: the first unit stays gathered, until it is used again."""
 

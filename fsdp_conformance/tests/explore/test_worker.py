@@ -165,6 +165,7 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
         pytest.param("GoesOnWithoutException", "exception", "in backward", "R160", marks=pytest.mark.nightly),
         pytest.param("StaysGathered", "exception", "before the optimizer", "R161", marks=pytest.mark.nightly),
         ("EvaluationLeavesAUnitGathered", "evaluation", "before steps", "R034"),
+        pytest.param("ClippingLeavesZeros", "clipping", "never reached", "R040", marks=pytest.mark.nightly),
         pytest.param("NeverRecovers", "exception", "in forward", "R000", marks=pytest.mark.nightly),
         pytest.param("KnowsItsOwnBackwardOnly", "derivatives", "of outputs", "R003", marks=pytest.mark.nightly),
         pytest.param(
