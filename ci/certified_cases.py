@@ -24,9 +24,6 @@ from fsdp_conformance.run_settings import RunSettings
 
 QUICK = "quick-2026.11"
 
-#: Rows of the pair profile. Many fail for one reason, and ci/nightly runs all of them.
-PAIRS = "R000/pairs-"
-
 
 def smallest(entries: Iterable[Entry]) -> list[Entry]:
     """One entry of each method, the one that asks for the least. Methods are told apart by their docstrings."""
@@ -45,7 +42,7 @@ def selected(implementation: str, *, quick: bool = False) -> list[str]:
     listed = {
         finding.case
         for finding in known_findings.known_findings()
-        if fnmatchcase(implementation, finding.implementation) and not finding.case.startswith(PAIRS)
+        if fnmatchcase(implementation, finding.implementation)
     }
     chosen = load_profile(QUICK).entries if quick else smallest(entries)
     return sorted({entry.id for entry in chosen} | listed & {entry.id for entry in entries})

@@ -14,7 +14,6 @@ CORRECT: dict[str, str] = {name: name for name in BUNDLED} | {name: known.spec f
 
 #: Globs of the cases that FSDP2 fails because of defects in torch, which are reported upstream.
 DEFECTS_OF_FSDP2 = (
-    "R000/pairs-*",
     "R010/eval-between-backward-and-step-*",
     "R040/given-back-at-once-*",
     "R059/order-differs-between-ranks-*",
