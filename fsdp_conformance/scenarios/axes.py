@@ -123,7 +123,7 @@ _MODEL: tuple[Axis, ...] = (
     axis("input gradients", "model", "none", "of a leaf"),
     axis("outputs", "model", "tensors", "structures", "views", "changed in place", "views changed in place"),
     axis("types of outputs", "model", "plain", "named tuple", "ordered dict", "model output"),
-    axis("attributes of parameters", "model", "none", value("set before wrapping", "param_attributes")),
+    axis("attributes of parameters", "model", "none", "set before wrapping"),
     axis("checkpointing", "model", "none", "around blocks", "inside blocks", value("reentrant", "ac_reentrant")),
     axis("dropout", "model", "none", "in each block"),
 )
