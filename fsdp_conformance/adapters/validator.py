@@ -123,10 +123,11 @@ def _avoided(adapter: type[Adapter]) -> Iterator[str]:
         items = tuple(dict(values).items())
         unknown_items = [f"{axis}: {value}" for axis, value in items if (axis, value) not in SPACE.value_of]
         plain = [f"{axis}: {value}" for axis, value in items if SPACE.plain.get(axis) == value]
-        if not items or unknown_items or plain:
+        # A row runs with its number of ranks, whatever else is left out of it.
+        if unknown_items or plain or set(dict(values)) <= {"ranks"}:
             yield (
                 f"{adapter.__name__}.avoids must have dicts of axes and values of scenarios.axes that are not plain, "
-                f"got {', '.join(unknown_items or plain) or values!r}"
+                f"and not ranks alone, got {', '.join(unknown_items or plain) or values!r}"
             )
 
 

@@ -55,8 +55,8 @@ def for_engine(number: int, declared: frozenset[str], avoids: Sequence[Mapping[s
     """
     A row, by its number from 1, for an engine with these capabilities: what it cannot be asked for is plain.
 
-    Of a combination that the engine avoids, one value becomes plain; which one differs from row to row, so that the
-    pairs of each value with others stay covered.
+    Of a combination that the engine avoids, one value becomes plain, but not the number of ranks, which is the case's;
+    which one differs from row to row, so that the pairs of each value with others stay covered.
     """
     row = pairs()[number - 1]
     choice = SPACE.adapted(row.choice, declared)
@@ -64,7 +64,8 @@ def for_engine(number: int, declared: frozenset[str], avoids: Sequence[Mapping[s
     for values in avoids:
         if values.items() <= choice.items():
             without.append(" and ".join(f"{axis} {value}" for axis, value in values.items()))
-            given = list(values)[number % len(values)]
+            axes_given = [axis for axis in values if axis != "ranks"]
+            given = axes_given[number % len(axes_given)]
             choice = SPACE.without_orphans({**choice, given: SPACE.by_name[given].plain})
     return EngineRow(Scenario.of(choice, salt=row.salt), tuple(without))
 

@@ -68,6 +68,7 @@ def test_an_engine_that_declares_nothing_or_everything() -> None:
     for number in NUMBERS:
         adapted = rows.for_engine(number, frozenset()).scenario
         assert adapted.needs == frozenset()
+        assert adapted.world_size == rows.pairs()[number - 1].world_size
         assert adapted.salt == rows.pairs()[number - 1].salt
 
 
@@ -86,6 +87,7 @@ def test_rows_are_without_what_an_engine_avoids() -> None:
         avoided = [values for values in AVOIDED if values.items() <= row.choice.items()]
         assert not any(values.items() <= mine.scenario.choice.items() for values in AVOIDED)
         assert len(mine.without) == len(avoided)
+        assert mine.scenario.world_size == row.world_size
         assert (mine.scenario == row) is (avoided == [])
     coverage = rows.coverage(everything, AVOIDED)
 
