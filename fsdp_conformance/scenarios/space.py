@@ -189,7 +189,11 @@ class Space:
         Values that it can be asked for stay, so rows that contain a pair of such values still do. Where one of them
         demands a value that does not stay, it gets another one of those that it makes sense with.
         """
-        rest = {axis: name for axis, name in choice.items() if self.value_of[axis, name].needs <= declared}
+        rest = {
+            axis: name
+            for axis, name in choice.items()
+            if self.value_of[axis, name].needs <= declared and self.completed({axis: name}, declared) is not None
+        }
         completed = self.completed(rest, declared)
         return self.without_orphans(self.whole(rest)) if completed is None else completed
 

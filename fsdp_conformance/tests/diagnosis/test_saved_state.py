@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ WORLD_SIZE = 2
 SAVED = 3
 
 
+@cache
 def _moment(optimizer: str) -> Moment:
     workload = resumable.grouped() if optimizer == "groups" else probes.rank_coded()
     states = plain_training(workload, (WORLD_SIZE,) * (SAVED + 2), optimizer=optimizer)
@@ -37,7 +39,18 @@ def _moment(optimizer: str) -> Moment:
     )  # fmt: skip
 
 
-SGD, ADAM, GROUPS = _moment("sgd"), _moment("adam"), _moment("groups")
+def _sgd() -> Moment:
+    return _moment("sgd")
+
+
+def _adam() -> Moment:
+    return _moment("adam")
+
+
+def _groups() -> Moment:
+    return _moment("groups")
+
+
 #: 7 rows over two ranks: shards of 4 and 3.
 NAME = "parts.2.weight"
 
@@ -48,7 +61,7 @@ def _named(moment: Moment, key: str, got: Tensor, name: str = NAME) -> str | Non
 
 
 def _momentum(index: int, name: str = NAME) -> Tensor:
-    value: Tensor = SGD.states[index].optimizer["state"][name]["momentum_buffer"]
+    value: Tensor = _sgd().states[index].optimizer["state"][name]["momentum_buffer"]
     return value.clone()
 
 
@@ -58,36 +71,38 @@ def test_values_of_another_save() -> None:
     rows = -(-len(mixed) // WORLD_SIZE)
     mixed[rows:] = _momentum(1)[rows:]
 
-    assert _named(SGD, "momentum_buffer", _momentum(1)) == ("stale: from an earlier save, as it was after step 0")
-    assert _named(SGD, "momentum_buffer", _momentum(SAVED + 1)) == (
+    assert _named(_sgd(), "momentum_buffer", _momentum(1)) == ("stale: from an earlier save, as it was after step 0")
+    assert _named(_sgd(), "momentum_buffer", _momentum(SAVED + 1)) == (
         "of a later step than the save: as it was after step 3"
     )
-    assert str(_named(SGD, "momentum_buffer", mixed)).startswith(
+    assert str(_named(_sgd(), "momentum_buffer", mixed)).startswith(
         "stale: from an earlier save, as it was after step 0; "
     )
-    assert str(_named(SGD, "momentum_buffer", mixed)).endswith("which is rank 1's shard")
-    assert str(_named(SGD, MODEL, SGD.states[0].model[NAME])).startswith("stale: ")
+    assert str(_named(_sgd(), "momentum_buffer", mixed)).endswith("which is rank 1's shard")
+    assert str(_named(_sgd(), MODEL, _sgd().states[0].model[NAME])).startswith("stale: ")
 
 
 def test_values_that_were_not_loaded() -> None:
     """Zeros, and the values that the model was built with."""
-    assert SGD.built is not None
-    assert str(_named(SGD, "momentum_buffer", torch.zeros_like(_momentum(SAVED)))).startswith("zeros: ")
-    assert str(_named(SGD, MODEL, SGD.built.model[NAME])).startswith("not loaded: ")
+    assert _sgd().built is not None
+    assert str(_named(_sgd(), "momentum_buffer", torch.zeros_like(_momentum(SAVED)))).startswith("zeros: ")
+    assert str(_named(_sgd(), MODEL, _sgd().built.model[NAME])).startswith("not loaded: ")
 
 
 def test_values_of_something_else() -> None:
     """Another state of the parameter, another parameter, another place."""
-    exchanged = ADAM.right.optimizer["state"][NAME]["exp_avg_sq"]
+    exchanged = _adam().right.optimizer["state"][NAME]["exp_avg_sq"]
     value = _momentum(SAVED)
     shards = torch.chunk(value, WORLD_SIZE)
 
-    assert str(_named(ADAM, "exp_avg", exchanged)) == "states exchanged: it has the value of exp_avg_sq"
-    assert str(_named(SGD, "momentum_buffer", torch.cat(shards[::-1]))).startswith(
+    assert str(_named(_adam(), "exp_avg", exchanged)) == "states exchanged: it has the value of exp_avg_sq"
+    assert str(_named(_sgd(), "momentum_buffer", torch.cat(shards[::-1]))).startswith(
         ("shards in the wrong place", "elements permuted")
     )
-    assert str(_named(SGD, "momentum_buffer", value.flatten().roll(1).view_as(value))).startswith("flat offset off by")
-    assert str(_named(SGD, "momentum_buffer", value.bfloat16().float())).startswith("rounded to bfloat16")
+    assert str(_named(_sgd(), "momentum_buffer", value.flatten().roll(1).view_as(value))).startswith(
+        "flat offset off by"
+    )
+    assert str(_named(_sgd(), "momentum_buffer", value.bfloat16().float())).startswith("rounded to bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -104,23 +119,23 @@ def test_values_of_something_else() -> None:
 )
 def test_values_that_fit_nothing_have_no_cause(damage: Callable[[Tensor], Tensor]) -> None:
     """Another number, and mixtures."""
-    likely = _named(SGD, "momentum_buffer", damage(_momentum(SAVED)))
+    likely = _named(_sgd(), "momentum_buffer", damage(_momentum(SAVED)))
 
     assert likely is None or not likely.startswith(("stale", "of a later", "zeros", "not loaded", "mixed", "padding"))
 
 
 def test_equal_moments_have_no_cause() -> None:
     """Where an earlier and a later moment have the same value, nothing tells them apart."""
-    states = list(SGD.states)
+    states = list(_sgd().states)
     states[SAVED + 1] = states[1]
 
-    assert _named(replace(SGD, states=states), "momentum_buffer", _momentum(1)) is None
+    assert _named(replace(_sgd(), states=states), "momentum_buffer", _momentum(1)) is None
 
 
 def test_padding_is_named_only_where_it_is_there() -> None:
     """Zeros that fill up the shards, and not other rows behind the right ones."""
     right = torch.arange(1.0, 22.0).view(7, 3)
-    saved = SavedState(SGD)
+    saved = SavedState(_sgd())
 
     padded = torch.cat([right, torch.zeros(1, 3)])
     assert str(saved.value(NAME, MODEL, padded, right)).startswith("padding was saved as data: the last 1 of 8 rows")
@@ -156,35 +171,41 @@ def _changed(moment: Moment, change: Callable[[dict[str, Any]], object]) -> Any:
 
 def test_a_step_with_a_wrong_state() -> None:
     """The next step shows which state the optimizer had."""
-    of_the_first = with_state(ADAM.states[1].optimizer["state"])
+    of_the_first = with_state(_adam().states[1].optimizer["state"])
 
-    assert _headline(ADAM, of_the_first).startswith("stale: from an earlier save, the optimizer's state is that after ")
-    assert _headline(ADAM, with_state(ADAM.states[SAVED + 1].optimizer["state"])).startswith("of a later step than")
-    assert _headline(ADAM, with_state({})).startswith("the optimizer's state was lost")
-    assert _headline(ADAM, _changed(ADAM, lambda entries: entries["step"].zero_())).startswith(
+    assert _headline(_adam(), of_the_first).startswith(
+        "stale: from an earlier save, the optimizer's state is that after "
+    )
+    assert _headline(_adam(), with_state(_adam().states[SAVED + 1].optimizer["state"])).startswith(
+        "of a later step than"
+    )
+    assert _headline(_adam(), with_state({})).startswith("the optimizer's state was lost")
+    assert _headline(_adam(), _changed(_adam(), lambda entries: entries["step"].zero_())).startswith(
         "the optimizer's step counter was lost"
     )
-    assert _headline(ADAM, _changed(ADAM, lambda entries: entries["step"].add_(1))).startswith(
+    assert _headline(_adam(), _changed(_adam(), lambda entries: entries["step"].add_(1))).startswith(
         "the optimizer's step counter advanced twice"
     )
-    assert _headline(ADAM, _changed(ADAM, lambda entries: entries["exp_avg"].mul_(0.7))) == "None"
-    assert _headline(ADAM, _changed(ADAM, lambda entries: entries["step"].add_(5))) == "None"
+    assert _headline(_adam(), _changed(_adam(), lambda entries: entries["exp_avg"].mul_(0.7))) == "None"
+    assert _headline(_adam(), _changed(_adam(), lambda entries: entries["step"].add_(5))) == "None"
 
 
 def test_a_step_with_wrong_settings() -> None:
     """Those of another group, or those from before the load."""
-    groups = GROUPS.right.optimizer["param_groups"]
-    assert GROUPS.built is not None
+    groups = _groups().right.optimizer["param_groups"]
+    assert _groups().built is not None
 
-    assert _headline(GROUPS, with_settings([groups[0]] * len(groups))).startswith(
+    assert _headline(_groups(), with_settings([groups[0]] * len(groups))).startswith(
         "every group has the settings of group 0: "
     )
     # Parameters are dealt out to the groups one by one, so that the next parameter is in the next group.
-    assert _headline(GROUPS, with_settings([*groups[1:], groups[0]])).startswith(
+    assert _headline(_groups(), with_settings([*groups[1:], groups[0]])).startswith(
         "each group has the settings of the next one, or each parameter has the group of the next one: "
     )
-    assert _headline(GROUPS, with_settings(GROUPS.built.optimizer["param_groups"])).startswith("settings not loaded")
-    assert _headline(GROUPS, with_settings([group | {"lr": group["lr"] * 1.5} for group in groups])) == "None"
+    assert _headline(_groups(), with_settings(_groups().built.optimizer["param_groups"])).startswith(
+        "settings not loaded"
+    )
+    assert _headline(_groups(), with_settings([group | {"lr": group["lr"] * 1.5} for group in groups])) == "None"
 
 
 def _history(states: list[PlainState], first: int) -> TrainingHistory:
@@ -200,18 +221,18 @@ def _history(states: list[PlainState], first: int) -> TrainingHistory:
 
 def test_a_continuation_with_stale_state() -> None:
     """Either the loaded values are those of an earlier save, or the step shows that the optimizer's are."""
-    step = NextStep.of(ADAM)
+    step = NextStep.of(_adam())
     assert step is not None
-    how = checkpoint.Resumption(workload=ADAM.workload, optimizer="adam")
-    whole, resumed = _history(list(ADAM.states), 0), _history(list(ADAM.states), SAVED)
+    how = checkpoint.Resumption(workload=_adam().workload, optimizer="adam")
+    whole, resumed = _history(list(_adam().states), 0), _history(list(_adam().states), SAVED)
     where: dict[str, Any] = {"requirement": "R149", "rank": 0, "resumption": how}
 
     assert checkpoint.same_continuation(resumed, whole, **where).findings == []
-    resumed.steps[0].params = step.with_mistake(with_state(ADAM.states[1].optimizer["state"]))
+    resumed.steps[0].params = step.with_mistake(with_state(_adam().states[1].optimizer["state"]))
     finding = most_telling(checkpoint.same_continuation(resumed, whole, **where).findings)
     assert finding is not None
     assert str(finding.likely).startswith("stale: from an earlier save, the optimizer's state is that after step 0")
-    resumed.initial_params = dict(ADAM.states[1].model)
+    resumed.initial_params = dict(_adam().states[1].model)
     finding = most_telling(checkpoint.same_continuation(resumed, whole, **where).findings)
     assert finding is not None
     assert finding.check == "loaded parameters"
