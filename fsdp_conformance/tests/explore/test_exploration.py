@@ -216,7 +216,7 @@ def test_a_second_defect_neither_hides_the_first_nor_gets_into_it() -> None:
             return _wrong(scenario, check="parameter parity", likely="the update is lost")
         return _wrong(scenario) if _has(*pair)(scenario) else None
 
-    result = _explore(judged, 150, failures=2)
+    result = _explore(judged, 40)
 
     assert {failure.signature.check: failure.needs for failure in result.failures} == {
         "gradient parity": set(pair),
