@@ -9,7 +9,7 @@ the unit computes in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,7 @@ from fsdp_conformance.errors import ConfigError
 _WHERE = "meta-device initialisation"
 
 #: Parameters on meta to what took their place in units that have been made. Units that are made later may share them.
-_replaced = WeakIdKeyDictionary()
+_replaced: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
 
 
 def materialise(

@@ -84,9 +84,10 @@ def test_values_of_another_save() -> None:
 
 def test_values_that_were_not_loaded() -> None:
     """Zeros, and the values that the model was built with."""
-    assert _sgd().built is not None
+    built = _sgd().built
+    assert built is not None
     assert str(_named(_sgd(), "momentum_buffer", torch.zeros_like(_momentum(SAVED)))).startswith("zeros: ")
-    assert str(_named(_sgd(), MODEL, _sgd().built.model[NAME])).startswith("not loaded: ")
+    assert str(_named(_sgd(), MODEL, built.model[NAME])).startswith("not loaded: ")
 
 
 def test_values_of_something_else() -> None:
@@ -193,7 +194,8 @@ def test_a_step_with_a_wrong_state() -> None:
 def test_a_step_with_wrong_settings() -> None:
     """Those of another group, or those from before the load."""
     groups = _groups().right.optimizer["param_groups"]
-    assert _groups().built is not None
+    built = _groups().built
+    assert built is not None
 
     assert _headline(_groups(), with_settings([groups[0]] * len(groups))).startswith(
         "every group has the settings of group 0: "
@@ -202,9 +204,7 @@ def test_a_step_with_wrong_settings() -> None:
     assert _headline(_groups(), with_settings([*groups[1:], groups[0]])).startswith(
         "each group has the settings of the next one, or each parameter has the group of the next one: "
     )
-    assert _headline(_groups(), with_settings(_groups().built.optimizer["param_groups"])).startswith(
-        "settings not loaded"
-    )
+    assert _headline(_groups(), with_settings(built.optimizer["param_groups"])).startswith("settings not loaded")
     assert _headline(_groups(), with_settings([group | {"lr": group["lr"] * 1.5} for group in groups])) == "None"
 
 
