@@ -1,7 +1,7 @@
 """
 Things that an engine has no business with: random numbers, global settings of torch, the user's parameters.
 
-    surroundings   the state of a process that training must leave as it is; `left_alone` compares two of them
+    surroundings   the state of a process that training must not change; `left_alone` compares two such states
     Attached       parameters as user code sees them after wrapping: objects, dtypes, flags, a note of the user's
     replaced       functions of torch and its optimizers that are no longer those of before
 """

@@ -635,7 +635,7 @@ def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[
         if exact or (rounded and _is_like(got, expected, wide)):
             fitting.append(_Guess(*_split(phrase), got))
     factor = _update_factor(evidence, got, expected)
-    # Wrong settings scale updates: then the factor is no other cause.
+    # Wrong settings scale the update, so the factor is not another cause.
     if fitting and factor is not None and _is_plain(factor, evidence.world_size) and not _of_settings(fitting):
         fitting.append(_Guess(_update_scaled_by(factor), "", got))
     yield from _named(fitting)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fsdp_conformance.diagnosis.causes import IN_LOW_PRECISION
 from fsdp_conformance.history.training import Tensors
+from fsdp_conformance.references.loop import CLIP_EPSILON
 from fsdp_conformance.references.reference_set import Kind, References, values
 from fsdp_conformance.references.structures import placed, walk
 from fsdp_conformance.workload.definition import Batch, BatchKey
@@ -124,7 +125,7 @@ def _before_clipping(references: References, step: int) -> Tensors:
     factor = 1.0
     if not seen and most is not None and norm is not None:
         seen = values(history, Kind.CLIPPED, step)
-        factor = min(1.0, most / (float(norm) + 1e-6))
+        factor = min(1.0, most / (float(norm) + CLIP_EPSILON))
     return {name: value.double() / factor for name, value in seen.items() if isinstance(value, Tensor)}
 
 
@@ -206,7 +207,7 @@ def supposed_clipped(references: References, step: int, name: str) -> Iterator[S
     grad = _before_clipping(references, step).get(name)
     if grad is None or norm is None or most is None:
         return
-    ratio = most / (norm.double() + 1e-6)
+    ratio = most / (norm.double() + CLIP_EPSILON)
     factor = ratio.clamp(max=1.0)
     if ratio < 1:
         yield "the gradient was not clipped", grad
@@ -215,7 +216,10 @@ def supposed_clipped(references: References, step: int, name: str) -> Iterator[S
         yield "the gradient was scaled to the maximum: its norm is below it", grad * ratio
     scale = _loss_scale(references, step)
     if scale is not None and scale != 1:
-        yield "the gradient was clipped before unscaling", grad * (most / (norm.double() * scale + 1e-6)).clamp(max=1.0)
+        yield (
+            "the gradient was clipped before unscaling",
+            grad * (most / (norm.double() * scale + CLIP_EPSILON)).clamp(max=1.0),
+        )
         yield "the gradient was not unscaled", grad * factor * scale
 
 

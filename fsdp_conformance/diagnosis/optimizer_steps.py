@@ -34,7 +34,7 @@ _MAX_NUMEL = 200_000
 _ROUNDING = 1e-5
 #: How much closer a supposed parameter must be to the one that was seen than to the right one.
 _CLOSER = 0.05
-#: After so many steps that are right, one that is not says something about the training.
+#: After more right steps than this, a wrong one is a fault of the training and not of its reconstruction.
 _TRUSTED_STEPS = 2
 
 _Change = Callable[["_Stepper", dict[str, nn.Parameter]], None]

@@ -175,7 +175,7 @@ class Events:
             case Action.LOAD_OPTIMIZER:
                 adapter.load_optim_state_dict(_cloned(taken[Action.TAKE_OPTIMIZER]))
             case Action.TAKE_SHARDS:
-                # What it contains is live storage, so that only what is saved stays as it is.
+                # Its tensors are live storage: only a saved copy keeps its values.
                 self._shards = self._new_directory()
                 save(adapter.sharded_state_dict(), checkpoint_id=self._shards)
             case Action.LOAD_SHARDS:

@@ -36,7 +36,7 @@ def why_unjudgeable(scenario: Scenario) -> str | None:
 
 def extended(coverage: Coverage, frozen: Iterable[Scenario]) -> Iterator[Scenario]:
     """
-    The frozen rows with values on the axes that are new to them, each counted as soon as it is taken.
+    The frozen rows, extended by values on new axes. Each is counted as covered before the next one is extended.
 
     If none of the rows that were tried can be judged, the new axes have plain values.
     """

@@ -458,15 +458,15 @@ _CONFLICTS: tuple[Conflict, ...] = (
         of={"state dicts": ("full", "sharded", "of the optimizer"), "clearing": _OWN_CLEARING[1:]},
     ),
     Conflict(
-        reason="gradients that overflow are no numbers that can be compared",
+        reason="gradients that overflow cannot be compared",
         of={"overflow": ("on one rank",), "input gradients": ("of a leaf",)},
     ),
     Conflict(
-        reason="gradients that overflow are no numbers that can be compared",
+        reason="gradients that overflow cannot be compared",
         of={"overflow": ("on one rank",), "derivatives": ("of inputs after a backward",)},
     ),
     Conflict(
-        reason="the norm of gradients that overflow is no number that can be compared",
+        reason="gradients that overflow have no norm to compare",
         of={"overflow": ("on one rank",), "clipping": ("2-norm", "1-norm", "largest element", "never reached")},
     ),
     Conflict(
@@ -482,7 +482,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         of={"derivatives": ("of outputs",), "types of outputs": _TYPES},
     ),
     Conflict(
-        reason="structures have types of their own",
+        reason="structures already have their own types",
         of={"outputs": ("structures",), "types of outputs": _TYPES},
     ),
     Conflict(

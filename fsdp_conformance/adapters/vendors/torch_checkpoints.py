@@ -27,6 +27,9 @@ from fsdp_conformance.adapters.base import LoadedKeys, PendingSave
 from fsdp_conformance.adapters.sharded import full_copy
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 
+#: Values of the axis `checkpoints` with a load.
+LOADS = ("loaded at once", "loaded later", "second one loaded")
+
 
 class TorchCheckpoints(TorchAdapter):
     """The optional methods for state dicts and checkpoints, with torch's own functions."""
@@ -35,10 +38,7 @@ class TorchCheckpoints(TorchAdapter):
     avoids: ClassVar[tuple[Mapping[str, str], ...]] = (
         # torch.distributed.checkpoint.state_dict loses the settings of an empty group that is not the last one:
         # ci/findings/torch-fsdp2/settings_of_an_empty_group.py.
-        *(
-            {"optimizer": "sgd, in groups", "checkpoints": loaded}
-            for loaded in ("loaded at once", "loaded later", "second one loaded")
-        ),
+        *({"optimizer": "sgd, in groups", "checkpoints": loaded} for loaded in LOADS),
         # It drops the state of parameters that are frozen when a checkpoint is loaded:
         # ci/findings/torch-fsdp2/optimizer_state_of_a_frozen_parameter.py, pytorch#192202.
         *({"frozen": "later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),

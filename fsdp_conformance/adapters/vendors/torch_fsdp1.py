@@ -39,7 +39,7 @@ from fsdp_conformance.adapters.torch_like import (
     submodules,
     torch_dtype,
 )
-from fsdp_conformance.adapters.vendors.torch_checkpoints import TorchCheckpoints
+from fsdp_conformance.adapters.vendors.torch_checkpoints import LOADS, TorchCheckpoints
 from fsdp_conformance.plan import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 
 #: torch reads this variable when a module is wrapped; there is no argument for it.
@@ -124,7 +124,7 @@ class TorchFSDP1(TorchCheckpoints):
         ),
         # ci/findings/torch-fsdp1/grad_scaler_with_fused_adam.py
         {"optimizer": "adamw, fused", "loss scaling": "dynamic"},
-        # The inputs of a unit with a dtype of its own are not cast again when it is recomputed.
+        # The inputs of a unit with its own dtype are not cast again when it is recomputed.
         {"precision": "bfloat16, one unit in float32", "checkpointing": "around blocks"},
         # ci/findings/torch-fsdp1/accumulates_in_the_compute_dtype.py
         {"precision": "bfloat16, one unit in float32", "accumulation": "three, two deferred"},
@@ -161,18 +161,10 @@ class TorchFSDP1(TorchCheckpoints):
         *(
             {"optimizer": optimizer, axis: event}
             for optimizer in ("sgd, in groups", "sgd, two of them")
-            for axis, event in (
-                ("checkpoints", "saved"),
-                ("checkpoints", "loaded at once"),
-                ("checkpoints", "loaded later"),
-                ("checkpoints", "second one loaded"),
-                ("state dicts", "of the optimizer"),
-            )
+            for axis, event in (("checkpoints", "saved"), ("state dicts", "of the optimizer"))
         ),
-        *(
-            {"dropped": "one gradient", "checkpoints": event}
-            for event in ("saved", "loaded at once", "loaded later", "second one loaded")
-        ),
+        *({"optimizer": "sgd, two of them", "checkpoints": loaded} for loaded in LOADS),
+        *({"dropped": "one gradient", "checkpoints": e} for e in ("saved", "loaded at once", "second one loaded")),
         # ci/findings/torch-fsdp1/checkpoint_with_empty_shards.py
         *(
             {axis: value, "checkpoints": loaded}
@@ -182,7 +174,7 @@ class TorchFSDP1(TorchCheckpoints):
                 ("other shapes", "single elements"),
                 ("other shapes", "several dims"),
             )
-            for loaded in ("loaded at once", "loaded later", "second one loaded")
+            for loaded in LOADS
         ),
     )
 
