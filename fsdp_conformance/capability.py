@@ -165,6 +165,7 @@ _ALL = [
         {
             "clip_norm_type": "The total norm can be a norm other than the 2-norm.",
             "pipelined_microbatch": "A micro-batch's forward may run before the backward of an earlier one.",
+            "divide_factor": "Gradients can be divided by a number of the user instead of the number of ranks.",
             "explicit_gradient": "User code may call torch's backward on outputs, with a gradient for each.",
             "autograd_grad": "torch.autograd.grad gives gradients of inputs alone, and leaves those of parameters.",
             "deferral_checks": "Misuse of a context that defers the reduction raises.",

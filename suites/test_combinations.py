@@ -31,6 +31,8 @@ class Pairs(ScenarioCase):
         return self._engine_row(number, self.description.declared(self.order.device)).scenario, self.order
 
     def _engine_row(self, number: int, declared: frozenset[str]) -> rows.EngineRow:
+        if self.order.settings.ranks == "simulated":
+            declared -= rows.PROCESSES_ALONE
         return rows.for_engine(number, declared, self.description.avoids)
 
     @conformance_case(

@@ -64,6 +64,8 @@ class PendingSave(Protocol):
 #: megatron-fsdp, 16 % in BMTrain, which aligns to 512 bytes; larger layers need less. A second pass over the
 #: parameters, or one in a dtype twice as wide, would need 100 %.
 MAX_PADDING = 0.25
+#: The largest `Adapter.alignment`, which BMTrain has.
+MAX_ALIGNMENT = 512
 
 
 #: `declines_on` of an adapter that has not been tried with its engine on a GPU: no model can be placed there.
@@ -100,6 +102,8 @@ class Adapter(ABC):
 
     At most MAX_PADDING; an adapter that declares more is not loaded.
     """
+    alignment: ClassVar[int] = 16
+    """Bytes to which the engine aligns each parameter in what it sends, which shows in small models; 0: it does not."""
     grad_reduction_of_accumulation: ClassVar[str] = "local"
     """"local": micro-batches are summed on the rank, then reduced; "reduced": each is reduced, then added."""
     max_unsharded: ClassVar[int] = 0
@@ -125,6 +129,7 @@ class Adapter(ABC):
         "keep_zero_grads": "zero_grads",
         "leave_grads": "own_clearing",
         "register_comm_hook": "comm_hook",
+        "divide_gradients_by": "divide_factor",
         "full_params_context": "full_params",
         "apply": "apply_fn",
         "clip_unit": "clip_unit",
@@ -312,6 +317,14 @@ class Adapter(ABC):
 
         Called once, after setup. `gradient`: 1D, all gradients of a unit on this rank, padded to the same size on every
         rank. `shard`: 1D, for the hook to fill with this rank's part of the mean, after which nothing is divided.
+        """
+        raise NotImplementedError
+
+    def divide_gradients_by(self, factor: float) -> None:
+        """
+        Let every unit divide sums of gradients by `factor` instead of the number of ranks, from the next backward on.
+
+        Called once, after setup. Declares `divide_factor`.
         """
         raise NotImplementedError
 

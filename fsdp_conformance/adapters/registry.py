@@ -74,6 +74,7 @@ class AdapterDescription:
     """Device type to the flags that are offered only there."""
     shims: tuple[str, ...] = ()
     padding: float = 0.0
+    alignment: int = 0
     accumulation: str = "local"
     """`Adapter.grad_reduction_of_accumulation`."""
     source: str = ""
@@ -176,6 +177,7 @@ def describe_here(spec: str) -> AdapterDescription:
         adds_on={SIMULATED: sorted(named)} if named else {},
         shims=(*adapter.shims, *((cuda_names.SHIM,) if adapter.cuda_names else ())),
         padding=adapter.padding,
+        alignment=adapter.alignment,
         accumulation=adapter.grad_reduction_of_accumulation,
         source=inspect.getsourcefile(adapter) or "",
         source_sha256=source_sha256(adapter),
@@ -362,7 +364,7 @@ def _adapters_in(module: ModuleType) -> list[type[Adapter]]:
 
 
 def _checked(adapter: Any, spec: str) -> type[Adapter]:
-    from fsdp_conformance.adapters.base import MAX_PADDING, Adapter
+    from fsdp_conformance.adapters.base import MAX_ALIGNMENT, MAX_PADDING, Adapter
 
     if not inspect.isclass(adapter):
         raise AdapterError(f"{spec} must be a class derived from Adapter, got {type(adapter).__name__}")
@@ -375,6 +377,9 @@ def _checked(adapter: Any, spec: str) -> type[Adapter]:
     padding: Any = adapter.padding
     if not isinstance(padding, int | float) or not 0 <= padding <= MAX_PADDING:
         raise AdapterError(f"{spec}: padding must be a number from 0 to {MAX_PADDING}, got {padding!r}")
+    alignment: Any = adapter.alignment
+    if type(alignment) is not int or not 0 <= alignment <= MAX_ALIGNMENT:
+        raise AdapterError(f"{spec}: alignment must be an int from 0 to {MAX_ALIGNMENT}, got {alignment!r}")
     missing = sorted(getattr(adapter, "__abstractmethods__", ()))
     if missing:
         raise AdapterError([f"{spec} does not implement {method}(), which the protocol requires" for method in missing])

@@ -34,6 +34,7 @@ _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "reshard": ((("",), {}),),
     "wrap_again": (((), {}),),
     "register_comm_hook": (((None,), {}),),
+    "divide_gradients_by": (((1.0,), {}),),
     "full_params_context": (
         (("",), {}),
         (

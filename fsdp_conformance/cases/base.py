@@ -298,6 +298,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
 
     subject = _of("training", CaseTraining.subject)
     train = _of("training", CaseTraining.train)
+    training_beside = _of("training", CaseTraining.training_beside)
     drop = _of("training", CaseTraining.drop)
     leave_peers = _of("training", CaseTraining.leave_peers)
     declares = _of("here", CaseRank.declares)
@@ -309,6 +310,11 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
     def subjects(self) -> list[Adapter]:
         """Adapters that are open."""
         return self.here.subjects
+
+    @property
+    def alignment(self) -> int:
+        """Bytes to which the implementation aligns each parameter."""
+        return self.description.alignment
 
     @property
     def padding(self) -> float:

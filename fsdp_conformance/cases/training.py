@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,6 +145,15 @@ class CaseTraining:
         if run.checked_accesses is not None:
             self._check(stream_safety(run, self._hazards))
         return run
+
+    @contextmanager
+    def training_beside(self, workload: Workload, plan: Plan, regime: Regime) -> Iterator[session.Steps]:
+        """A second training, through a new adapter, whose steps are trained between those of another one."""
+        here = self._here
+        conditions = Conditions(new_directory=self._new_directory, beside=True)
+        world = World(rank=here.rank, size=here.world_size)
+        with session.training(self.subject(), workload, plan, regime, world, conditions=conditions) as steps:
+            yield steps
 
     def _require_strikes(self, faults: Sequence[Fault], run: TrainingHistory) -> None:
         """Raise SuiteError for a fault that never struck; report one that had no collective to strike."""

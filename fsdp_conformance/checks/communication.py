@@ -252,7 +252,7 @@ def wire_volume(
     tally = Tally("wire volume", requirement, rank=history.rank)
     units = owning_units(workload, plan).shared
     group_size = world_size // plan.replicas
-    computed, reduced = partial(_compute_dtype, plan), partial(_reduce_dtype, plan)
+    computed, reduced = partial(compute_dtype, plan), partial(reduce_dtype, plan)
     ideal = parameter_bytes(units, dtype=computed)
     ideal_trained = parameter_bytes(units, trainable_only=True, dtype=reduced)
     most = padded_bytes(units, group_size, dtype=computed) * (1 + padding)
@@ -324,17 +324,17 @@ def no_more_collectives(
     return tally.result()
 
 
-def _compute_dtype(plan: Plan, unit: str) -> torch.dtype | None:
+def compute_dtype(plan: Plan, unit: str) -> torch.dtype | None:
     """The dtype in which a unit's parameters are gathered; None for their own."""
     name = plan.dtype_of(unit)
     dtype: torch.dtype | None = None if name is None else getattr(torch, name)
     return dtype
 
 
-def _reduce_dtype(plan: Plan, unit: str) -> torch.dtype | None:
+def reduce_dtype(plan: Plan, unit: str) -> torch.dtype | None:
     """The dtype in which a unit's gradients are reduced; None for that of its parameters."""
     if plan.reduce_dtype is None:
-        return _compute_dtype(plan, unit)
+        return compute_dtype(plan, unit)
     dtype: torch.dtype = getattr(torch, plan.reduce_dtype)
     return dtype
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fsdp_conformance.adapters.base import PendingSave
 from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.driver.batches import Batches
 from fsdp_conformance.driver.recorder import Recorder
@@ -40,6 +41,7 @@ EVENT_FLAGS = {
     Action.CAST: "move_again",
     Action.CAST_BACK: "cast_between_steps",
     Action.SAVE: "checkpoint",
+    Action.SAVE_MEANWHILE: "async_checkpoint",
     Action.LOAD: "checkpoint",
     Action.RAISE: "exception_recovery",
 }
@@ -54,6 +56,8 @@ class Events:
         self._batches = batches
         self._saved: Path | None = None
         """The last checkpoint."""
+        self._saving: PendingSave | None = None
+        """The checkpoint that is being saved."""
         self._shards: Path | None = None
         """The last sharded state dict."""
         self._taken: dict[Action, dict[str, Any]] = {}
@@ -96,7 +100,7 @@ class Events:
                 self._write(event)
             case Action.CLIP_VALUES | Action.CLIP_SOME:
                 self._clip(event)
-            case Action.SAVE | Action.LOAD:
+            case Action.SAVE | Action.SAVE_MEANWHILE | Action.LOAD:
                 self._use_checkpoint(event)
             case Action.UNSHARD | Action.MOVE | Action.CAST | Action.CAST_BACK:
                 self._place(event)
@@ -185,13 +189,27 @@ class Events:
 
     def _use_checkpoint(self, event: Event) -> None:
         """Save a checkpoint, or load the last one."""
-        if event.action is Action.SAVE:
-            self._saved = self._new_directory()
-        if self._saved is None:
-            raise SuiteError(f"a checkpoint must be saved before one is loaded, got none: {event.describe()}")
         adapter = self._task.adapter
+        self.finish()
         with self._recorder.phase("event", event.step):
-            (adapter.save_checkpoint if event.action is Action.SAVE else adapter.load_checkpoint)(self._saved)
+            match event.action:
+                case Action.SAVE:
+                    self._saved = self._new_directory()
+                    adapter.save_checkpoint(self._saved)
+                case Action.SAVE_MEANWHILE:
+                    self._saved = self._new_directory()
+                    self._saving = adapter.save_checkpoint_async(self._saved)
+                case _:
+                    if self._saved is None:
+                        raise SuiteError(f"a checkpoint must be saved before one is loaded: {event.describe()}")
+                    adapter.load_checkpoint(self._saved)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being saved, if there is one. Collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with self._recorder.phase("event"):
+                saving.wait()
 
     def _new_directory(self) -> Path:
         new_directory = self._task.conditions.new_directory

@@ -94,6 +94,8 @@ class TrainingLoop:
             task.adapter.setup(build, self._optimizer.optim_fn(), plan_of_rank)
             if task.regime.init_scale is not None:
                 task.adapter.scale_losses(task.regime.init_scale, task.regime.growth_interval)
+            if task.regime.sums:
+                task.adapter.divide_gradients_by(1.0)
             if task.regime.optimizer_in_backward:
                 self._optimizer.step_in_backward(recorder.history)
             if task.regime.clearing != "optimizer":
@@ -154,6 +156,10 @@ class TrainingLoop:
             self._events.happen(Moment.END, step)
         recorder.record_step(record, norm)
         task.observer.after_step(task.adapter, step)
+
+    def finish(self) -> None:
+        """End what the last step has left open. Collective."""
+        self._events.finish()
 
     def _passes_of(self, record: StepRecord) -> None:
         """The forwards and backwards of a step: those of this rank's stage, in the regime's order, or one by one."""

@@ -23,7 +23,7 @@ from fsdp_conformance.adapters.sharded import full_copy, materialise_norm
 from fsdp_conformance.adapters.structures import map_tensors, moved
 from fsdp_conformance.driver.pipeline import Pipeline
 from fsdp_conformance.driver.task import Task
-from fsdp_conformance.driver.watch import watch_for
+from fsdp_conformance.driver.watch import Watch, watch_for
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.recording import process_group
@@ -33,6 +33,9 @@ from fsdp_conformance.workload.definition import Batch
 
 #: Kinds of `Adapter.local_tensors` whose bytes are counted while gradients exist.
 _BEFORE_STEP = frozenset({"grads"})
+
+#: The end of labels of a training beside another one.
+BESIDE = " beside"
 
 
 class Recorder:
@@ -47,7 +50,7 @@ class Recorder:
             source=task.adapter.display_name(), rank=task.world.rank, world_size=task.world.size
         )
         self.declared = task.adapter.declared()
-        self.watch = watch_for(task.device)
+        self.watch = Watch() if task.conditions.beside else watch_for(task.device)
         self.pipeline: Pipeline | None = None
         self.units: tuple[str, ...] = ()
         """The units of the plan, and the root."""
@@ -65,6 +68,8 @@ class Recorder:
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         """Label collectives, and accesses on the simulated accelerator."""
+        if self.task.conditions.beside:
+            name += BESIDE
         with self._log.phase(name, step), self.watch.label(name):
             yield
 
@@ -188,7 +193,10 @@ class Recorder:
                 self.history.checked_accesses = self.watch.accesses()
                 self.history.checked_streams = self.watch.streams()
         records = self._log.records[self._begin :]
-        self.history.collectives = [record for record in records if record.phase != "observe"]
+        beside = self.task.conditions.beside
+        self.history.collectives = [
+            record for record in records if record.phase != "observe" and record.phase.endswith(BESIDE) == beside
+        ]
 
     def _fetch(self, record: StepRecord) -> None:
         """Copy losses and outputs from the device to the host."""

@@ -7,7 +7,8 @@ hide in both.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,41 @@ def train(
     Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow, and ConfigError
     for stages that the world or the regime does not fit.
     """
+    with training(adapter, workload, plan, regime, world, observer, conditions) as steps:
+        for _ in steps:
+            pass
+    return steps.history
+
+
+class Steps:
+    """The steps of a training that has been set up: each is trained when the next one is asked for."""
+
+    def __init__(self, loop: TrainingLoop, recorder: Recorder) -> None:
+        self._loop = loop
+        self.history = recorder.history
+        self._numbers = iter(range(recorder.task.conditions.first_step, recorder.task.regime.steps))
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> int:
+        """Train a step, and return its number. Collective."""
+        step = next(self._numbers)
+        self._loop.step(step)
+        return step
+
+
+@contextmanager
+def training(
+    adapter: Adapter,
+    workload: Workload,
+    plan: Plan,
+    regime: Regime,
+    world: World,
+    observer: Observer | None = None,
+    conditions: Conditions | None = None,
+) -> Iterator[Steps]:
+    """As `train`, but whoever iterates over the steps decides when each is trained. The history is complete after."""
     plan = _with_regime(plan, workload, regime)
     adapter.refuse_undeclared(plan)
     for flag, why in _flags_of(workload, regime).items():
@@ -79,12 +115,11 @@ def train(
         with ExitStack() as installed:
             for fault in task.conditions.faults:
                 installed.enter_context(fault)
-            for step in range(task.conditions.first_step, regime.steps):
-                loop.step(step)
+            yield Steps(loop, recorder)
+            loop.finish()
         recorder.finish()
     finally:
         recorder.close()
-    return recorder.history
 
 
 def _flags_of(workload: Workload, regime: Regime) -> dict[str, str]:
@@ -96,6 +131,8 @@ def _flags_of(workload: Workload, regime: Regime) -> dict[str, str]:
         flags["explicit_gradient"] = "the user calls backward on the output"
     if regime.clearing != "optimizer":
         flags["own_clearing"] = "the user clears gradients"
+    if regime.sums:
+        flags["divide_factor"] = "gradients are sums over the ranks"
     if regime.optimizer_in_backward:
         flags["optim_in_backward"] = "the optimizer steps in backward"
     if regime.norm_type != 2.0:

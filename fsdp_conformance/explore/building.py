@@ -70,6 +70,8 @@ _MICRO_BATCHES: dict[str, tuple[int, tuple[bool, ...]]] = {
     "deferred over replicas": (2, ()),
 }
 
+_ASIDE = {"nothing": "", "a frozen module": "frozen", "a trained module": "trained"}
+
 _OPTIMIZERS = {
     "sgd": "sgd",
     "adam": "adam",
@@ -80,7 +82,7 @@ _OPTIMIZERS = {
 
 _CLIPPING: dict[str, dict[str, Any]] = {
     "2-norm": {"max_norm": 1.0},
-    "1-norm": {"max_norm": 2.0, "norm_type": 1.0},
+    "1-norm": {"max_norm": 8.0, "norm_type": 1.0},
     "largest element": {"max_norm": 0.5, "norm_type": float("inf")},
     "never reached": {"max_norm": UNREACHED_NORM},
 }
@@ -133,6 +135,7 @@ _EVENTS: dict[str, dict[str, tuple[tuple[Action, Moment, int], ...]]] = {
         "second one loaded": (
             (Action.SAVE, Moment.STEP, 0), (Action.SAVE, Moment.END, 0), (Action.LOAD, Moment.END, 1)
         ),
+        "saved meanwhile": ((Action.SAVE_MEANWHILE, Moment.END, 0), (Action.LOAD, Moment.END, 1)),
     },
     "evaluation in accumulation": {
         # After the backward of the first micro-batch.
@@ -185,6 +188,20 @@ def example_of(scenario: Choice, *, salt: int = 0) -> Example:
     return _Builder(SPACE.whole(scenario), salt).example()
 
 
+def second_model(example: Example) -> Example:
+    """A plain model beside that of an example, sharded alike and trained for as many steps."""
+    model = DrawnModel(inputs=2, width=4, outputs=2, blocks=(DrawnBlock(),) * 2, salt=example.model.salt + 1)
+    plan = Plan(
+        sharding=example.plan.sharding,
+        replicas=example.plan.replicas,
+        units=model.units(),
+        reshard_after_forward=example.plan.reshard_after_forward,
+        offload=example.plan.offload,
+    )
+    regime = Regime(steps=example.regime.steps, keep_outputs=True)
+    return Example(world_size=example.world_size, model=model, plan=plan, regime=regime)
+
+
 @dataclass(frozen=True, slots=True)
 class _Builder:
     """Makes the parts of an example, each from the axes that it depends on."""
@@ -203,6 +220,7 @@ class _Builder:
             initial=Initial(self.choice["initial values"]),
             attributes=self.choice["attributes of parameters"] != "none",
             mean_hook=self.choice["communication hook"] == "mean",
+            second=self.choice["second model"] != "none",
         )
 
     @property
@@ -240,6 +258,7 @@ class _Builder:
                 outputs=choice["outputs"],
                 types=choice["types of outputs"],
                 checkpointing=choice["checkpointing"],
+                hooks=choice["hooks of modules"],
             ),
             dropout=choice["dropout"] != "none",
             overflows=choice["overflow"] != "none",
@@ -284,6 +303,7 @@ class _Builder:
             runs=choice["buffers"] == "running values" and index != 2,
             packed=choice["dtypes"] == "packed integers" and special,
             double=choice["dtypes"] == "two in a unit" and special,
+            aside=_ASIDE[choice["ignored"]] if special else "",
         )
 
     def _ties(self) -> tuple[tuple[str, str], ...]:
@@ -318,6 +338,7 @@ class _Builder:
                 choice["resharding"]
             ),
             shard_dim=int(choice["shard dim"]),
+            ignored=model.ignored(),
             persist_numel=6 if choice["small parameters"] == "whole" else 0,
             offload=Offload.CPU if choice["offload"] == "CPU" else Offload.OFF,
             param_dtype="bfloat16" if low else None,
@@ -342,10 +363,9 @@ class _Builder:
         micro_batches, reduced = _MICRO_BATCHES[choice["accumulation"]]
         frozen_at: tuple[tuple[int, tuple[str, ...]], ...] = ()
         if choice["frozen"] == "later":
-            packed = tuple(name for name in model.shapes() if model.is_frozen(name))
-            frozen_at = ((1, (*packed, *_below(model, _SPECIAL))),)
+            frozen_at = ((1, tuple({*model.never_trained(), *_below(model, _SPECIAL)})),)
         elif choice["frozen"] == "thawed later":
-            frozen_at = ((1, tuple(name for name in model.shapes() if name.endswith(".packed"))),)
+            frozen_at = ((1, model.never_trained()),)
         regime = Regime(
             optimizer=_OPTIMIZERS[choice["optimizer"]],
             steps=STEPS,
@@ -357,6 +377,7 @@ class _Builder:
             backwards_per_forward=2 if choice["backwards"] == "two of one forward" else 1,
             optimizer_in_backward=choice["update"] == "in backward",
             frozen_at=frozen_at,
+            sums=choice["gradients divided by"] == "one",
             unused_parameters=True,
             keep_outputs=True,
             keep_input_gradients=True,

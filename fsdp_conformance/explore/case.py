@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import unittest
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -24,10 +25,14 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.bystanders import BystanderWatch
 from fsdp_conformance.cases.refusal import why_no_refusal
-from fsdp_conformance.checks import partition, traffic_bound
+from fsdp_conformance.checks import growth, partition, traffic_bound
+from fsdp_conformance.checks.equality import parameter_digests
 from fsdp_conformance.checks.optimizer_state import same_state, stepped_once
 from fsdp_conformance.checks.rounding import rounds_alike
 from fsdp_conformance.contract.case import CASE_ATTRIBUTE, EXPLORED, TIMEOUT_S, Case
+from fsdp_conformance.driver.further_step import further_step
+from fsdp_conformance.driver.session import Steps
+from fsdp_conformance.driver.task import World
 from fsdp_conformance.errors import SuiteError, Unsupported
 from fsdp_conformance.explore.example import Example, Initial, asks, shard_group_size, uses_all
 from fsdp_conformance.explore.references import Prepared, shared
@@ -44,8 +49,8 @@ from fsdp_conformance.workload.events import Action
 #: What a scenario is about: any combination of what is declared meets the contract, or is refused.
 COMBINATIONS = "R000"
 REQUIREMENTS = (
-    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R034", "R035", "R040", "R067", "R101", "R105",
-    "R130", "R140", "R142", "R157", "R068", "R084", "R160", "R161", "R188", "R189",
+    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R034", "R035", "R039", "R040", "R067", "R068",
+    "R084", "R101", "R105", "R130", "R140", "R142", "R157", "R160", "R161", "R188", "R189",
 )  # fmt: skip
 
 #: The attribute that the user gives to parameters before the model is wrapped.
@@ -60,19 +65,28 @@ _RESHARD = (Sharding.DEFAULT, Sharding.FULL, Sharding.HYBRID)
 #: The user's own changes of where the model is, and in which dtype.
 _MOVES = (Action.MOVE, Action.CAST, Action.CAST_BACK)
 
-#: Engines align parameters to at most this many bytes, which in small models is much.
-_ALIGNMENT = 16
+#: Bytes beside a parameter that even an engine without alignment may hold, for a number of its own.
+_TAG = 16
 #: Bytes of a parameter below which the bytes held show more of the alignment than of the sharding.
 _SHOWS_SHARDING = 36
 
+#: How many steps are trained further to see what each leaves behind. The first may still gather what stays gathered.
+_STEPS_ON = 4
+
 #: In a warm worker: by digest, the example and the references of the scenario that runs. Its ranks need not train them.
 prepared: dict[str, tuple[Example, Prepared]] = {}
+#: The same of its second model, if it has one.
+prepared_second: dict[str, tuple[Example, Prepared]] = {}
 
 
 class ScenarioCase(ConformanceTestCase):
     """A case whose body trains a scenario."""
 
     _watch: BystanderWatch
+    _second: tuple[Example, Prepared] | None = None
+    """The second model, with its references, if the scenario has one."""
+    _beside: Steps | None = None
+    """Its training."""
 
     def check_scenario(self, scenario: Scenario) -> None:
         """Train the scenario, and check everything that it shows."""
@@ -80,6 +94,7 @@ class ScenarioCase(ConformanceTestCase):
         workload = expected.workload
         plan = self.placed_plan(example, workload)
         self._watch = BystanderWatch(self)
+        self._second = prepared_second.get(scenario.digest) or self._second
         adapter = self.subject()
         run = self._trained(example, workload, plan, adapter)
         self.check_digests({"outcome": "refused" if run is None else "trained"}, "outcome", COMBINATIONS, "refusals")
@@ -98,14 +113,20 @@ class ScenarioCase(ConformanceTestCase):
         else:
             self.case_references.use(workload, example.regime, expected.of_rank(self.rank))
             self._check_values(example, run, workload, plan, adapter)
+        if self._second is not None and self._beside is not None:
+            other, others_expected = self._second
+            self.case_references.use(others_expected.workload, other.regime, others_expected.of_rank(self.rank))
+            self.check_parity(self._beside.history, others_expected.workload, other.regime)
         self._check_ranks(example, run)
         self._check_traffic(example, run, workload, plan)
         self._check_sharding(example, run, workload, plan, adapter)
+        self._check_growth(example, workload, adapter)
 
     def _train_references(self, scenario: Scenario) -> tuple[Example, Prepared]:
         """The references, before any code of the engine is in this process. Collective."""
         with process_group.log().phase("observe"), self.blaming("suite"):
-            return shared(scenario, rank=self.rank)
+            example, expected, self._second = shared(scenario, rank=self.rank)
+            return example, expected
 
     def placed_plan(self, example: Example, workload: Workload) -> Plan:
         """The plan of the example on this case's device."""
@@ -122,10 +143,14 @@ class ScenarioCase(ConformanceTestCase):
         if example.attributes:
             built = replace(built, build=partial(_with_attributes, built))
         try:
-            return self.train(
-                built, plan, example.regime, adapter=adapter, on_setup=self._on_setup(example, workload),
-                after_step=self._after_step(example),
-            )  # fmt: skip
+            with ExitStack() as beside:
+                run = self.train(
+                    built, plan, example.regime, adapter=adapter, on_setup=self._on_setup(example, workload, beside),
+                    after_step=self._after_step(example),
+                )  # fmt: skip
+                with self.blaming("implementation"):
+                    beside.close()
+                return run
         except Exception as error:
             if not _declines(error, example, self.here.steps_trained):
                 raise
@@ -133,10 +158,14 @@ class ScenarioCase(ConformanceTestCase):
             self.report.measurements[DECLINED] = f"{type(error).__name__}: {_first_line(error)}"
             return None
 
-    def _on_setup(self, example: Example, workload: Workload) -> Any:
-        """The user's code between wrapping and training."""
+    def _on_setup(self, example: Example, workload: Workload, beside: ExitStack) -> Any:
+        """The user's code between wrapping and training. What it begins ends with `beside`."""
 
         def on_setup(adapter: Adapter) -> None:
+            if self._second is not None:
+                other, expected = self._second
+                plan = self.placed_plan(other, expected.workload)
+                self._beside = beside.enter_context(self.training_beside(expected.workload, plan, other.regime))
             if example.initial is Initial.WRITTEN:
                 model = workload.build(self.rank)
                 adapter.write_params({name: value.detach() for name, value in model.named_parameters()})
@@ -148,7 +177,7 @@ class ScenarioCase(ConformanceTestCase):
         return on_setup
 
     def _after_step(self, example: Example) -> Any:
-        """Look at what the engine must have left alone."""
+        """Look at what the engine must have left alone, and train a step of the second model."""
 
         def after_step(adapter: Adapter, step: int) -> None:
             waiting = any(event.action in _FORWARDS for event in example.regime.in_step(step))
@@ -158,6 +187,8 @@ class ScenarioCase(ConformanceTestCase):
             if not waiting:
                 self._look_at_attributes(example, adapter, step)
                 self._look_at_gradients(example, adapter, step)
+            if self._beside is not None:
+                next(self._beside)
 
         return after_step
 
@@ -194,7 +225,8 @@ class ScenarioCase(ConformanceTestCase):
         if example.regime.optimizer_in_backward:
             if all(grad is not None for record in references.expected.steps for grad in (record.grads or {}).values()):
                 self.check(stepped_once(run, requirement="R142"))
-        elif self.declares("full_optim_state") and not lenient:
+        # A state dict has one value of a parameter, also if it differs between ranks.
+        elif self.declares("full_optim_state") and not lenient and not example.model.local_params():
             with self.blaming("implementation"):
                 state = adapter.full_optim_state()
             self.check(same_state(state, references, requirement="R140"))
@@ -204,14 +236,18 @@ class ScenarioCase(ConformanceTestCase):
         return not uses_all(example) and not self.declares("unused_untouched")
 
     def _check_ranks(self, example: Example, run: TrainingHistory) -> None:
-        self.check_same_on_every_rank(run, "R007")
-        if "unused_divergent" not in asks(example):
+        digests = parameter_digests(run, exclude=example.model.local_params())
+        self.check_digests(digests, "params", "R007", "cross-rank equality")
+        # While a checkpoint is saved, its thread communicates in between.
+        if "unused_divergent" not in asks(example) and not example.regime.happens(Action.SAVE_MEANWHILE):
             self.check_same_schedule(run, "R067")
 
     def _check_traffic(self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan) -> None:
         """Check that no step sends more than its passes need."""
         regime = example.regime
         if plan.sharding is Sharding.NONE or plan.persist_numel or plan.auto_wrap is not None:
+            return
+        if regime.happens(Action.SAVE_MEANWHILE):
             return
 
         def passes(step: int) -> int:
@@ -227,7 +263,17 @@ class ScenarioCase(ConformanceTestCase):
             reduced = sum(regime.is_reduced(micro) for micro in range(regime.micro_batches))
             if plan.deferred_units:
                 reduced = regime.micro_batches
-            return (reduced + begun) * regime.backwards_per_forward
+            return (reduced + begun) * regime.backwards_per_forward + differentiations(step)
+
+        def differentiations(step: int) -> int:
+            # An engine does not know that the other ranks have no gradients of parameters either.
+            return sum(event.action is Action.DIFFERENTIATE for event in regime.in_step(step))
+
+        def over_replicas(step: int) -> int:
+            if not plan.defer_all_reduce:
+                return reductions(step)
+            begun = sum(count for _, count in regime.attempts(step))
+            return (1 + begun) * regime.backwards_per_forward + differentiations(step)
 
         self.check(
             traffic_bound.at_most(
@@ -236,11 +282,40 @@ class ScenarioCase(ConformanceTestCase):
                 plan,
                 passes=passes,
                 reductions=reductions,
-                world_size=example.world_size,
+                over_replicas=over_replicas,
+                frozen=regime.frozen,
                 padding=self.padding,
+                alignment=self.alignment,
                 requirement="R068",
             )
         )
+
+    def _check_growth(self, example: Example, workload: Workload, adapter: Adapter) -> None:
+        """Train on, without events, and check that no step leaves anything behind."""
+        if self.here.device_type != "cpu" or self.order.settings.ranks == "simulated":
+            # An accelerator counts bytes for the memory cases; simulated ranks share a process.
+            return
+        world = World(rank=self.rank, size=example.world_size)
+        last = example.regime.steps + _STEPS_ON - 1
+        module, held = self._module(adapter), None
+        with growth.youngest_alone(), process_group.log().phase("observe"):
+            for step in range(example.regime.steps, last + 1):
+                with self.blaming("implementation"):
+                    further_step(adapter, workload, example.regime, world, step)
+                # What differs from step to step is the same in every second one.
+                if step == last - 2:
+                    held = growth.Held.now(module)
+            assert held is not None, "more than two steps are trained"
+            later = growth.Held.settled(module, held)
+        requirements = {"bytes": "R039", "hooks": "R189", "groups": "R189", "threads": "R189"}
+        self.check(growth.no_more(held, later, rank=self.rank, step=last, requirements=requirements))
+
+    def _module(self, adapter: Adapter) -> nn.Module | None:
+        """The wrapped module, if the adapter exposes one."""
+        try:
+            return adapter.module()
+        except NotImplementedError:
+            return None
 
     def _check_sharding(
         self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan, adapter: Adapter
@@ -260,7 +335,7 @@ class ScenarioCase(ConformanceTestCase):
         tensors = run.initial_params.values()
         whole = sum(tensor.nbytes for tensor in tensors)
         if plan.param_dtype is None and whole >= _SHOWS_SHARDING * len(tensors):
-            padding = self.padding + _ALIGNMENT * len(tensors) * example.world_size / whole
+            padding = self.padding + max(self.alignment, _TAG) * len(tensors) * example.world_size / whole
             self.check(partition.sharding_witness(run, plan, world_size=example.world_size, padding=padding))
 
 

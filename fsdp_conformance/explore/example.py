@@ -39,6 +39,8 @@ class Example:
     """Parameters have attributes of the user before the model is wrapped."""
     mean_hook: bool = False
     """A communication hook of the user averages the gradients."""
+    second: bool = False
+    """A second model, wrapped by the same engine, is trained in between."""
 
     def workload(self) -> Workload:
         """The training problem."""

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_conformance.errors import ConformanceError, NotExact
-from fsdp_conformance.explore.building import example_of
+from fsdp_conformance.explore.building import example_of, second_model
 from fsdp_conformance.explore.example import Example
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.references.exactness import demands_bitwise, values
 from fsdp_conformance.references.packed_history import packed, unpacked
 from fsdp_conformance.references.reference_set import EXPECTED, Kind, References
+from fsdp_conformance.references.reference_set import values as values_of
 from fsdp_conformance.references.rounding import rounding_histories
 from fsdp_conformance.references.single_process import Order, single_process_histories
 from fsdp_conformance.scenarios.scenario import Scenario
@@ -82,13 +83,13 @@ def prepare(example: Example) -> Prepared:
         rounded = rounding_histories(workload, regime, example.plan, world_size=size)
         histories = tuple({history.source: history} for history in rounded)
         return Prepared(workload=workload, regime=regime, histories=histories, rounds=True)
-    orders = orders_for(size, regime)
+    exact = demands_bitwise(workload, regime, size)
+    orders = orders_for(size, regime, exact=exact)
     twins = single_process_histories(workload, regime, world_size=size, dtype=torch.float64)
     runs = {
         order: single_process_histories(workload, regime, world_size=size, dtype=torch.float32, order=order)
         for order in orders
     }
-    exact = demands_bitwise(workload, regime, size)
     if exact:
         for order, histories_of_order in runs.items():
             _demand_equal(workload, order, histories_of_order, twins)
@@ -149,39 +150,60 @@ def too_wide(prepared: Prepared) -> str | None:
     if prepared.exact or prepared.rounds:
         return None
     references = prepared.of_rank(0)
-    last = len(references.expected.steps) - 1
-    for name in references.expected.steps[last].params:
-        bound = references.bound(Kind.PARAMETER, last, name)
-        if bound.inconclusive:
-            return f"the bound of {name} is {bound.text()}"
+    steps = range(len(references.expected.steps))
+    for kind, step in [(Kind.PARAMETER, steps[-1]), *((Kind.NORM, step) for step in steps)]:
+        for name in values_of(references.expected, kind, step):
+            bound = references.bound(kind, step, name)
+            if bound.inconclusive:
+                return f"the bound of {name} is {bound.text()}"
     return None
 
 
-def shared(scenario: Scenario, *, rank: int) -> tuple[Example, Prepared]:
+def second_of(example: Example) -> tuple[Example, Prepared] | None:
+    """The second model of an example with its references, if it has one."""
+    if not example.second:
+        return None
+    other = second_model(example)
+    return other, prepare(other)
+
+
+def shared(scenario: Scenario, *, rank: int) -> tuple[Example, Prepared, tuple[Example, Prepared] | None]:
     """
     The example and references that rank 0 finds `judgeable`, for all ranks, which would otherwise repeat the same work.
 
-    Collective.
+    With those of the second model, if there is one. Collective.
     """
     if scenario.world_size == 1:
-        return judgeable(scenario)
+        example, trained = judgeable(scenario)
+        return example, trained, second_of(example)
     sent: list[Any] = [None]
     if rank == 0:
         try:
             example, trained = judgeable(scenario)
-            packed_histories = [
-                {name: packed(history) for name, history in histories.items()} for histories in trained.histories
-            ]
-            sent = [(example.model.salt, packed_histories, trained.exact, trained.rounds)]
+            second = second_of(example)
+            sent = [(example.model.salt, _to_send(trained), None if second is None else _to_send(second[1]))]
         except ConformanceError as error:
             # The other ranks wait for something.
             sent = [error]
     dist.broadcast_object_list(sent)
     if isinstance(sent[0], ConformanceError):
         raise sent[0]
-    salt, histories, exact, rounds = sent[0]
+    salt, of_first, of_second = sent[0]
     example = example_of(scenario.choice, salt=salt)
-    return example, Prepared(
+    if of_second is None:
+        return example, _received(example, of_first), None
+    other = second_model(example)
+    return example, _received(example, of_first), (other, _received(other, of_second))
+
+
+def _to_send(trained: Prepared) -> tuple[list[dict[str, Any]], bool, bool]:
+    histories = [{name: packed(history) for name, history in of_rank.items()} for of_rank in trained.histories]
+    return histories, trained.exact, trained.rounds
+
+
+def _received(example: Example, sent: tuple[list[dict[str, Any]], bool, bool]) -> Prepared:
+    histories, exact, rounds = sent
+    return Prepared(
         workload=remembering(example.workload()),
         regime=example.regime,
         histories=tuple({name: unpacked(history) for name, history in of_rank.items()} for of_rank in histories),
@@ -190,13 +212,19 @@ def shared(scenario: Scenario, *, rank: int) -> tuple[Example, Prepared]:
     )
 
 
-def orders_for(world_size: int, regime: Regime) -> tuple[Order, ...]:
-    """The orders of adding and dividing that can differ: at one rank none does, and halving never rounds."""
+def orders_for(world_size: int, regime: Regime, *, exact: bool = False) -> tuple[Order, ...]:
+    """
+    The orders of adding and dividing that can differ: at one rank none does, and halving never rounds.
+
+    Of an exact model two orders show that none of them rounds; of others, each is a sample of the noise.
+    """
     orders = [Order.SUM]
     if world_size > 2:
         orders.append(Order.REVERSED)
+    if regime.sums:
+        return tuple(orders)
     if world_size & (world_size - 1):
-        orders += [Order.PREDIVIDED, Order.RECIPROCAL, Order.SPLIT]
+        orders += [Order.RECIPROCAL] if exact else [Order.PREDIVIDED, Order.RECIPROCAL, Order.SPLIT]
     if regime.micro_batches > 1 and any(regime.is_reduced(micro) for micro in range(regime.micro_batches - 1)):
         orders.append(Order.ACCUMULATED)
     return tuple(orders)

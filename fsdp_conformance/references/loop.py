@@ -28,7 +28,7 @@ from fsdp_conformance.errors import ConfigError, SuiteError
 from fsdp_conformance.history.training import Gradients, StepRecord, TrainingHistory
 from fsdp_conformance.references.structures import note, noted, placed
 from fsdp_conformance.workload.definition import Batch, BatchKey, Fuse, Regime, Workload
-from fsdp_conformance.workload.events import SAVED_BY, Action, Event, Moment
+from fsdp_conformance.workload.events import LOADED_BY, Action, Event, Moment
 from fsdp_conformance.workload.units import local_names
 
 #: What torch adds to the total norm before dividing by it (torch.nn.utils.clip_grad_norm_).
@@ -62,6 +62,8 @@ class Reference(ABC):
     """One way to train replicated models. `name` appears in histories and reports."""
 
     name: ClassVar[str]
+    sums_gradients: ClassVar[bool] = False
+    """True if it can sum gradients over the ranks instead of averaging them."""
 
     def __init__(
         self,
@@ -77,6 +79,8 @@ class Reference(ABC):
         if regime.optimizer not in {*workload.optimizers, *workload.optimizer_sets}:
             names = ", ".join(sorted({*workload.optimizers, *workload.optimizer_sets}))
             raise ConfigError([f"optimizer must be one of {names}, got {regime.optimizer!r}"], where=workload.name)
+        if regime.sums and not self.sums_gradients:
+            raise ConfigError([f"sums must be False for the reference {self.name}, got True"], where=workload.name)
         self.workload = workload
         self.regime = regime
         self.world_size = world_size
@@ -262,10 +266,10 @@ class Reference(ABC):
             case Action.WRITE | Action.ASSIGN:
                 for name in event.names:
                     replica.params[name].data = replica.params[name].data * event.number
-            case action if action in SAVED_BY:
+            case action if action in LOADED_BY.values():
                 self._load(replica, action)
-            case action if action in SAVED_BY.values():
-                self._save(replica, next(loads for loads, saves in SAVED_BY.items() if saves is action))
+            case action if action in LOADED_BY:
+                self._save(replica, LOADED_BY[action])
             case Action.DROP | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT | Action.CLIP_VALUES | Action.CLIP_SOME:
                 self._change_gradients(event, replica)
             case _:

@@ -136,7 +136,8 @@ class Rounding(SingleProcess):
         plan = self.plan
         dtype = _dtype(plan.reduce_dtype or plan.dtype_of(owner(name, plan.units))) or torch.float32
         in_order = grads[::-1] if self.order is Order.REVERSED else grads
-        mean = (reduce(torch.add, [grad.to(dtype) for grad in in_order]) / self.world_size).float()
+        divisor = 1 if self.regime.sums else self.world_size
+        mean = (reduce(torch.add, [grad.to(dtype) for grad in in_order]) / divisor).float()
         return mean if before is None else before + mean
 
 

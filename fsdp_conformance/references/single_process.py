@@ -41,6 +41,7 @@ class SingleProcess(Reference):
     """All ranks of a world as replicas in this process."""
 
     name = "single-process"
+    sums_gradients = True
 
     def __init__(
         self,
@@ -79,10 +80,13 @@ class SingleProcess(Reference):
                 replica.params[name].grad = mean.clone() if last and mean is not None else None
 
     def mean(self, name: str, grads: list[Tensor], before: Tensor | None) -> Tensor:
-        """The mean over ranks of the gradients since the last reduction, plus what was reduced `before`."""
+        """
+        The mean over ranks of the gradients since the last reduction, plus what was reduced `before`; the sum, if the
+        regime says so.
+        """
         if self.order is Order.ACCUMULATED and before is not None:
             return mean_of([grad + before for grad in grads], Order.RECIPROCAL)
-        mean = mean_of(grads, self.order)
+        mean = sum_of(grads, self.order) if self.regime.sums else mean_of(grads, self.order)
         return mean if before is None else before + mean
 
     def _keep_contributions(self) -> None:
@@ -108,11 +112,16 @@ class SingleProcess(Reference):
         return carried
 
 
+def sum_of(grads: list[Tensor], order: Order) -> Tensor:
+    """The sum of one tensor per rank."""
+    return reduce(torch.add, reversed(grads) if order is Order.REVERSED else grads)
+
+
 def mean_of(grads: list[Tensor], order: Order) -> Tensor:
     """The mean of one tensor per rank."""
     world_size = len(grads)
     if order is Order.REVERSED:
-        return reduce(torch.add, reversed(grads)) / world_size
+        return sum_of(grads, order) / world_size
     if order is Order.PREDIVIDED:
         return reduce(torch.add, [grad / world_size for grad in grads])
     if order in (Order.RECIPROCAL, Order.ACCUMULATED):
@@ -121,7 +130,7 @@ def mean_of(grads: list[Tensor], order: Order) -> Tensor:
     if order is Order.SPLIT:
         before = split_factor(world_size)
         return reduce(torch.add, [grad / before for grad in grads]) / (world_size / before)
-    return reduce(torch.add, grads) / world_size
+    return sum_of(grads, order) / world_size
 
 
 def split_factor(world_size: int) -> float:

@@ -50,6 +50,13 @@ _ENGINE: tuple[Axis, ...] = (
         value("chosen by size", "auto_wrap"),
     ),
     axis("shard dim", "engine", "0", value("1", "shard_dim")),
+    axis(
+        "ignored",
+        "engine",
+        "nothing",
+        value("a frozen module", "ignored_modules"),
+        value("a trained module", "ignored_modules"),
+    ),
     axis("small parameters", "engine", "sharded", value("whole", "persist_small")),
     axis(
         "precision",
@@ -80,6 +87,7 @@ _ENGINE: tuple[Axis, ...] = (
     ),
     axis("built", "engine", "with values", value("on meta", "meta_init", initial_values="set after wrapping")),
     axis("communication hook", "engine", "none", value("mean", "comm_hook")),
+    axis("gradients divided by", "engine", "number of ranks", value("one", "divide_factor", ranks=("2", "3", "4"))),
     axis("update", "engine", "after backward", value("in backward", "optim_in_backward")),
 )
 
@@ -123,6 +131,7 @@ _MODEL: tuple[Axis, ...] = (
     axis("input gradients", "model", "none", "of a leaf"),
     axis("outputs", "model", "tensors", "structures", "views", "changed in place", "views changed in place"),
     axis("types of outputs", "model", "plain", "named tuple", "ordered dict", "model output"),
+    axis("hooks of modules", "model", "none", "before forward", "after forward", "in backward"),
     axis("attributes of parameters", "model", "none", "set before wrapping"),
     axis("checkpointing", "model", "none", "around blocks", "inside blocks", value("reentrant", "ac_reentrant")),
     axis("dropout", "model", "none", "in each block"),
@@ -235,6 +244,7 @@ _EVENTS: tuple[Axis, ...] = (
         value("loaded at once", "checkpoint"),
         value("loaded later", "checkpoint"),
         value("second one loaded", "checkpoint"),
+        value("saved meanwhile", "checkpoint", "async_checkpoint"),
     ),
     axis(
         "state dicts",
@@ -260,11 +270,16 @@ _EVENTS: tuple[Axis, ...] = (
         value("in backward", "exception_recovery"),
         value("before the optimizer", "exception_recovery"),
     ),
+    axis("second model", "events", "none", "trained in between"),
     axis("mode", "events", "training", "toggled", value("toggled on one rank", ranks=("2", "3", "4"))),
 )
 
 _LOW = ("bfloat16", "bfloat16, reduced in float32", "bfloat16, one unit in float32")
 _TYPES = ("named tuple", "ordered dict", "model output")
+_IGNORED = ("a frozen module", "a trained module")
+_LOADED = ("loaded at once", "loaded later", "second one loaded", "saved meanwhile")
+_NORMS = ("2-norm", "1-norm", "largest element", "never reached")
+_IN_PLACE = ("changed in place", "views changed in place")
 _OWN_CLEARING = ("by hand", "not after the first step")
 _OF_INPUTS = ("of inputs before a step", "of inputs after a backward")
 _REGROUPED = ("hybrid", "hybrid, shards of one", "hybrid, one replica")
@@ -344,6 +359,62 @@ _CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         reason="memory is given to new parameters, which have no attributes",
         of={"built": ("on meta",), "attributes of parameters": ("set before wrapping",)},
+    ),
+    Conflict(
+        reason="an ignored module stays on meta",
+        of={"built": ("on meta",), "ignored": _IGNORED},
+    ),
+    Conflict(
+        reason="an ignored module is not synchronised",
+        of={"initial values": ("from the first rank",), "ignored": _IGNORED},
+    ),
+    Conflict(
+        reason="an ignored module does not compute in low precision",
+        of={"precision": _LOW, "ignored": _IGNORED},
+    ),
+    Conflict(
+        reason="a checkpoint has one value of a parameter that differs between ranks",
+        of={"ignored": ("a trained module",), "checkpoints": ("saved", *_LOADED)},
+    ),
+    Conflict(
+        reason="a checkpoint has one value of a parameter that differs between ranks",
+        of={"ignored": ("a trained module",), "state dicts": ("full", "sharded", "of the optimizer")},
+    ),
+    Conflict(
+        reason="a norm over parameters that differ between ranks is up to the user",
+        of={"ignored": ("a trained module",), "clipping": _NORMS},
+    ),
+    Conflict(
+        reason="the gradients of an ignored module are divided by nothing",
+        of={"ignored": ("a trained module",), "gradients divided by": ("one",)},
+    ),
+    Conflict(
+        reason="then the ignored module is frozen",
+        of={"ignored": ("a trained module",), "frozen": ("a block", "later", "thawed later")},
+    ),
+    Conflict(
+        reason="a hook replaces the average, with its division",
+        of={"communication hook": ("mean",), "gradients divided by": ("one",)},
+    ),
+    Conflict(
+        reason="gradients of inputs are not divided",
+        of={"gradients divided by": ("one",), "input gradients": ("of a leaf",)},
+    ),
+    Conflict(
+        reason="gradients of inputs are not divided",
+        of={"gradients divided by": ("one",), "derivatives": _OF_INPUTS},
+    ),
+    Conflict(
+        reason="torch's backward hooks return views, and know tuples of tensors only",
+        of={"hooks of modules": ("in backward",), "outputs": ("structures", *_IN_PLACE)},
+    ),
+    Conflict(
+        reason="torch's backward hooks return views, and know tuples of tensors only",
+        of={"hooks of modules": ("in backward",), "types of outputs": _TYPES},
+    ),
+    Conflict(
+        reason="torch's backward hooks see positional inputs only",
+        of={"hooks of modules": ("in backward",), "inputs": ("keywords",)},
     ),
     Conflict(reason="there is one unit only", of={"units": ("only the root",), "ties": ("across units",)}),
     Conflict(reason="one unit contains both", of={"units": ("two blocks as one",), "ties": ("across units",)}),
@@ -493,7 +564,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         reason="no checkpoint and no scheduler knows the optimizer of a parameter that steps in backward",
         of={
             "update": ("in backward",),
-            "checkpoints": ("saved", "loaded at once", "loaded later", "second one loaded"),
+            "checkpoints": ("saved", *_LOADED),
         },
     ),
     Conflict(
@@ -597,7 +668,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         reason="a checkpoint has one value of a buffer that differs between ranks",
-        of={"buffers": ("running values",), "checkpoints": ("loaded at once", "loaded later", "second one loaded")},
+        of={"buffers": ("running values",), "checkpoints": _LOADED},
     ),
     # --- what a reference cannot judge
     Conflict(

@@ -144,6 +144,8 @@ class Regime:
     """FQNs whose gradient is set to None before the optimizer step: freezing without the flag."""
     frozen_at: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """(step, FQNs): from that step on exactly these parameters have requires_grad=False."""
+    sums: bool = False
+    """Gradients are added up over the ranks, and not divided by their number."""
     optimizer_in_backward: bool = False
     """Each parameter has its own optimizer, which steps in a hook as soon as the gradient is there."""
     events: tuple[Event, ...] = ()

@@ -79,6 +79,8 @@ class Action(StrEnum):
     """The gradients of the parameters in `names` are clipped to the norm `value`, by torch.nn.utils.clip_grad_norm_."""
     SAVE = "save"
     """A checkpoint of the model and the optimizer is saved."""
+    SAVE_MEANWHILE = "save meanwhile"
+    """A checkpoint begins to be saved; training goes on. It is complete before the next load, or at the end."""
     LOAD = "load"
     """The last checkpoint that was saved is loaded: model and optimizer are what they were then."""
     TAKE_MODEL = "take model"
@@ -132,6 +134,7 @@ LEGAL: dict[Action, frozenset[Moment]] = {
     Action.CLIP_VALUES: frozenset({Moment.OPTIMIZER}),
     Action.CLIP_SOME: frozenset({Moment.OPTIMIZER}),
     Action.SAVE: _BETWEEN,
+    Action.SAVE_MEANWHILE: _BETWEEN,
     # Inside a step it would be open whether the gradients remain.
     Action.LOAD: _BETWEEN,
     Action.TAKE_MODEL: _BETWEEN,
@@ -152,12 +155,13 @@ LOCAL = frozenset({Action.TOGGLE})
 #: Actions that neither change what a reference computes nor are compared with it.
 WITHOUT_EFFECT = frozenset({Action.TOGGLE, Action.UNSHARD, Action.MOVE, Action.CAST, Action.CAST_BACK})
 
-#: Actions that load something, each with the one that saves it.
-SAVED_BY = {
-    Action.LOAD: Action.SAVE,
-    Action.LOAD_MODEL: Action.TAKE_MODEL,
-    Action.LOAD_SHARDS: Action.TAKE_SHARDS,
-    Action.LOAD_OPTIMIZER: Action.TAKE_OPTIMIZER,
+#: Actions that save something, each with the one that loads it.
+LOADED_BY = {
+    Action.SAVE: Action.LOAD,
+    Action.SAVE_MEANWHILE: Action.LOAD,
+    Action.TAKE_MODEL: Action.LOAD_MODEL,
+    Action.TAKE_SHARDS: Action.LOAD_SHARDS,
+    Action.TAKE_OPTIMIZER: Action.LOAD_OPTIMIZER,
 }
 
 #: Actions after which a change of a parameter no longer shows its gradient: see `checks.derived`.
@@ -237,9 +241,10 @@ def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 def without_a_save(events: Iterable[Event]) -> tuple[Event, ...]:
     """The events that load a checkpoint or a state dict before one has been saved or taken."""
     remaining: list[Event] = []
-    before: set[Action] = set()
+    loadable: set[Action] = set()
     for event in in_order(events):
-        before.add(event.action)
-        if event.action in SAVED_BY and SAVED_BY[event.action] not in before:
+        if event.action in LOADED_BY:
+            loadable.add(LOADED_BY[event.action])
+        elif event.action in LOADED_BY.values() and event.action not in loadable:
             remaining.append(event)
     return tuple(remaining)

@@ -67,6 +67,7 @@ class Reference(TorchAdapter):
     """`FullyShardedDataParallel` of the engine; FULL_SHARD unless the plan says otherwise."""
 
     name: ClassVar[str] = "reference"
+    alignment: ClassVar[int] = 0
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {
             "zero3",
@@ -182,6 +183,9 @@ class Reference(TorchAdapter):
 
     def register_comm_hook(self, hook: CommunicationHook) -> None:
         self._root.register_comm_hook(None, hook_of_both_kinds(hook))
+
+    def divide_gradients_by(self, factor: float) -> None:
+        self._root.set_gradient_divide_factor(factor)
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)

@@ -145,6 +145,7 @@ class TorchFSDP1(TorchCheckpoints):
             for derivatives in ("of inputs before a step", "of inputs after a backward")
         ),
         # The hook that FSDP1 puts on leaves must not see torch.autograd.grad.
+        {"frozen": "the first layer", "derivatives": "of inputs before a step"},
         {"frozen": "the first layer", "derivatives": "of inputs after a backward"},
         # Where a unit has several blocks, the first that is recomputed ends the backward of the unit.
         *(

@@ -52,6 +52,7 @@ class TorchFSDP2(TorchCheckpoints):
         frozenset() if hasattr(FSDPModule, "reset_iter_state") else frozenset({"exception_recovery"})
     )
     max_unsharded: ClassVar[int] = 1
+    alignment: ClassVar[int] = 0
     avoids: ClassVar[tuple[Mapping[str, str], ...]] = (
         *TorchCheckpoints.avoids,
         # pytorch#181832: a view that the caller changes in place loses the hook that gathers for its backward.
@@ -83,6 +84,10 @@ class TorchFSDP2(TorchCheckpoints):
         ),
         # ci/findings/torch-fsdp2/unit_used_only_before_the_all_reduce.py
         {"use": "one skipped by step", "accumulation": "deferred over replicas"},
+        # torch's functions for lists of tensors take sharded or plain ones: their user has to keep the two apart.
+        {"ignored": "a trained module", "optimizer": "adamw, fused"},
+        {"ignored": "a trained module", "loss scaling": "dynamic"},
+        {"ignored": "a trained module", "clipping by the user": "values"},
         # ci/findings/torch-fsdp2/reentrant_checkpoint_called_twice.py
         {"use": "one twice", "checkpointing": "reentrant"},
     )
@@ -135,6 +140,13 @@ class TorchFSDP2(TorchCheckpoints):
 
     def no_all_reduce(self) -> AbstractContextManager[Any]:
         return _replicas_deferred(cast(FSDPModule, self.model))
+
+    def divide_gradients_by(self, factor: float) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(factor)
+                # torch asks the backend for a premultiplied sum, which only NCCL has.
+                module.set_force_sum_reduction_for_comms(self.device.type != "cuda")
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         with_grads = [parameter for parameter in self.model.parameters() if parameter.grad is not None]

@@ -155,16 +155,16 @@ class DivideFactors(NamedTuple):
     after: float
 
 
-def divide_factors(num_ranks: int, dtype: torch.dtype) -> DivideFactors:
+def divide_factors(divisor: float, dtype: torch.dtype) -> DivideFactors:
     """
-    The factors for an average over `num_ranks` ranks in `dtype`.
+    The factors for a division of sums by `divisor`, usually the number of ranks, in `dtype`.
 
     float16 is divided before, so that the mean of finite values never overflows on the way. Dividing by about the
     square root before and by the rest after, as torch's FSDP does, can overflow: 4 ranks with 2**15 each, halved, add
     up to 2**16, which exceeds float16. Dtypes with a wider exponent are divided after: one pass over a shard instead of
     over the whole buffer.
     """
-    return DivideFactors(num_ranks, 1) if dtype is torch.float16 else DivideFactors(1, num_ranks)
+    return DivideFactors(divisor, 1) if dtype is torch.float16 else DivideFactors(1, divisor)
 
 
 class ReductionPlan(NamedTuple):
@@ -370,6 +370,10 @@ class StorageGradients:
         self._buffer: GradientBuffer | None = None
         self.under_way: Reduction | None = None
         """The reduction whose last step has not been taken."""
+
+    def divide_by(self, factor: float) -> None:
+        """Divide sums over all ranks by `factor` instead of the number of ranks, from the next reduction on."""
+        self._plan = self._plan._replace(factors=divide_factors(factor, self._storage.reduce_dtype))
 
     @property
     def is_open(self) -> bool:

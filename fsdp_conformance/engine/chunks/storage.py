@@ -527,6 +527,9 @@ class ShardedStorage:
         try:
             if gathering is not None and self.state is StorageState.GATHERING:
                 after = gathering.complete()
+                if self._shard.device == self.pool.device:
+                    # A gather that was not needed may still read the shard, which may be written from now on.
+                    self.pool.streams.wait(after)
         finally:
             # Also after a failed gather: its block must go back, or the pool would run out after a few retries.
             self._go(StorageState.SHARDED)

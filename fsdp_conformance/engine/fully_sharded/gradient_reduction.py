@@ -83,6 +83,8 @@ class GradientReduction:
         # For each parameter, True if this rank has used it since the originals last got gradients.
         self._used: list[bool] = []
         self._delivered: list[nn.Parameter] = []
+        # What sums are divided by; None: by the number of ranks.
+        self._divisor: float | None = None
         self.use(storage)
 
     def use(self, storage: ShardedStorage) -> None:
@@ -92,10 +94,22 @@ class GradientReduction:
         self._reduces_nothing = (
             self.gradients.reduces_in_place and storage.num_replicas == 1 and storage.compute_dtype is storage.dtype
         )
+        share = 1.0
+        if self._divisor is not None:
+            self.gradients.divide_by(self._divisor)
+            # What is handed over is not divided.
+            self._reduces_nothing = self._reduces_nothing and self._divisor == 1
+            share = self._divisor / (storage.layout.world_size * storage.num_replicas)
         self._tag_gradient: Tensor | None = None
         if self.tag is not None:
             self._averaged_tag = averaged_tag(self.tag, storage.reduce_dtype)
-            self._tag_gradient = torch.tensor(float(self._averaged_tag), device=storage.pool.device)
+            # Such that the sum over all ranks is the tag once it is divided.
+            self._tag_gradient = torch.tensor(self._averaged_tag * share, device=storage.pool.device)
+
+    def divide_by(self, factor: float) -> None:
+        """Divide sums over all ranks by `factor` instead of their number, from the next reduction on."""
+        self._divisor = factor
+        self.use(self.storage)
 
     @property
     def is_trained(self) -> bool:

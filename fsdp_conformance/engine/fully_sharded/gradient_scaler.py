@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fsdp_conformance.engine.communication import all_reduce_max, resolve_group
+
+#: True on optimizers that unscale gradients themselves.
+_SCALES = "_step_supports_amp_scaling"
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -33,8 +37,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         torch copies the scale and the flag to where gradients are, and does not wait. On the CPU they would be read too
         early, and a flag that is set there would be overwritten when its copy arrives (pytorch#176429).
         """
-        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        if any(gradient is not None and gradient.device.type == "cpu" for gradient in gradients):
+        if _steps_on_host(optimizer):
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
@@ -55,3 +58,30 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 flag.copy_(overflow.to(place))
         else:
             found[device] = overflow
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """
+        Step unless a gradient is infinite or NaN on any rank. Collective, unless gradients are unscaled already.
+
+        A fused optimizer gets flag and scale as tensors, and looks at them itself: at the flag of this rank alone if
+        gradients are not unscaled, and on the CPU at copies that it does not wait for. So gradients are unscaled first,
+        and one on the CPU is asked to step, or not.
+        """
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        alone = torch.device(self._device).type != "cpu" and _steps_on_host(optimizer)
+        if not alone or not getattr(optimizer, _SCALES, False):
+            return super().step(optimizer, *args, **kwargs)
+        setattr(optimizer, _SCALES, False)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            setattr(optimizer, _SCALES, True)
+
+
+def _steps_on_host(optimizer: Optimizer) -> bool:
+    """True if it has gradients on the CPU."""
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return any(gradient is not None and gradient.device.type == "cpu" for gradient in gradients)

@@ -293,6 +293,18 @@ class FullyShardedDataParallel(TorchStateDicts):
         for unit in self.units:
             unit.communication_hook = ReductionHook(state, hook, fills_shard=unit.spec.groups.shard.size() > 1)
 
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """
+        Divide the sums of gradients over the ranks by `factor` in this unit and the units below it.
+
+        The default is the number of ranks, which makes a mean. Raises ConfigError unless it is positive.
+        """
+        if not factor > 0:
+            raise ConfigError([f"factor must be positive, got {factor}"], where="set_gradient_divide_factor")
+        for unit in self.units:
+            for parameter in unit.flats:
+                parameter.reduction.divide_by(factor)
+
     # --- by hand -----------------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from fsdp_conformance.checks import traffic_bound
 from fsdp_conformance.history.collective import CollectiveRecord, Op
-from fsdp_conformance.tests.checks.schedules import PLAN, STAIRCASE, collective, full_sharding, history
+from fsdp_conformance.plan import Sharding
+from fsdp_conformance.tests.checks.schedules import PLAN, STAIRCASE, STAIRCASE_BYTES, collective, full_sharding, history
+from fsdp_conformance.workload.units import owning_units, parameter_bytes
 
 
 def _findings(records: Sequence[CollectiveRecord], *, passes: int = 2, reductions: int = 1) -> list[str]:
     result = traffic_bound.at_most(
         history(records), STAIRCASE, PLAN, passes=lambda step: passes, reductions=lambda step: reductions,
-        world_size=2, padding=0.0, requirement="R068",
+        padding=0.0, requirement="R068",
     )  # fmt: skip
     return sorted({finding.message.partition(":")[0] for finding in result.findings})
 
@@ -30,15 +33,45 @@ def test_a_plain_schedule_is_within() -> None:
         (Op.ALL_GATHER, "forward", ["gathered in the step"]),
         (Op.ALL_GATHER, "eval", ["gathered in the step"]),
         (Op.BROADCAST, "backward", ["gathered in the step"]),
-        (Op.REDUCE_SCATTER, "backward", ["reduce-scattered in the step", "reduced in the step"]),
-        (Op.ALL_REDUCE, "step", ["reduced in the step"]),
+        (Op.REDUCE_SCATTER, "backward", ["reduce-scattered in the step"]),
+        (Op.ALL_REDUCE, "step", ["all-reduced in the step"]),
+        (Op.ALL_REDUCE, "eval", ["all-reduced in the step", "reduced by evaluations"]),
     ],
 )
 def test_more_than_the_passes_need_is_reported(op: Op, phase: str, what: list[str]) -> None:
     """Whichever call carries it, in whichever phase."""
-    extra = collective(op, 10 * traffic_bound.SMALL, phase=phase)
+    extra = collective(op, 2 * STAIRCASE_BYTES, phase=phase)
 
     assert _findings([*full_sharding(STAIRCASE, PLAN), extra]) == what
+
+
+def test_a_second_reduction_over_the_replicas_is_reported() -> None:
+    """Under hybrid sharding a shard is all-reduced once for each reduction that includes the replicas."""
+    plan = replace(PLAN, sharding=Sharding.HYBRID, replicas=2)
+    scattered = collective(Op.REDUCE_SCATTER, 400, phase="backward")
+    summed = [collective(Op.ALL_REDUCE, parameter_bytes(owning_units(STAIRCASE, plan).shared) // 2, phase="backward")]
+
+    def messages(times: int) -> list[str]:
+        result = traffic_bound.at_most(
+            history([scattered, *summed * times], world_size=4), STAIRCASE, plan, passes=lambda step: 2,
+            reductions=lambda step: 3, over_replicas=lambda step: 1, padding=0.0, requirement="R068",
+        )  # fmt: skip
+        return [finding.message.partition(":")[0] for finding in result.findings]
+
+    assert messages(1) == []
+    assert messages(3) == ["all-reduced in the step"]
+
+
+def test_the_dtype_of_the_plan_counts() -> None:
+    """Gathering in float32 takes twice as much as a plan that computes in bfloat16 needs."""
+    plan = replace(PLAN, param_dtype="bfloat16")
+    gathered = [record for record in full_sharding(STAIRCASE, PLAN) if record.op is Op.ALL_GATHER]
+
+    result = traffic_bound.at_most(
+        history(gathered), STAIRCASE, plan, passes=lambda step: 2, reductions=lambda step: 1, padding=0.0,
+        requirement="R068",
+    )  # fmt: skip
+    assert {finding.message.partition(":")[0] for finding in result.findings} == {"gathered in the step"}
 
 
 def test_small_messages_are_allowed() -> None:
@@ -48,6 +81,6 @@ def test_small_messages_are_allowed() -> None:
 
 def test_more_passes_allow_more() -> None:
     """Traffic that is too much for one pass is right for many."""
-    extra = collective(Op.ALL_GATHER, 10 * traffic_bound.SMALL, phase="forward")
+    extra = collective(Op.ALL_GATHER, 2 * STAIRCASE_BYTES, phase="forward")
 
     assert _findings([*full_sharding(STAIRCASE, PLAN), extra], passes=50) == []

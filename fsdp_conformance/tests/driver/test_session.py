@@ -8,6 +8,7 @@ import unittest
 import unittest.mock
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +32,7 @@ from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, RICH, Output
 from fsdp_conformance.tests.torch_versions import with_fsdp2_on_the_cpu
 from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.events import Action, Event, Moment
 
 
 class Diary(TorchFSDP2):
@@ -77,6 +79,20 @@ class Diary(TorchFSDP2):
     def drop_grads(self, names: Any) -> None:
         self.note(f"drop_grads({', '.join(names)})")
         super().drop_grads(names)
+
+
+class SavesBeside(Diary):
+    """Begins to save, and has saved when it is waited for."""
+
+    def save_checkpoint(self, directory: Path) -> None:
+        self.note("saved")
+
+    def load_checkpoint(self, directory: Path) -> None:
+        self.note("loaded")
+
+    def save_checkpoint_async(self, directory: Path) -> Any:
+        self.note("begins to save")
+        return unittest.mock.Mock(wait=lambda: self.note("has saved"))
 
 
 class DiaryFault(Fault):
@@ -241,6 +257,53 @@ class Loop(RankTestCase):
             ],
             adapter.entries,
         )
+
+    def test_a_save_meanwhile_is_complete_before_the_next_load_and_at_the_end(self) -> None:
+        """Training goes on until then."""
+        adapter = SavesBeside()
+        events = (
+            Event(action=Action.SAVE_MEANWHILE, moment=Moment.END, step=0),
+            Event(action=Action.LOAD, moment=Moment.END, step=1),
+            Event(action=Action.SAVE_MEANWHILE, moment=Moment.END, step=1),
+        )
+        regime = Regime(steps=3, events=events)
+        conditions = Conditions(new_directory=lambda: Path("nowhere"))
+        world = World(rank=self.rank, size=self.world_size)
+        session.train(adapter, PLAIN, plan_for(PLAIN, regime), regime, world, conditions=conditions)
+
+        noted = [entry for entry in adapter.entries if "sav" in entry or "load" in entry or entry.startswith("step")]
+        self.assertEqual(
+            [
+                "step step 0",
+                "begins to save event 0",
+                "step step 1",
+                "has saved event",
+                "loaded event 1",
+                "begins to save event 1",
+                "step step 2",
+                "has saved event",
+            ],
+            noted,
+        )
+
+    def test_a_training_beside_another_one(self) -> None:
+        """Its steps are trained when they are asked for, and neither history has the other's collectives."""
+        world = World(rank=self.rank, size=self.world_size)
+        plan, regime = plan_for(PLAIN, Regime(steps=2)), Regime(steps=2)
+        alone = self.run_training(Diary(), regime=regime)
+        second = Diary()
+        conditions = Conditions(beside=True)
+        with session.training(second, PLAIN, plan, regime, world, conditions=conditions) as steps:
+            observer = Observer(after_step=lambda adapter, step: self.assertEqual(step, next(steps)))
+            first = self.run_training(Diary(), regime=regime, observer=observer)
+
+        issued, expected_lines = ([record.line() for record in each.collectives] for each in (first, alone))
+        self.assertEqual(expected_lines, issued)
+        self.assertTrue(steps.history.collectives)
+        self.assertTrue(all(record.phase.endswith(" beside") for record in steps.history.collectives))
+        for got, other, expected in zip(steps.history.steps, first.steps, alone.steps, strict=True):
+            torch.testing.assert_close(got.params, expected.params)
+            torch.testing.assert_close(other.params, expected.params)
 
     @with_fsdp2_on_the_cpu
     def test_pipelines(self) -> None:

@@ -384,3 +384,63 @@ class ReturnsPlainContainers(Reference):
         if isinstance(output, dict):
             return dict(output)
         return tuple(output) if isinstance(output, tuple) else output
+
+
+class AveragesWhatItIgnores(Reference):
+    """Wrong only where a module is ignored and trained: its gradients are averaged with the others."""
+
+    name: ClassVar[str] = "averages-what-it-ignores"
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph=retain_graph)
+        for name, parameter in self.parameters().items():
+            if name.startswith(tuple(f"{module}." for module in self.plan.ignored)) and parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+
+class EmptiesWhatItIgnores(Reference):
+    """Wrong only where a module is ignored: it loses its values."""
+
+    name: ClassVar[str] = "empties-what-it-ignores"
+
+    def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
+        for module in plan.ignored:
+            for parameter in model.get_submodule(module).parameters():
+                parameter.data.zero_()
+        return super().wrap(model, plan)
+
+
+class DropsHooks(Reference):
+    """Wrong only where the user has put a hook on a module: it is gone after wrapping."""
+
+    name: ClassVar[str] = "drops-hooks"
+
+    def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
+        for module in model.modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+                hooks.clear()
+        return super().wrap(model, plan)
+
+
+class AveragesAnyway(Reference):
+    """Wrong only where the user divides gradients by another number: they are means still."""
+
+    name: ClassVar[str] = "averages-anyway"
+
+    def divide_gradients_by(self, factor: float) -> None:
+        """Go on."""
+
+
+class KnowsTheLastModel(Reference):
+    """Wrong only where it wraps a second model: gradients of the first are halved."""
+
+    name: ClassVar[str] = "knows-the-last-model"
+    _last: ClassVar[dict[int, Any]] = {}
+
+    def setup(self, model_fn: Any, optim_fn: Any, plan: Any) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._last[dist.get_rank()] = self
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss if self._last[dist.get_rank()] is self else loss / 2, retain_graph=retain_graph)

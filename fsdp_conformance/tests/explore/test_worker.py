@@ -202,6 +202,13 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
         pytest.param("ReturnsPlainContainers", "types of outputs", "named tuple", "R157", marks=pytest.mark.nightly),
         pytest.param("ReturnsPlainContainers", "types of outputs", "ordered dict", "R157", marks=pytest.mark.nightly),
         pytest.param("ReturnsPlainContainers", "types of outputs", "model output", "R157", marks=pytest.mark.nightly),
+        pytest.param("AveragesWhatItIgnores", "ignored", "a trained module", "R003", marks=pytest.mark.nightly),
+        pytest.param("EmptiesWhatItIgnores", "ignored", "a frozen module", "R002", marks=pytest.mark.nightly),
+        pytest.param("DropsHooks", "hooks of modules", "before forward", "R003", marks=pytest.mark.nightly),
+        pytest.param("DropsHooks", "hooks of modules", "after forward", "R157", marks=pytest.mark.nightly),
+        pytest.param("DropsHooks", "hooks of modules", "in backward", "R003", marks=pytest.mark.nightly),
+        pytest.param("AveragesAnyway", "gradients divided by", "one", "R003", marks=pytest.mark.nightly),
+        pytest.param("KnowsTheLastModel", "second model", "trained in between", "R003", marks=pytest.mark.nightly),
     ],
 )
 def test_wrong_only_with_one_value(name: str, axis: str, value: str, requirement: str) -> None:

@@ -126,12 +126,16 @@ class ChunkTrainer:
             self._collect()
         if self.schedule.wasted_gather:
             self.chunks[0].access(async_op=True, after=written)
+        # The host writes an offloaded shard, and waits itself; one on the device may be written once it is released.
+        is_offloaded = self.chunks[0].shard.device != self.device
+        if self.schedule.wasted_gather and not is_offloaded:
+            self.chunks[0].release()
         for chunk, gradient in self._gradients.items():
             if chunk.shard.device != self.device:
                 chunk.wait_shard_reads()
             chunk.shard.add_(gradient, alpha=-LEARNING_RATE)
         self._gradients.clear()
-        if self.schedule.wasted_gather:
+        if self.schedule.wasted_gather and is_offloaded:
             self.chunks[0].release()
         if self.schedule.dropped_reduction:
             shapes = [slot.shape for slot in self.chunks[0].layout.slots]

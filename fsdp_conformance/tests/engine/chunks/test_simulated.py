@@ -49,6 +49,7 @@ SCHEDULES = {
     "offloaded": Schedule(config=OFFLOADED, num_synchronised=2),
     PAGEABLE: Schedule(config=replace(OFFLOADED, pin_memory=False)),
     "offloaded, mixed precision": Schedule(config=replace(OFFLOADED, compute_dtype=torch.bfloat16)),
+    "a gather wasted": Schedule(config=PLAIN, wasted_gather=True),
     "offloaded, a gather wasted": Schedule(config=OFFLOADED, wasted_gather=True),
     "fused": Schedule(config=FUSED, reshard_after_forward=False),
     "fused, accumulated": Schedule(config=FUSED, reshard_after_forward=False, num_synchronised=2),

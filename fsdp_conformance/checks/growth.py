@@ -1,0 +1,157 @@
+"""
+Growth of what a rank holds between steps, on the CPU: tensors that Python can reach, hooks, process groups and threads.
+
+An engine that keeps something in every step trains well, until memory is used up. The accelerator's allocator counts
+bytes exactly (`memory`); here tensors are found through Python's garbage collector, apart from the suite's own. What
+only C++ holds, such as a graph that autograd has saved, is not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from fsdp_conformance.checks.result import CheckResult, Tally
+
+#: Packages of the suite whose objects may hold tensors.
+_OWN = tuple(
+    f"fsdp_conformance.{package}" for package in ("history", "workload", "driver", "references", "cases", "checks")
+)
+
+#: Seconds after which what threads have held is free. What grows has grown for good after that.
+SETTLES_S = 2.0
+
+#: Dicts of a module that hold hooks.
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The tensors and other things that a rank holds at one moment."""
+
+    bytes: int
+    """Of tensors on any device, apart from the suite's own."""
+    hooks: int
+    """On the wrapped module, its submodules and their parameters."""
+    groups: int
+    """Process groups that have been made meanwhile."""
+    threads: int
+
+    @classmethod
+    def now(cls, module: nn.Module | None) -> Held:
+        """Count what is held now; without a module, no hooks are counted."""
+        gc.collect()
+        storages, own = _storages(gc.get_objects())
+        return cls(
+            bytes=sum(size for address, size in storages.items() if address not in own),
+            hooks=0 if module is None else _num_hooks(module),
+            groups=len(distributed_c10d._world.pg_map),
+            threads=threading.active_count(),
+        )
+
+    @classmethod
+    def settled(cls, module: nn.Module | None, earlier: Held) -> Held:
+        """
+        Count what is held now, or soon: threads drop the tensors of a collective a little after it has ended.
+        """
+        end = time.monotonic() + SETTLES_S
+        held = cls.now(module)
+        while (held.bytes > earlier.bytes or held.threads > earlier.threads) and time.monotonic() < end:
+            time.sleep(SETTLES_S / 100)
+            held = cls.now(module)
+        return held
+
+
+@contextmanager
+def youngest_alone() -> Iterator[None]:
+    """A context in which objects from before it are neither looked at nor collected: that takes a tenth of the time."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def no_more(earlier: Held, later: Held, *, rank: int, step: int, requirements: Mapping[str, str]) -> CheckResult:
+    """A step leaves no more than an earlier one: of bytes, hooks, groups and threads."""
+    tally = Tally("held between steps", requirements["bytes"], rank=rank)
+    for field in fields(Held):
+        before, after = getattr(earlier, field.name), getattr(later, field.name)
+        what = f"{field.name} held after a step"
+        tally.compare(
+            after <= before, what, expected=f"at most {before}, as after an earlier step", got=after, step=step,
+            phase="step", requirement=requirements[field.name], likely=f"each step leaves {field.name} behind",
+        )  # fmt: skip
+    return tally.result()
+
+
+def _storages(objects: Iterable[Any]) -> tuple[dict[int, int], set[int]]:
+    """The sizes of all storages by address, and the addresses of those that the suite holds."""
+    sizes: dict[int, int] = {}
+    roots = []
+    for each in objects:
+        if issubclass(type(each), Tensor):
+            _note(each, sizes)
+        elif _is_own(each):
+            roots.append(each)
+    own: dict[int, int] = {}
+    seen: set[int] = set()
+    while roots:
+        each = roots.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            _note(each, own)
+        else:
+            roots += _parts(each)
+    return sizes, set(own)
+
+
+def _note(tensor: Tensor, sizes: dict[int, int]) -> None:
+    try:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and tensor.device.type != "meta":
+            sizes[storage.data_ptr()] = storage.nbytes()
+    except (RuntimeError, NotImplementedError):
+        """A wrapper of other tensors, or one without storage."""
+    if tensor.is_leaf and tensor.grad is not None:
+        _note(tensor.grad, sizes)
+
+
+def _is_own(each: Any) -> bool:
+    """True for an object of one of the suite's classes. A class may have something else as its `__module__`."""
+    return str(type(each).__module__).startswith(_OWN)
+
+
+def _parts(each: Any) -> list[Any]:
+    """The objects inside one of the suite's, as far as they are the suite's."""
+    if isinstance(each, Mapping):
+        return list(each.values())
+    if isinstance(each, (list, tuple, set, frozenset)):
+        return list(each)
+    if not _is_own(each):
+        return []
+    if is_dataclass(each):
+        return [getattr(each, field.name, None) for field in fields(each)]
+    return list(vars(each).values()) if hasattr(each, "__dict__") else []
+
+
+def _num_hooks(module: nn.Module) -> int:
+    modules = list(module.modules())
+    count = sum(len(getattr(each, name, None) or ()) for each in modules for name in _HOOKS)
+    for parameter in module.parameters():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            count += len(getattr(parameter, name, None) or ())
+    return count
