@@ -11,6 +11,7 @@ from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.explore.case import REQUIREMENTS, ScenarioCase
 from fsdp_conformance.run_settings import RunOrder
 from fsdp_conformance.scenarios import rows
+from fsdp_conformance.scenarios.axes import PROCESSES_ALONE
 from fsdp_conformance.scenarios.scenario import Scenario
 
 #: Row to known-wrong engines that fail it for the right reason. A row is not there for one defect, and most known-wrong
@@ -32,7 +33,7 @@ class Pairs(ScenarioCase):
 
     def _engine_row(self, number: int, declared: frozenset[str]) -> rows.EngineRow:
         if self.order.settings.ranks == "simulated":
-            declared -= rows.PROCESSES_ALONE
+            declared -= PROCESSES_ALONE
         return rows.for_engine(number, declared, self.description.avoids)
 
     @conformance_case(

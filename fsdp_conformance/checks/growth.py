@@ -120,14 +120,15 @@ def _storages(objects: Iterable[Any]) -> tuple[dict[int, int], set[int]]:
 
 
 def _note(tensor: Tensor, sizes: dict[int, int]) -> None:
+    """Note the size of a tensor's storage, and of its gradient's."""
     try:
-        storage = tensor.untyped_storage()
+        storage, gradient = tensor.untyped_storage(), tensor.grad if tensor.is_leaf else None
         if storage.nbytes() and tensor.device.type != "meta":
             sizes[storage.data_ptr()] = storage.nbytes()
-    except (RuntimeError, NotImplementedError):
-        """A wrapper of other tensors, or one without storage."""
-    if tensor.is_leaf and tensor.grad is not None:
-        _note(tensor.grad, sizes)
+    except Exception:  # noqa: BLE001 - a class of tensors of the engine, or torch's: what it wraps is found by itself
+        return
+    if gradient is not None:
+        _note(gradient, sizes)
 
 
 def _is_own(each: Any) -> bool:

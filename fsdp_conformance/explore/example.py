@@ -85,7 +85,9 @@ def uses_all(example: Example) -> bool:
 
 def _mixes_frozen(example: Example) -> bool:
     """True if a unit has both frozen and trainable parameters."""
-    shapes, units = example.model.shapes(), example.plan.units
+    ignored = tuple(f"{module}." for module in example.model.ignored())
+    shapes = [name for name in example.model.shapes() if not name.startswith(ignored)]
+    units = example.plan.units
     schedule = [tuple(name for name in shapes if example.model.is_frozen(name))]
     schedule += [names for _, names in example.regime.frozen_at]
     for frozen in schedule:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.explore.signature import Signature, signature_of
-from fsdp_conformance.scenarios.axes import SPACE
+from fsdp_conformance.scenarios.axes import PROCESSES_ALONE, SPACE
 from fsdp_conformance.scenarios.covering import Coverage, best_row
 from fsdp_conformance.scenarios.scenario import Scenario
 
@@ -200,9 +200,10 @@ class Explorer:
         ranks = [value.name for value in SPACE.by_name["ranks"].values]
         if not sizes or not sizes <= set(ranks):
             raise ConfigError([f"world sizes must be among {', '.join(ranks)}, got {world_sizes}"], where="explore")
-        self._pairs = Coverage(SPACE, declared)
+        # Scenarios run on simulated ranks.
+        self._declared = declared - PROCESSES_ALONE
+        self._pairs = Coverage(SPACE, self._declared)
         self._triples: Coverage | None = None
-        self._declared = declared
         self._sizes = sizes
         self._max_shrinks = max_shrinks
         self._max_failures = max_failures

@@ -704,5 +704,8 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ),
 )
 
+#: Capabilities that engines have on processes alone, because simulated ranks share one: a save has a thread of its own.
+PROCESSES_ALONE = frozenset({"async_checkpoint"})
+
 #: The space of all scenarios.
 SPACE = Space(axes=(*_ENGINE, *_MODEL, *_TRAINING, *_EVENTS), conflicts=_CONFLICTS)

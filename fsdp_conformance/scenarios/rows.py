@@ -19,9 +19,6 @@ from fsdp_conformance.scenarios.axes import SPACE
 from fsdp_conformance.scenarios.covering import Coverage
 from fsdp_conformance.scenarios.scenario import Scenario
 
-#: Capabilities that simulated ranks, which share a process, do not have.
-PROCESSES_ALONE = frozenset({"async_checkpoint"})
-
 FILE = Path(__file__).with_name("pairs.json")
 
 

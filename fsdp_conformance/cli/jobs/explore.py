@@ -30,13 +30,12 @@ def run(answer: Answer, order: dict[str, Any]) -> None:
     from fsdp_conformance.explore.exploration import Budget, Explorer
     from fsdp_conformance.explore.pool import WarmWorker
     from fsdp_conformance.run_settings import RunOrder, settings_from_json
-    from fsdp_conformance.scenarios.rows import PROCESSES_ALONE
 
     settings = replace(settings_from_json(order["settings"]), ranks="simulated")
     if settings.device == SIMULATED and (problem := places.build_problem()):
         raise EnvironmentUnavailable(f"the simulated accelerator cannot be built: {problem}")
     description = registry.describe(settings.implementation)
-    declared = description.declared(settings.device) - PROCESSES_ALONE
+    declared = description.declared(settings.device)
     answer("begin", name=description.name, version=description.version, declared=sorted(declared))
     run_order = RunOrder(settings=settings, description=codec.plain(description), device=settings.device)
     with WarmWorker(run_order) as worker:

@@ -58,14 +58,35 @@ def test_what_the_suite_holds_is_left_out() -> None:
         assert Held.now(None).bytes == before + 400
 
 
+def _num_hooks(module: nn.Module) -> int:
+    with growth.youngest_alone():
+        return Held.now(module).hooks
+
+
+class _Strange(torch.Tensor):
+    """A class of tensors that has no storage to show."""
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        raise AttributeError("no storage")
+
+
+def test_tensors_that_show_no_storage() -> None:
+    """An engine may have a class of its own; the tensor that it wraps is counted, once."""
+    with growth.youngest_alone():
+        before = Held.now(None).bytes
+        strange = torch.zeros(10).as_subclass(_Strange)
+        assert Held.now(None).bytes == before + 40
+        assert strange.numel() == 10
+
+
 def test_hooks_of_modules_and_parameters_count() -> None:
     """Of each kind."""
     layer = nn.Linear(2, 2)
     module = nn.Sequential(layer)
-    before = Held.now(module).hooks
+    before = _num_hooks(module)
     module.register_forward_hook(lambda *args: None)
     layer.register_full_backward_hook(lambda *args: None)
     layer.weight.register_hook(lambda gradient: None)
     layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
 
-    assert Held.now(module).hooks == before + 4
+    assert _num_hooks(module) == before + 4

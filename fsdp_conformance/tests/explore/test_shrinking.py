@@ -137,7 +137,9 @@ def test_a_run_names_what_a_failing_row_takes(tmp_path: Path) -> None:
     record = read(tmp_path / "report").records[0]
     assert record.takes is not None
     # With three ranks, even shards have an odd number of rows.
-    assert [value.partition(": ")[0] for value in record.takes.values] == ["ranks", "accumulation"]
+    axes = [value.partition(": ")[0] for value in record.takes.values]
+    assert {"ranks", "accumulation"} <= set(axes)
+    assert len(axes) <= 4, axes
     explained = said("explain", case, "--report", "report", cwd=tmp_path)
     for text in (run.out, explained.out):
         assert f"takes     {record.takes.sentence()[:30]}" in text.replace("takes       ", "takes     ")

@@ -17,7 +17,7 @@ from fsdp_conformance.explore.exploration import Budget, Exploration, Explorer
 from fsdp_conformance.explore.pool import Outcome, WarmWorker
 from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.run_settings import RunOrder, RunSettings
-from fsdp_conformance.scenarios.axes import SPACE
+from fsdp_conformance.scenarios.axes import PROCESSES_ALONE, SPACE
 from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.simulator.device import build
 from fsdp_conformance.verdict import Verdict
@@ -230,7 +230,7 @@ def test_wrong_only_with_one_value(name: str, axis: str, value: str, requirement
 def test_a_correct_engine_passes_at_every_moment_of_these_events(axis: str) -> None:
     """Checkpoints between any steps, and exceptions anywhere in a step, leave nothing behind."""
     others = {"accumulation": "two, first deferred", "buffers": "counter", "other shapes": "several dims"}
-    names = [value.name for value in SPACE.by_name[axis].values]
+    names = [value.name for value in SPACE.by_name[axis].values if not value.needs & PROCESSES_ALONE]
     with _worker("reference") as worker:
         outcomes = [worker.run(Scenario.of({**others, axis: name})) for name in names]
 
