@@ -28,7 +28,7 @@ from fsdp_conformance.adapters.sharded import full_copy
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 
 #: Values of the axis `checkpoints` with a load.
-LOADS = ("loaded at once", "loaded later", "second one loaded")
+LOADS = ("loaded at once", "loaded later", "second one loaded", "saved meanwhile")
 
 
 class TorchCheckpoints(TorchAdapter):
@@ -41,7 +41,10 @@ class TorchCheckpoints(TorchAdapter):
         *({"optimizer": "sgd, in groups", "checkpoints": loaded} for loaded in LOADS),
         # It drops the state of parameters that are frozen when a checkpoint is loaded:
         # ci/findings/torch-fsdp2/optimizer_state_of_a_frozen_parameter.py, pytorch#192202.
-        *({"frozen": "later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),
+        *(
+            {"frozen": "later", "checkpoints": loaded}
+            for loaded in ("loaded later", "second one loaded", "saved meanwhile")
+        ),
         {"frozen": "later", "zeroing": "zeros", "checkpoints": "loaded at once"},
         # It steps an optimizer that has no state yet, and so Adam's first step counts twice:
         # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
@@ -51,8 +54,11 @@ class TorchCheckpoints(TorchAdapter):
         {"inputs": "detached", "checkpoints": "second one loaded"},
         {"frozen": "the first layer", "checkpointing": "reentrant", "checkpoints": "second one loaded"},
         # By design: a checkpoint is loaded in place, so state that a parameter got after it was saved is an error.
-        *({"frozen": "thawed later", "checkpoints": loaded} for loaded in ("loaded later", "second one loaded")),
-        {"dropped": "one gradient", "checkpoints": "loaded later"},
+        *(
+            {"frozen": "thawed later", "checkpoints": loaded}
+            for loaded in ("loaded later", "second one loaded", "saved meanwhile")
+        ),
+        *({"dropped": "one gradient", "checkpoints": loaded} for loaded in ("loaded later", "saved meanwhile")),
         # State that a parameter got after a state dict was taken stays: pytorch#192202.
         {"dropped": "one gradient", "state dicts": "of the optimizer"},
         {"frozen": "thawed later", "state dicts": "of the optimizer"},
