@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,14 +146,12 @@ class CaseTraining:
             self._check(stream_safety(run, self._hazards))
         return run
 
-    @contextmanager
-    def training_beside(self, workload: Workload, plan: Plan, regime: Regime) -> Iterator[session.Steps]:
+    def training_beside(self, workload: Workload, plan: Plan, regime: Regime) -> AbstractContextManager[session.Steps]:
         """A second training, through a new adapter, whose steps are trained between those of another one."""
         here = self._here
         conditions = Conditions(new_directory=self._new_directory, beside=True)
         world = World(rank=here.rank, size=here.world_size)
-        with session.training(self.subject(), workload, plan, regime, world, conditions=conditions) as steps:
-            yield steps
+        return session.training(self.subject(), workload, plan, regime, world, conditions=conditions)
 
     def _require_strikes(self, faults: Sequence[Fault], run: TrainingHistory) -> None:
         """Raise SuiteError for a fault that never struck; report one that had no collective to strike."""

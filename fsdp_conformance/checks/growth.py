@@ -45,7 +45,7 @@ class Held:
     hooks: int
     """On the wrapped module, its submodules and their parameters."""
     groups: int
-    """Process groups that have been made meanwhile."""
+    """Process groups that this rank is in."""
     threads: int
 
     @classmethod
@@ -62,9 +62,7 @@ class Held:
 
     @classmethod
     def settled(cls, module: nn.Module | None, earlier: Held) -> Held:
-        """
-        Count what is held now, or soon: threads drop the tensors of a collective a little after it has ended.
-        """
+        """Count what is held now, or soon: threads drop the tensors of a collective a little after it has ended."""
         end = time.monotonic() + SETTLES_S
         held = cls.now(module)
         while (held.bytes > earlier.bytes or held.threads > earlier.threads) and time.monotonic() < end:

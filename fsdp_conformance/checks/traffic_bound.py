@@ -19,7 +19,7 @@ from fsdp_conformance.plan import Plan
 from fsdp_conformance.workload.definition import Workload
 from fsdp_conformance.workload.units import OwnedParameter, Unit, owning_units, padded_bytes
 
-#: Bytes of flags, counters and alignment that each unit may have in each pass or reduction; and as many for the step.
+#: Bytes of flags and counters that each unit may add to each pass or reduction; and as many for the step.
 SMALL = 16
 
 #: Labels of the collectives of a step and its evaluations. A checkpoint has its own traffic.
@@ -88,7 +88,7 @@ def _gaps(unit: Unit, plan: Plan, alignment: int) -> int:
     total = 0
     for parameter in unit.parameters:
         elements = alignment // (parameter.itemsize if computed is None else computed.itemsize)
-        total += max(0, elements - 1) * max(parameter.itemsize if reduced is None else reduced.itemsize, 1)
+        total += max(0, elements - 1) * (parameter.itemsize if reduced is None else reduced.itemsize)
     return total
 
 

@@ -10,7 +10,7 @@ The loop that trains an implementation through its adapter and observes it.
     optimizer         the optimizer that the regime names
     pipeline          a rank's place in a pipeline of stages
     pipeline_stage    a stage in torch's pipeline schedules
-    further_step      a step after the training, of which nothing is recorded
+    further_step      parts of a step that need no recorder, and a step after the training
     overlap           the waits of each collective and each computation, on the simulated accelerator
     watch             allocator statistics and the simulated accelerator's checker
     smoke             tries an adapter out on two ranks

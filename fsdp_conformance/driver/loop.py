@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.driver.batches import Batches
 from fsdp_conformance.driver.events import Events
+from fsdp_conformance.driver.further_step import clear_gradients, run_backwards
 from fsdp_conformance.driver.optimizer import RegimeOptimizer
 from fsdp_conformance.driver.pipeline import Pipeline
 from fsdp_conformance.driver.recorder import Recorder
@@ -147,10 +148,9 @@ class TrainingLoop:
                 if task.regime.skips(step):
                     task.adapter.drop_grads(list(recorder.history.initial_params))
                 else:
-                    norm = task.adapter.step(**self._clipping())
+                    norm = task.adapter.step(**task.regime.clipping())
                     if task.regime.clearing != "optimizer" and task.regime.clears(step):
-                        for parameter in task.adapter.parameters().values():
-                            parameter.grad = None
+                        clear_gradients(task.adapter)
         recorder.mark(Point.STEP, step)
         with recorder.timed(step):
             self._events.happen(Moment.END, step)
@@ -240,10 +240,8 @@ class TrainingLoop:
 
     def _backward(self, step: int, loss: Tensor) -> None:
         self._task.observer.on_loss(self._task.adapter, step)
-        parts = self._task.regime.backwards_per_forward
         with self._recorder.phase("backward", step):
-            for part in range(parts):
-                self._task.adapter.backward(loss / parts if parts > 1 else loss, retain_graph=part < parts - 1)
+            run_backwards(self._task.adapter, loss, self._task.regime)
 
     def _forward(self, step: int, batch: Batch) -> Any:
         with self._recorder.phase("forward", step):
@@ -275,12 +273,6 @@ class TrainingLoop:
         with self._recorder.phase("event", event.step):
             self._task.adapter.recover()
         self._recorder.history.left_unsharded += sorted(self._recorder.unsharded() - before)
-
-    def _clipping(self) -> dict[str, float]:
-        if self._task.regime.max_norm is None:
-            return {}
-        norm_type = {} if self._task.regime.norm_type == 2.0 else {"norm_type": self._task.regime.norm_type}
-        return {"max_norm": self._task.regime.max_norm, **norm_type}
 
     def _reach(self, point: str, step: int) -> None:
         for fault in self._task.conditions.faults:

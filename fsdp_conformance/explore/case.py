@@ -35,7 +35,7 @@ from fsdp_conformance.driver.session import Steps
 from fsdp_conformance.driver.task import World
 from fsdp_conformance.errors import SuiteError, Unsupported
 from fsdp_conformance.explore.example import Example, Initial, asks, shard_group_size, uses_all
-from fsdp_conformance.explore.references import Prepared, shared
+from fsdp_conformance.explore.references import Prepared, Trained, shared
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome.records import DECLINED, CaseRecord
@@ -65,7 +65,7 @@ _RESHARD = (Sharding.DEFAULT, Sharding.FULL, Sharding.HYBRID)
 #: The user's own changes of where the model is, and in which dtype.
 _MOVES = (Action.MOVE, Action.CAST, Action.CAST_BACK)
 
-#: Bytes beside a parameter that even an engine without alignment may hold, for a number of its own.
+#: Bytes for each parameter that even an engine without alignment may hold beside it, such as a counter.
 _TAG = 16
 #: Bytes of a parameter below which the bytes held show more of the alignment than of the sharding.
 _SHOWS_SHARDING = 36
@@ -73,10 +73,8 @@ _SHOWS_SHARDING = 36
 #: How many steps are trained further to see what each leaves behind. The first may still gather what stays gathered.
 _STEPS_ON = 4
 
-#: In a warm worker: by digest, the example and the references of the scenario that runs. Its ranks need not train them.
-prepared: dict[str, tuple[Example, Prepared]] = {}
-#: The same of its second model, if it has one.
-prepared_second: dict[str, tuple[Example, Prepared]] = {}
+#: In a warm worker: by digest, the references of the scenario that runs. Its ranks need not train them.
+prepared: dict[str, Trained] = {}
 
 
 class ScenarioCase(ConformanceTestCase):
@@ -90,11 +88,10 @@ class ScenarioCase(ConformanceTestCase):
 
     def check_scenario(self, scenario: Scenario) -> None:
         """Train the scenario, and check everything that it shows."""
-        example, expected = prepared.get(scenario.digest) or self._train_references(scenario)
+        example, expected, self._second = prepared.get(scenario.digest) or self._train_references(scenario)
         workload = expected.workload
         plan = self.placed_plan(example, workload)
         self._watch = BystanderWatch(self)
-        self._second = prepared_second.get(scenario.digest) or self._second
         adapter = self.subject()
         run = self._trained(example, workload, plan, adapter)
         self.check_digests({"outcome": "refused" if run is None else "trained"}, "outcome", COMBINATIONS, "refusals")
@@ -122,11 +119,10 @@ class ScenarioCase(ConformanceTestCase):
         self._check_sharding(example, run, workload, plan, adapter)
         self._check_growth(example, workload, adapter)
 
-    def _train_references(self, scenario: Scenario) -> tuple[Example, Prepared]:
+    def _train_references(self, scenario: Scenario) -> Trained:
         """The references, before any code of the engine is in this process. Collective."""
         with process_group.log().phase("observe"), self.blaming("suite"):
-            example, expected, self._second = shared(scenario, rank=self.rank)
-            return example, expected
+            return shared(scenario, rank=self.rank)
 
     def placed_plan(self, example: Example, workload: Workload) -> Plan:
         """The plan of the example on this case's device."""
@@ -297,7 +293,7 @@ class ScenarioCase(ConformanceTestCase):
             return
         world = World(rank=self.rank, size=example.world_size)
         last = example.regime.steps + _STEPS_ON - 1
-        module, held = self._module(adapter), None
+        module, held = _module(adapter), None
         with growth.youngest_alone(), process_group.log().phase("observe"):
             for step in range(example.regime.steps, last + 1):
                 with self.blaming("implementation"):
@@ -309,13 +305,6 @@ class ScenarioCase(ConformanceTestCase):
             later = growth.Held.settled(module, held)
         requirements = {"bytes": "R039", "hooks": "R189", "groups": "R189", "threads": "R189"}
         self.check(growth.no_more(held, later, rank=self.rank, step=last, requirements=requirements))
-
-    def _module(self, adapter: Adapter) -> nn.Module | None:
-        """The wrapped module, if the adapter exposes one."""
-        try:
-            return adapter.module()
-        except NotImplementedError:
-            return None
 
     def _check_sharding(
         self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan, adapter: Adapter
@@ -337,6 +326,14 @@ class ScenarioCase(ConformanceTestCase):
         if plan.param_dtype is None and whole >= _SHOWS_SHARDING * len(tensors):
             padding = self.padding + max(self.alignment, _TAG) * len(tensors) * example.world_size / whole
             self.check(partition.sharding_witness(run, plan, world_size=example.world_size, padding=padding))
+
+
+def _module(adapter: Adapter) -> nn.Module | None:
+    """The wrapped module; None if the adapter exposes none, which the protocol allows."""
+    try:
+        return adapter.module()
+    except NotImplementedError:
+        return None
 
 
 def case_for(scenario: Scenario) -> Case:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,14 @@ class Prepared:
         """In low precision: the expected history of a rank."""
         (history,) = self.histories[rank].values()
         return history
+
+
+class Trained(NamedTuple):
+    """The references of a scenario: of its example, and of the second model if it has one."""
+
+    example: Example
+    prepared: Prepared
+    second: tuple[Example, Prepared] | None = None
 
 
 def prepare(example: Example) -> Prepared:
@@ -159,29 +167,27 @@ def too_wide(prepared: Prepared) -> str | None:
     return None
 
 
-def second_of(example: Example) -> tuple[Example, Prepared] | None:
-    """The second model of an example with its references, if it has one."""
+def trained(scenario: Scenario) -> Trained:
+    """Train the references of a scenario and its second model. Not collective. Raises NotExact as `judgeable` does."""
+    example, prepared = judgeable(scenario)
     if not example.second:
-        return None
+        return Trained(example, prepared)
     other = second_model(example)
-    return other, prepare(other)
+    return Trained(example, prepared, (other, prepare(other)))
 
 
-def shared(scenario: Scenario, *, rank: int) -> tuple[Example, Prepared, tuple[Example, Prepared] | None]:
+def shared(scenario: Scenario, *, rank: int) -> Trained:
     """
-    The example and references that rank 0 finds `judgeable`, for all ranks, which would otherwise repeat the same work.
-
-    With those of the second model, if there is one. Collective.
+    The references that rank 0 has `trained`, for all ranks, which would otherwise repeat the same work. Collective.
     """
     if scenario.world_size == 1:
-        example, trained = judgeable(scenario)
-        return example, trained, second_of(example)
+        return trained(scenario)
     sent: list[Any] = [None]
     if rank == 0:
         try:
-            example, trained = judgeable(scenario)
-            second = second_of(example)
-            sent = [(example.model.salt, _to_send(trained), None if second is None else _to_send(second[1]))]
+            all_of_it = trained(scenario)
+            second = None if all_of_it.second is None else _to_send(all_of_it.second[1])
+            sent = [(all_of_it.example.model.salt, _to_send(all_of_it.prepared), second)]
         except ConformanceError as error:
             # The other ranks wait for something.
             sent = [error]
@@ -191,14 +197,14 @@ def shared(scenario: Scenario, *, rank: int) -> tuple[Example, Prepared, tuple[E
     salt, of_first, of_second = sent[0]
     example = example_of(scenario.choice, salt=salt)
     if of_second is None:
-        return example, _received(example, of_first), None
+        return Trained(example, _received(example, of_first))
     other = second_model(example)
-    return example, _received(example, of_first), (other, _received(other, of_second))
+    return Trained(example, _received(example, of_first), (other, _received(other, of_second)))
 
 
-def _to_send(trained: Prepared) -> tuple[list[dict[str, Any]], bool, bool]:
-    histories = [{name: packed(history) for name, history in of_rank.items()} for of_rank in trained.histories]
-    return histories, trained.exact, trained.rounds
+def _to_send(prepared: Prepared) -> tuple[list[dict[str, Any]], bool, bool]:
+    histories = [{name: packed(history) for name, history in of_rank.items()} for of_rank in prepared.histories]
+    return histories, prepared.exact, prepared.rounds
 
 
 def _received(example: Example, sent: tuple[list[dict[str, Any]], bool, bool]) -> Prepared:

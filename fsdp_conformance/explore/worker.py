@@ -30,7 +30,7 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.errors import ConformanceError, NotExact
 from fsdp_conformance.explore import case as drawn_case
 from fsdp_conformance.explore.case import DrawnCase, case_for, payload
-from fsdp_conformance.explore.references import judgeable, second_of
+from fsdp_conformance.explore.references import trained
 from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.deadlines import Deadlines
@@ -101,12 +101,7 @@ def run_scenario(
 def _run_in(directory: Path, scenario: Scenario, order: RunOrder) -> tuple[CaseRecord, list[RankReport]]:
     began = time.monotonic()
     drawn_case.prepared.clear()
-    drawn_case.prepared_second.clear()
-    example, expected = judgeable(scenario)
-    drawn_case.prepared[scenario.digest] = example, expected
-    second = second_of(example)
-    if second is not None:
-        drawn_case.prepared_second[scenario.digest] = second
+    drawn_case.prepared[scenario.digest] = trained(scenario)
     case = case_for(scenario)
     hook = sys.excepthook
     determinism = Determinism(seed=order.settings.seed, num_threads=order.settings.num_threads)

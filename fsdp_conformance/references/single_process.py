@@ -81,8 +81,8 @@ class SingleProcess(Reference):
 
     def mean(self, name: str, grads: list[Tensor], before: Tensor | None) -> Tensor:
         """
-        The mean over ranks of the gradients since the last reduction, plus what was reduced `before`; the sum, if the
-        regime says so.
+        The mean over ranks of the gradients since the last reduction, plus what was reduced `before`. With
+        `Regime.sums` it is their sum.
         """
         if self.order is Order.ACCUMULATED and before is not None:
             return mean_of([grad + before for grad in grads], Order.RECIPROCAL)

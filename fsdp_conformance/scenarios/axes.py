@@ -704,7 +704,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ),
 )
 
-#: Capabilities that engines have on processes alone, because simulated ranks share one: a save has a thread of its own.
+#: Capabilities that simulated ranks cannot offer, because they share one process: an asynchronous save needs a thread.
 PROCESSES_ALONE = frozenset({"async_checkpoint"})
 
 #: The space of all scenarios.

@@ -259,6 +259,12 @@ class Regime:
         """True if any of the actions happens in the run."""
         return any(event.action in actions for step in range(self.steps) for event in self.in_step(step))
 
+    def clipping(self) -> dict[str, float]:
+        """The arguments for clipping of `Adapter.step`; none if gradients are not clipped."""
+        if self.max_norm is None:
+            return {}
+        return {"max_norm": self.max_norm, **({} if self.norm_type == 2.0 else {"norm_type": self.norm_type})}
+
     def for_references(self) -> Regime:
         """The regime without the events that change nothing for a reference, so that such regimes share references."""
         return replace(self, events=tuple(event for event in self.events if event.action not in WITHOUT_EFFECT))

@@ -29,6 +29,8 @@ from fsdp_conformance.adapters.torch_like import TorchAdapter
 
 #: Values of the axis `checkpoints` with a load.
 LOADS = ("loaded at once", "loaded later", "second one loaded", "saved meanwhile")
+#: Those with a step between the save and the load.
+_LATER_LOADS = LOADS[1:]
 
 
 class TorchCheckpoints(TorchAdapter):
@@ -41,10 +43,7 @@ class TorchCheckpoints(TorchAdapter):
         *({"optimizer": "sgd, in groups", "checkpoints": loaded} for loaded in LOADS),
         # It drops the state of parameters that are frozen when a checkpoint is loaded:
         # ci/findings/torch-fsdp2/optimizer_state_of_a_frozen_parameter.py, pytorch#192202.
-        *(
-            {"frozen": "later", "checkpoints": loaded}
-            for loaded in ("loaded later", "second one loaded", "saved meanwhile")
-        ),
+        *({"frozen": "later", "checkpoints": loaded} for loaded in _LATER_LOADS),
         {"frozen": "later", "zeroing": "zeros", "checkpoints": "loaded at once"},
         # It steps an optimizer that has no state yet, and so Adam's first step counts twice:
         # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
@@ -54,10 +53,7 @@ class TorchCheckpoints(TorchAdapter):
         {"inputs": "detached", "checkpoints": "second one loaded"},
         {"frozen": "the first layer", "checkpointing": "reentrant", "checkpoints": "second one loaded"},
         # By design: a checkpoint is loaded in place, so state that a parameter got after it was saved is an error.
-        *(
-            {"frozen": "thawed later", "checkpoints": loaded}
-            for loaded in ("loaded later", "second one loaded", "saved meanwhile")
-        ),
+        *({"frozen": "thawed later", "checkpoints": loaded} for loaded in _LATER_LOADS),
         *({"dropped": "one gradient", "checkpoints": loaded} for loaded in ("loaded later", "saved meanwhile")),
         # State that a parameter got after a state dict was taken stays: pytorch#192202.
         {"dropped": "one gradient", "state dicts": "of the optimizer"},

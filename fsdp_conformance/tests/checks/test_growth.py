@@ -49,7 +49,7 @@ def test_gradients_count() -> None:
 
 
 def test_what_the_suite_holds_is_left_out() -> None:
-    """In containers of its own objects, too, but not beyond them."""
+    """That includes containers inside the suite's objects, but not a module that one of them refers to."""
     with growth.youngest_alone():
         before = Held.now(None).bytes
         record = StepRecord(step=0, losses=[torch.zeros(10)], params={"weight": torch.zeros(20)})
@@ -71,7 +71,7 @@ class _Strange(torch.Tensor):
 
 
 def test_tensors_that_show_no_storage() -> None:
-    """An engine may have a class of its own; the tensor that it wraps is counted, once."""
+    """An engine may define its own tensor class; the tensor inside it is counted once."""
     with growth.youngest_alone():
         before = Held.now(None).bytes
         strange = torch.zeros(10).as_subclass(_Strange)
