@@ -99,7 +99,7 @@ class Entry:
 
     def hashed(self) -> dict[str, Any]:
         """The fields that the hash covers."""
-        return {key: value for key, value in asdict(self).items() if key != "title"}
+        return {key: value for key, value in codec.plain(self).items() if key != "title"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +135,7 @@ class Profile:
             "interpretation": self.interpretation,
             "certifies": self.certifies,
             "sha256": self.sha256,
-            "cases": [asdict(entry) for entry in self.entries],
+            "cases": [codec.plain(entry) for entry in self.entries],
         }
 
     def to_text(self) -> str:

@@ -13,5 +13,6 @@
     summary       failures as text, and the script that shows a failure
     counting      what an exploration did, as text
     saved         a failure as a test file in a user's repository
-    freeze        append rows to the pair profile
+    freeze        append rows to the pair profile, or make all of them again
+    annealing     few rows with every possible pair
 """

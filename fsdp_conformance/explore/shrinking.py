@@ -23,7 +23,8 @@ from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.run_settings import RunOrder, RunSettings
 from fsdp_conformance.scenarios.scenario import Scenario
 
-#: Seconds after which no further training of a row is tried, and no further row is shrunk.
+#: Seconds after which no further training of a row is tried, and no further row is shrunk. Both grow with the scale of
+#: deadlines, for slow machines.
 ROW_S = 60.0
 ALL_S = 600.0
 
@@ -83,13 +84,14 @@ class RowShrinker:
         self._resources.close()
 
     def _shrink(self, signature: Signature, scenario: Scenario, order: RunOrder) -> Takes | None:
+        scale = order.settings.deadline_scale
         for runs in self._places(order):
-            if self._spent_s < ALL_S and _fails(runs, scenario, signature):
-                return self._shrink_on(runs, signature, scenario)
+            if self._spent_s < ALL_S * scale and _fails(runs, scenario, signature):
+                return self._shrink_on(runs, signature, scenario, limit_s=ROW_S * scale)
         return None
 
-    def _shrink_on(self, runs: Runs, signature: Signature, scenario: Scenario) -> Takes:
-        end = self.clock() + ROW_S
+    def _shrink_on(self, runs: Runs, signature: Signature, scenario: Scenario, *, limit_s: float) -> Takes:
+        end = self.clock() + limit_s
         was_late = False
 
         def fails(candidate: Scenario) -> bool:

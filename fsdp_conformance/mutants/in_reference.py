@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_conformance.engine.communication import ChunkStreams
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
-from fsdp_conformance.engine.fully_sharded.gradient_reduction import GradientReduction
+from fsdp_conformance.engine.fully_sharded.gradient_reduction import GradientReduction, post_accumulate_hooks
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
 from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
@@ -167,7 +167,8 @@ class ReferenceForgetsAssigned(SeamReference):
 
 class _Hookless(UnitSchedule):
     def _finish_oldest(self) -> None:
-        self._reductions.popleft().finish(self.order)
+        _, reduction = self._reductions.popleft()
+        reduction.finish(self.order)
 
 
 @known_wrong("R142")
@@ -175,6 +176,19 @@ class ReferenceRunsNoHooks(SeamReference):
     """Hooks that run when a parameter has accumulated its gradient are forgotten."""
 
     schedule_class: ClassVar[type[UnitSchedule]] = _Hookless
+
+
+class _Hasty(UnitSchedule):
+    def _finish_oldest(self) -> None:
+        _, reduction = self._reductions.popleft()
+        post_accumulate_hooks(reduction.finish(self.order))
+
+
+@known_wrong("R003")
+class ReferenceUpdatesBetweenCalls(SeamReference):
+    """An optimizer in backward steps after each call of a unit under a reentrant checkpoint."""
+
+    schedule_class: ClassVar[type[UnitSchedule]] = _Hasty
 
 
 @known_wrong("R095")

@@ -51,16 +51,16 @@ class Coverage:
             self.add(row)
 
     def _possible(self) -> dict[Numbers, int]:
-        partners = [0] * len(self.items)
-        for (one, item), (other, another) in combinations(enumerate(self.items), 2):
-            choice = dict((item, another))
-            if len(choice) == 2 and self.space.completed(choice, self.declared) is not None:
-                partners[one] |= 1 << other
-                partners[other] |= 1 << one
+        compatible, demands = self._compatible(), self._demands()
+        demanding = sum(1 << number for number in demands)
+        partners = list(compatible)
+        for one, bits in enumerate(compatible):
+            for other in _bits(bits if demanding & 1 << one else bits & demanding):
+                if not _can_be_completed(1 << one | 1 << other, compatible, demands):
+                    partners[one] &= ~(1 << other)
+                    partners[other] &= ~(1 << one)
         if self.strength == 2:
             return {(number,): bits for number, bits in enumerate(partners)}
-        demands = self._demands()
-        demanding = sum(1 << number for number in demands)
         triples: dict[Numbers, int] = {}
         for one, bits in enumerate(partners):
             for other in (other for other in _bits(bits) if other > one):
@@ -72,6 +72,27 @@ class Coverage:
                         third &= ~(1 << number)
                 triples[one, other] = third
         return triples
+
+    def _compatible(self) -> list[int]:
+        """For each value, those of other axes that neither a conflict nor what a value demands rules out."""
+        everything = (1 << len(self.items)) - 1
+        of_axis = {
+            axis: self.bits_of_values(axis, [v.name for v in of.values]) for axis, of in self.space.by_name.items()
+        }
+        compatible = [everything & ~of_axis[axis] for axis, _ in self.items]
+
+        def exclude(values: int, others: int) -> None:
+            for number in _bits(values):
+                compatible[number] &= ~others
+            for number in _bits(others):
+                compatible[number] &= ~values
+
+        for number, item in enumerate(self.items):
+            for axis, right in self.space.value_of[item].with_.items():
+                exclude(1 << number, of_axis[axis] & ~self.bits_of_values(axis, right))
+        for conflict in self.space.conflicts:
+            exclude(*(self.bits_of_values(axis, names) for axis, names in conflict.of.items()))
+        return compatible
 
     def _demands(self) -> dict[int, list[tuple[int, int]]]:
         """Of values that make sense only beside others: the values of the other axis, and the right ones of them."""

@@ -43,8 +43,7 @@ class TorchCheckpoints(TorchAdapter):
         *({"optimizer": "sgd, in groups", "checkpoints": loaded} for loaded in LOADS),
         # It drops the state of parameters that are frozen when a checkpoint is loaded:
         # ci/findings/torch-fsdp2/optimizer_state_of_a_frozen_parameter.py, pytorch#192202.
-        *({"frozen": "later", "checkpoints": loaded} for loaded in _LATER_LOADS),
-        {"frozen": "later", "zeroing": "zeros", "checkpoints": "loaded at once"},
+        *({"frozen": "later", "checkpoints": loaded} for loaded in LOADS),
         # It steps an optimizer that has no state yet, and so Adam's first step counts twice:
         # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
         *({"optimizer": adam, "checkpoints": "second one loaded"} for adam in ("adam", "adamw, fused")),

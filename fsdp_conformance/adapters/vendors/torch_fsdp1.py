@@ -131,8 +131,15 @@ class TorchFSDP1(TorchCheckpoints):
         # Parameters that are not used get a gradient of zeros, so weight decay changes them.
         {"inputs": "detached", "optimizer": "adamw, fused"},
         # On one rank nothing is sharded, and gradients that a forward alone or no_sync precedes are not the model's.
-        {"ranks": "1", "frozen": "thawed later", "forward alone": "before a step"},
-        {"ranks": "1", "accumulation": "two, first deferred", "zeroing": "zeros", "dropped": "one gradient"},
+        *(
+            {"ranks": "1", "frozen": frozen, "forward alone": "before a step"}
+            for frozen in ("thawed later", "later", "the first layer")
+        ),
+        *(
+            {axis: value, "accumulation": deferred, "zeroing": "zeros", "dropped": "one gradient"}
+            for axis, value in (("ranks", "1"), ("sharding", "nothing"))
+            for deferred in ("two, first deferred", "three, two deferred")
+        ),
         # ci/findings/torch-fsdp1/meta_init_breaks_ties.py
         *({"built": "on meta", "ties": ties} for ties in ("within a unit", "across units")),
         # Gradients do not stay on parameters that are frozen afterwards.
@@ -152,6 +159,14 @@ class TorchFSDP1(TorchCheckpoints):
             {"units": units, "checkpointing": "reentrant"}
             for units in ("only the root", "some blocks", "chosen by size")
         ),
+        # The same happens where a parameter has two modules in a unit.
+        {"ties": "within a unit", "checkpointing": "reentrant"},
+        # torch.autograd.grad makes gradients of tensors from inference mode, which zero_grad cannot write to.
+        {
+            "evaluation": "in inference mode first",
+            "derivatives": "of inputs after a backward",
+            "zeroing": "zeros",
+        },
         # After an evaluation units may be gathered, and do not see what is written to their shards.
         *(
             {"evaluation": evaluation, "written by the user": written}

@@ -71,6 +71,11 @@ class TorchFSDP2(TorchCheckpoints):
         # ci/findings/torch-fsdp2/smaller_group_and_columns.py.
         {"resharding": "to a smaller group", "shard dim": "1"},
         {"use": "one never", "accumulation": "three, middle deferred"},
+        # pytorch#194058: what a unit that did not run has accumulated is looked for where there is nothing.
+        *(
+            {"use": "one never", "precision": "bfloat16, reduced in float32", "accumulation": deferred}
+            for deferred in ("two, first deferred", "three, two deferred", "kept gathered", "deferred in one unit")
+        ),
         # torch.nn.utils.get_total_norm has no largest element of an empty shard:
         # ci/findings/torch-fsdp2/clip_inf_empty_shard.py.
         *({"clipping": "largest element", "rows": rows} for rows in ("uneven", "fewer than ranks")),

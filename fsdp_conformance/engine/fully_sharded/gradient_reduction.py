@@ -83,6 +83,8 @@ class GradientReduction:
         # For each parameter, True if this rank has used it since the originals last got gradients.
         self._used: list[bool] = []
         self._delivered: list[nn.Parameter] = []
+        # Got a gradient by a reduction that was finished because the next one was started.
+        self._early: list[nn.Parameter] = []
         # What sums are divided by; None: by the number of ranks.
         self._divisor: float | None = None
         self.use(storage)
@@ -177,7 +179,7 @@ class GradientReduction:
             return
         if self.state in (ReductionState.REDUCING, ReductionState.DEFERRING, ReductionState.DELIVERED):
             # The unit's backward has ended twice, as with two graphs: the originals add up both results.
-            self.finish(watch)
+            self._early = self.finish(watch)
         defers = not all_reduce and self.storage.num_replicas > 1
         # The tag is averaged once, with the replicas.
         self._collect(None if defers else self._tag_gradient)
@@ -240,6 +242,10 @@ class GradientReduction:
 
         Raises ExecutionOrderError if gradients of other units were averaged in; `watch` checks on a GPU.
         """
+        early, self._early = self._early, []
+        return list(dict.fromkeys([*early, *self._finish(watch)]))
+
+    def _finish(self, watch: OrderWatch) -> list[nn.Parameter]:
         if self.state is ReductionState.DELIVERED:
             delivered, self._delivered = self._delivered, []
             self._go(ReductionState.IDLE)
@@ -305,7 +311,7 @@ class GradientReduction:
         """Drop the gradients of an interrupted step."""
         self.drop_leaf_gradients()
         self._handle = self._partial = None
-        self._delivered = []
+        self._delivered, self._early = [], []
         self.state = ReductionState.IDLE
         self.gradients.reset()
 

@@ -15,12 +15,13 @@ in the same order.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
+from torch import nn
 
 from fsdp_conformance.engine.chunks.memory_pool import MemoryPool
 from fsdp_conformance.engine.errors import TrainingStateError
@@ -55,7 +56,11 @@ class UnitSchedule:
         self._began_before: list[int] = []
         self._ended: list[int] = []
         self._cursor = 0
-        self._reductions: deque[GradientReduction] = deque()
+        # The units that the iteration calls more than once.
+        self._shared: set[int] = set()
+        self._reductions: deque[tuple[ShardedUnit, GradientReduction]] = deque()
+        # Parameters of shared units that have got a gradient in the backward under way.
+        self._waiting: dict[nn.Parameter, None] = {}
         self.order = OrderWatch()
         """Checks that peers run the same units."""
 
@@ -260,6 +265,7 @@ class UnitSchedule:
             self.order.judge()
             self.order.is_on = False
         self._cursor = len(self._ended)
+        self._shared = {index for index, calls in Counter(self._began).items() if calls > 1}
 
     def _prepared(self, unit: ShardedUnit, arguments: Arguments, *, entering: bool) -> Arguments:
         precision = unit.mixed_precision
@@ -374,6 +380,7 @@ class UnitSchedule:
         """
         self._stack.clear()
         self._reductions.clear()
+        self._waiting.clear()
         self._in_backward = False
         self.order.forget()
         for unit in self.units:
@@ -417,16 +424,23 @@ class UnitSchedule:
             return
         # Here, because all ranks reduce the same units in the same order: collectives match if each rank issues its
         # all-reduces at the same point.
-        for reduction in self._reductions:
+        for _, reduction in self._reductions:
             reduction.advance()
         # Before the next one opens its buffer. Where streams order collectives, all buffers are back already.
         while self._reductions and len(self._reductions) >= MAX_REDUCTIONS and not unit.runs_ahead:
             self._finish_oldest()
-        self._reductions += unit.start_reduction(self.order)
+        self._reductions += [(unit, reduction) for reduction in unit.start_reduction(self.order)]
 
     def _finish_oldest(self) -> None:
         # The oldest, on every rank: finishing may issue the all-reduce of hybrid sharding.
-        post_accumulate_hooks(self._reductions.popleft().finish(self.order))
+        unit, reduction = self._reductions.popleft()
+        parameters = reduction.finish(self.order)
+        if unit.index in self._shared:
+            # Under a reentrant checkpoint, its backward ends once for each call. An optimizer that stepped now would
+            # miss the other gradients, which then would be computed with its new values.
+            self._waiting |= dict.fromkeys(parameters)
+        else:
+            post_accumulate_hooks(parameters)
 
     def _end_backward(self) -> None:
         """The backward is over. Collective."""
@@ -440,6 +454,8 @@ class UnitSchedule:
                 self._reduce(unit)
         while self._reductions:
             self._finish_oldest()
+        waiting, self._waiting = self._waiting, {}
+        post_accumulate_hooks(list(waiting))
         for unit in units:
             unit.state = TrainingState.IDLE
             if not unit.is_kept:

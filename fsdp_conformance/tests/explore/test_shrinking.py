@@ -21,7 +21,7 @@ from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.tests.cli.cli_runs import said
 from fsdp_conformance.tests.explore.test_exploration import _Engine, _wrong
 
-ROW = rows.pairs()[57]
+ROW = rows.pairs()[15]
 ONE, OTHER = sorted(ROW.features)[:2]
 
 
@@ -40,7 +40,7 @@ def _engine(*features: str, check: str = "gradient parity") -> _Engine:
     return _Engine(lambda scenario: _wrong(scenario, check) if set(features) <= scenario.features else None)
 
 
-def _failure(case: str = f"R000/pairs-row58-ws{ROW.world_size}", scenario: Scenario = ROW) -> CaseRecord:
+def _failure(case: str = f"R000/pairs-row16-ws{ROW.world_size}", scenario: Scenario = ROW) -> CaseRecord:
     record = _wrong(scenario).record
     assert record is not None
     record.case = case
@@ -64,12 +64,12 @@ def test_a_row_that_fails_in_the_same_way_is_not_shrunk_again(shrinker_on: Calla
     shrinker = shrinker_on(engine)
     first = shrinker.takes(_failure(), ROW, RunOrder())
     trainings = len(engine.ran)
-    again = shrinker.takes(_failure("R000/pairs-row59-ws2"), ROW, RunOrder())
+    again = shrinker.takes(_failure("R000/pairs-row17-ws2"), ROW, RunOrder())
 
     assert first == Takes(values=(ONE,), trainings=first.trainings if first else 0)
     assert again is not None
     assert again.values == (ONE,)
-    assert again.sentence() == f"{ONE} (as R000/pairs-row58-ws{ROW.world_size})"
+    assert again.sentence() == f"{ONE} (as R000/pairs-row16-ws{ROW.world_size})"
     assert len(engine.ran) == trainings
     other = next(row for row in rows.pairs() if ONE not in row.features)
     assert shrinker.takes(_failure(scenario=other), other, RunOrder()) is None
@@ -130,15 +130,16 @@ def test_time_is_limited(shrinker_on: Callable[..., RowShrinker], monkeypatch: p
 @pytest.mark.slow
 def test_a_run_names_what_a_failing_row_takes(tmp_path: Path) -> None:
     """On the screen, in the run file, and in what `explain` prints."""
-    engine, case = "mutant:loses-a-row-of-the-second-micro-batch", f"R000/pairs-row58-ws{ROW.world_size}"
-    run = said("run", "--implementation", engine, "--case", case, "--report", "report", cwd=tmp_path)
+    engine, case = "mutant:loses-a-row-of-the-second-micro-batch", f"R000/pairs-row16-ws{ROW.world_size}"
+    words = ("--implementation", engine, "--case", case, "--report", "report")
+    # However slow this machine is, all of the search is made.
+    run = said("run", *words, "--deadline-scale", "20", cwd=tmp_path)
 
     assert run.status == 1, run.out + run.err
     record = read(tmp_path / "report").records[0]
     assert record.takes is not None
-    # With three ranks, even shards have an odd number of rows.
     axes = [value.partition(": ")[0] for value in record.takes.values]
-    assert {"ranks", "accumulation"} <= set(axes)
+    assert "accumulation" in axes
     assert len(axes) <= 4, axes
     explained = said("explain", case, "--report", "report", cwd=tmp_path)
     for text in (run.out, explained.out):

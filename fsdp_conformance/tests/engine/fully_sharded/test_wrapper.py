@@ -379,6 +379,30 @@ class TestSteps(ShardedTestCase):
             self.assert_same_params(reference.module, subject)
             self.assertEqual(2 * len(list(subject.parameters())), len(stepped))
 
+    def test_an_optimizer_in_backward_waits_for_all_calls_of_a_unit(self) -> None:
+        """A reentrant checkpoint ends a unit's backward once for each call, however much is reduced in between."""
+        for persist_numel in (0, WIDTH):
+            model = _CalledTwice()
+            expected = copy.deepcopy(model)
+            subject = sharded(model, persist_numel=persist_numel)
+            updated: list[Tensor] = []
+
+            def step(parameter: Tensor, updated: list[Tensor] = updated) -> None:
+                updated.append(parameter)
+                torch.optim.SGD([parameter], lr=LEARNING_RATE).step()
+                parameter.grad = None
+
+            for parameter in subject.parameters():
+                parameter.register_post_accumulate_grad_hook(step)
+            for number in range(2):
+                for rank in range(2):
+                    (forward_sum(expected, batch(rank, number).requires_grad_()) / 2).backward()
+                torch.optim.SGD(expected.parameters(), lr=LEARNING_RATE).step()
+                expected.zero_grad()
+                forward_sum(subject, batch(self.rank, number).requires_grad_()).backward()
+            self.assertEqual(2 * len(list(subject.parameters())), len(updated))
+            self.assert_same_params(expected, subject)
+
     def test_torchs_optimizers_in_backward(self) -> None:
         """Optimizers that torch attaches to parameters step once each gradient is reduced, and drop it."""
         for register_hook in (False, True):
@@ -395,6 +419,22 @@ class TestSteps(ShardedTestCase):
                 self.assertTrue(all(parameter.grad is None for parameter in subject.parameters()))
             for (name, mine), theirs in zip(full_params(subject).items(), full_params(expected).values(), strict=True):
                 self.assertTrue(torch.equal(mine, theirs), msg=name)
+
+
+class _CalledTwice(nn.Module):
+    """Calls a stage at the beginning and at the end, each time under a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = Stage()
+        self.stages = nn.ModuleList(Stage() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.shared, x, use_reentrant=True)
+        for stage in self.stages:
+            x = stage(x)
+        output: Tensor = checkpoint(self.shared, x, use_reentrant=True)
+        return output
 
 
 class _HalfUsed(Stage):
