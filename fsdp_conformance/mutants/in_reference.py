@@ -178,7 +178,7 @@ class ReferenceRunsNoHooks(SeamReference):
     schedule_class: ClassVar[type[UnitSchedule]] = _Hookless
 
 
-class _Hasty(UnitSchedule):
+class _SteppingEarly(UnitSchedule):
     def _finish_oldest(self) -> None:
         _, reduction = self._reductions.popleft()
         post_accumulate_hooks(reduction.finish(self.order))
@@ -188,7 +188,7 @@ class _Hasty(UnitSchedule):
 class ReferenceUpdatesBetweenCalls(SeamReference):
     """An optimizer in backward steps after each call of a unit under a reentrant checkpoint."""
 
-    schedule_class: ClassVar[type[UnitSchedule]] = _Hasty
+    schedule_class: ClassVar[type[UnitSchedule]] = _SteppingEarly
 
 
 @known_wrong("R095")

@@ -56,10 +56,10 @@ class UnitSchedule:
         self._began_before: list[int] = []
         self._ended: list[int] = []
         self._cursor = 0
-        # The units that the iteration calls more than once.
-        self._shared: set[int] = set()
+        # How often each unit was called since the last backward, in forwards that a backward may follow.
+        self._calls: Counter[int] = Counter()
         self._reductions: deque[tuple[ShardedUnit, GradientReduction]] = deque()
-        # Parameters of shared units that have got a gradient in the backward under way.
+        # Parameters of units with several calls that have got a gradient in the backward under way.
         self._waiting: dict[nn.Parameter, None] = {}
         self.order = OrderWatch()
         """Checks that peers run the same units."""
@@ -261,11 +261,12 @@ class UnitSchedule:
             if not torch.is_grad_enabled():
                 # No backward follows, at whose end this would be done. The host may write offloaded shards next.
                 unit.finish_reads()
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self._calls.update(self._began)
+        else:
             self.order.judge()
             self.order.is_on = False
         self._cursor = len(self._ended)
-        self._shared = {index for index, calls in Counter(self._began).items() if calls > 1}
 
     def _prepared(self, unit: ShardedUnit, arguments: Arguments, *, entering: bool) -> Arguments:
         precision = unit.mixed_precision
@@ -381,6 +382,7 @@ class UnitSchedule:
         self._stack.clear()
         self._reductions.clear()
         self._waiting.clear()
+        self._calls.clear()
         self._in_backward = False
         self.order.forget()
         for unit in self.units:
@@ -435,9 +437,9 @@ class UnitSchedule:
         # The oldest, on every rank: finishing may issue the all-reduce of hybrid sharding.
         unit, reduction = self._reductions.popleft()
         parameters = reduction.finish(self.order)
-        if unit.index in self._shared:
-            # Under a reentrant checkpoint, its backward ends once for each call. An optimizer that stepped now would
-            # miss the other gradients, which then would be computed with its new values.
+        if self._calls[unit.index] > 1:
+            # Its backward may end once for each call, as under a reentrant checkpoint, or in two forwards. An optimizer
+            # that stepped now would miss the other gradients, which then would be computed with its new values.
             self._waiting |= dict.fromkeys(parameters)
         else:
             post_accumulate_hooks(parameters)
@@ -455,6 +457,7 @@ class UnitSchedule:
         while self._reductions:
             self._finish_oldest()
         waiting, self._waiting = self._waiting, {}
+        self._calls.clear()
         post_accumulate_hooks(list(waiting))
         for unit in units:
             unit.state = TrainingState.IDLE

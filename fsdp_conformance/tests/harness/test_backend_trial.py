@@ -48,8 +48,10 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
-    monkeypatch.setattr(dist, "all_reduce", Collective(**how))
-    try_backend(CPU, timeout_s=0.05)
+    collective = Collective(**how)
+    monkeypatch.setattr(dist, "all_reduce", collective)
+    # However busy this machine is, one that ends has ended in time.
+    try_backend(CPU, timeout_s=0.05 if collective.polls is None else 600.0)
 
 
 def test_a_backend_that_works(monkeypatch: pytest.MonkeyPatch) -> None:

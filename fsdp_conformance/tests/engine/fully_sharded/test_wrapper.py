@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 from unittest.mock import patch
@@ -380,28 +381,37 @@ class TestSteps(ShardedTestCase):
             self.assertEqual(2 * len(list(subject.parameters())), len(stepped))
 
     def test_an_optimizer_in_backward_waits_for_all_calls_of_a_unit(self) -> None:
-        """A reentrant checkpoint ends a unit's backward once for each call, however much is reduced in between."""
-        for persist_numel in (0, WIDTH):
-            model = _CalledTwice()
-            expected = copy.deepcopy(model)
-            subject = sharded(model, persist_numel=persist_numel)
-            updated: list[Tensor] = []
+        """Its backward ends once for each call: under a reentrant checkpoint, or in two forwards with one backward."""
 
-            def step(parameter: Tensor, updated: list[Tensor] = updated) -> None:
-                updated.append(parameter)
-                torch.optim.SGD([parameter], lr=LEARNING_RATE).step()
-                parameter.grad = None
+        def twice(model: nn.Module, x: Tensor) -> Tensor:
+            return forward_sum(model, x) + forward_sum(model, x.flip(0))
 
-            for parameter in subject.parameters():
-                parameter.register_post_accumulate_grad_hook(step)
-            for number in range(2):
-                for rank in range(2):
-                    (forward_sum(expected, batch(rank, number).requires_grad_()) / 2).backward()
-                torch.optim.SGD(expected.parameters(), lr=LEARNING_RATE).step()
-                expected.zero_grad()
-                forward_sum(subject, batch(self.rank, number).requires_grad_()).backward()
-            self.assertEqual(2 * len(list(subject.parameters())), len(updated))
-            self.assert_same_params(expected, subject)
+        for build, forward in ((_CalledTwice, forward_sum), (chain, twice)):
+            for persist_numel in (0, WIDTH):
+                self._assert_steps_once(build(), forward, persist_numel=persist_numel)
+
+    def _assert_steps_once(
+        self, model: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor], *, persist_numel: int
+    ) -> None:
+        expected = copy.deepcopy(model)
+        subject = sharded(model, persist_numel=persist_numel)
+        updated: list[Tensor] = []
+
+        def step(parameter: Tensor) -> None:
+            updated.append(parameter)
+            torch.optim.SGD([parameter], lr=LEARNING_RATE).step()
+            parameter.grad = None
+
+        for parameter in subject.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for number in range(2):
+            for rank in range(2):
+                (forward(expected, batch(rank, number).requires_grad_()) / 2).backward()
+            torch.optim.SGD(expected.parameters(), lr=LEARNING_RATE).step()
+            expected.zero_grad()
+            forward(subject, batch(self.rank, number).requires_grad_()).backward()
+        self.assertEqual(2 * len(list(subject.parameters())), len(updated))
+        self.assert_same_params(expected, subject)
 
     def test_torchs_optimizers_in_backward(self) -> None:
         """Optimizers that torch attaches to parameters step once each gradient is reduced, and drop it."""
