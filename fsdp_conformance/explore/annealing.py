@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_conformance.scenarios.covering import Coverage
+from fsdp_conformance.scenarios.covering import Coverage, positions
 from fsdp_conformance.scenarios.space import Choice, Space
 
-#: How many pairs a row may lose for one that it gets, at the beginning and at the end, about once in three times.
+#: The temperature at the beginning and at the end: a move that loses so many pairs is made about every third time.
 _WARM, _COLD = 0.6, 0.05
 
 #: How often values that do not go with a new pair are replaced before it is tried elsewhere.
@@ -58,18 +58,23 @@ class _Annealing:
 
     def __init__(self, space: Space, starts: Sequence[Choice], random_: random.Random) -> None:
         self._random = random_
-        self._items = [(axis.name, value.name) for axis in space.axes for value in axis.values]
-        self._number = {item: number for number, item in enumerate(self._items)}
+        coverage = Coverage(space)
+        self._items = coverage.items
         axes = {axis.name: place for place, axis in enumerate(space.axes)}
         self._axis = np.array([axes[name] for name, _ in self._items])
-        self._values = [[self._number[axis.name, value.name] for value in axis.values] for axis in space.axes]
-        self._together = self._possible_together(space)
-        self._wanted = self._wanted_pairs(space)
+        self._values = [[coverage.number_of(axis.name, each.name) for each in axis.values] for axis in space.axes]
+        self._together: Table = np.eye(len(self._items), dtype=np.bool_)
+        for number, others in enumerate(coverage.compatible()):
+            self._together[number, list(positions(others))] = True
+        self._wanted: Table = np.zeros_like(self._together)
+        for pair in coverage.combinations_left():
+            one, other = (coverage.number_of(*item) for item in pair.items())
+            self._wanted[one, other] = self._wanted[other, one] = True
         self._given = np.full((len(starts), len(axes)), _FREE)
         """For each row, the number of the value that stays on each axis."""
         for given, start in zip(self._given, starts, strict=True):
-            for item in start.items():
-                given[axes[item[0]]] = self._number[item]
+            for axis, name in start.items():
+                given[axes[axis]] = coverage.number_of(axis, name)
         self._rows = np.array([self._random_row(given) for given in self._given])
         self._count = np.zeros((len(self._items), len(self._items)), np.int32)
         for row in self._rows:
@@ -95,29 +100,6 @@ class _Annealing:
         lost = self._change_of_missing(self._rows[place], row)
         if lost <= 0 or self._random.random() < math.exp(-lost / temperature):
             self._replace(place, row)
-
-    def _possible_together(self, space: Space) -> Table:
-        table: Table = np.ones((len(self._items), len(self._items)), np.bool_)
-
-        def exclude(one: int, others: Sequence[int]) -> None:
-            table[one, others] = table[others, one] = False
-
-        for item, number in self._number.items():
-            exclude(number, [value for value in self._values[self._axis[number]] if value != number])
-            for axis, right in space.value_of[item].with_.items():
-                exclude(number, [self._number[axis, v.name] for v in space.by_name[axis].values if v.name not in right])
-        for conflict in space.conflicts:
-            of_one, of_other = ([self._number[axis, name] for name in names] for axis, names in conflict.of.items())
-            for number in of_one:
-                exclude(number, of_other)
-        return table
-
-    def _wanted_pairs(self, space: Space) -> Table:
-        table: Table = np.zeros_like(self._together)
-        for pair in Coverage(space).combinations_left():
-            one, other = (self._number[item] for item in pair.items())
-            table[one, other] = table[other, one] = True
-        return table
 
     def _random_row(self, given: Row) -> Row:
         while True:

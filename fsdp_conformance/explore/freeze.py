@@ -4,8 +4,8 @@ Extend the pair profile until every possible pair of values is in one of its row
     python -m fsdp_conformance.explore.freeze
     python -m fsdp_conformance.explore.freeze --from-scratch
 
-Extended rows keep their ids, and become more and more. Made from scratch, between two releases, they are about a third
-fewer, and most have two ranks, because a row with four takes three times as long.
+Extending keeps the ids, but the number of rows only grows. Made from scratch, between two releases, there are about a
+third fewer, and most have two ranks, because a row with four takes three times as long.
 
 On axes that a row was frozen with, its values stay. On axes that were added since, it gets the values that cover most
 of what is left, as in the horizontal growth of IPOG (Lei et al., 2007). Then rows are appended for the rest. A row is
@@ -19,7 +19,6 @@ import argparse
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import chain, repeat
 
 import torch
 
@@ -68,7 +67,7 @@ def extended(coverage: Coverage, frozen: Iterable[Scenario]) -> Iterator[Scenari
 
 def from_scratch(coverage: Coverage) -> Iterator[Scenario]:
     """Rows with nearly all pairs, as far as they can be judged. Each is counted as covered when the next one comes."""
-    starts = [{"ranks": ranks} for ranks in chain.from_iterable(repeat(each, number) for each, number in ROWS.items())]
+    starts = [{"ranks": ranks} for ranks, number in ROWS.items() for _ in range(number)]
     for choice in annealed(SPACE, starts, moves=MOVES, seed=SEED):
         if why_unjudgeable(Scenario.of(choice)) is None:
             coverage.add(choice)

@@ -51,11 +51,11 @@ class Coverage:
             self.add(row)
 
     def _possible(self) -> dict[Numbers, int]:
-        compatible, demands = self._compatible(), self._demands()
+        compatible, demands = self.compatible(), self._demands()
         demanding = sum(1 << number for number in demands)
         partners = list(compatible)
         for one, bits in enumerate(compatible):
-            for other in _bits(bits if demanding & 1 << one else bits & demanding):
+            for other in positions(bits if demanding & 1 << one else bits & demanding):
                 if not _can_be_completed(1 << one | 1 << other, compatible, demands):
                     partners[one] &= ~(1 << other)
                     partners[other] &= ~(1 << one)
@@ -63,17 +63,17 @@ class Coverage:
             return {(number,): bits for number, bits in enumerate(partners)}
         triples: dict[Numbers, int] = {}
         for one, bits in enumerate(partners):
-            for other in (other for other in _bits(bits) if other > one):
+            for other in (other for other in positions(bits) if other > one):
                 pair = 1 << one | 1 << other
                 third = bits & partners[other]
                 # Conflicts are between two values, and so were seen when pairs were.
-                for number in _bits(third if pair & demanding else third & demanding):
+                for number in positions(third if pair & demanding else third & demanding):
                     if not _can_be_completed(pair | 1 << number, partners, demands):
                         third &= ~(1 << number)
                 triples[one, other] = third
         return triples
 
-    def _compatible(self) -> list[int]:
+    def compatible(self) -> list[int]:
         """For each value, those of other axes that neither a conflict nor what a value demands rules out."""
         everything = (1 << len(self.items)) - 1
         of_axis = {
@@ -82,9 +82,9 @@ class Coverage:
         compatible = [everything & ~of_axis[axis] for axis, _ in self.items]
 
         def exclude(values: int, others: int) -> None:
-            for number in _bits(values):
+            for number in positions(values):
                 compatible[number] &= ~others
-            for number in _bits(others):
+            for number in positions(others):
                 compatible[number] &= ~values
 
         for number, item in enumerate(self.items):
@@ -122,7 +122,7 @@ class Coverage:
         """Count a row's combinations as covered; how many of them no other row has had."""
         chosen = self.bits_of(row)
         new = 0
-        for rest in combinations(_bits(chosen), self.strength - 1):
+        for rest in combinations(positions(chosen), self.strength - 1):
             bits = self._left.get(rest, 0)
             new += (bits & chosen).bit_count()
             if bits & chosen:
@@ -133,14 +133,14 @@ class Coverage:
         """How many combinations a value would add to those that are chosen, which are given as bits."""
         if self.strength == 2:
             return (self._left.get((number,), 0) & chosen).bit_count()
-        pairs = ((min(number, other), max(number, other)) for other in _bits(chosen))
+        pairs = ((min(number, other), max(number, other)) for other in positions(chosen))
         # Each triple is seen from both of its other values.
         return sum((self._left.get(pair, 0) & chosen).bit_count() for pair in pairs) // 2
 
     def gain_of(self, row: Choice) -> int:
         """How many combinations a row has that no other row has had."""
         chosen = self.bits_of(row)
-        rests = combinations(_bits(chosen), self.strength - 1)
+        rests = combinations(positions(chosen), self.strength - 1)
         return sum((self._left.get(rest, 0) & chosen).bit_count() for rest in rests) // self.strength
 
     def bits_of(self, choice: Choice) -> int:
@@ -158,7 +158,7 @@ class Coverage:
     def scarcest(self, without: set[Numbers]) -> Numbers | None:
         """A combination that is left, of values that have much left; always the same one. None if there is none."""
         for rest in sorted(self._left, key=lambda rest: (-self._left[rest].bit_count(), rest)):
-            for number in sorted(_bits(self._left[rest]), key=lambda n: -self._left.get((n,), 0).bit_count()):
+            for number in sorted(positions(self._left[rest]), key=lambda n: -self._left.get((n,), 0).bit_count()):
                 combination = tuple(sorted((*rest, number)))
                 if combination not in without:
                     return combination
@@ -171,7 +171,7 @@ class Coverage:
     def combinations_left(self) -> Iterator[dict[str, str]]:
         """The combinations that no row has had, each once, as choices."""
         for rest, bits in self._left.items():
-            for number in _bits(bits):
+            for number in positions(bits):
                 if number > rest[-1]:
                     yield self.words((*rest, number))
 
@@ -242,17 +242,17 @@ def _filled(
 
 def _can_be_completed(chosen: int, partners: list[int], demands: Mapping[int, list[tuple[int, int]]]) -> bool:
     """True if values that are possible two by two have what all of them demand, given as bits."""
-    for number in _bits(chosen):
+    for number in positions(chosen):
         for of_axis, right in demands.get(number, ()):
             if not chosen & of_axis:
                 return any(
                     chosen & ~partners[candidate] == 0 and _can_be_completed(chosen | 1 << candidate, partners, demands)
-                    for candidate in _bits(right)
+                    for candidate in positions(right)
                 )
     return True
 
 
-def _bits(number: int) -> Iterator[int]:
+def positions(number: int) -> Iterator[int]:
     """The positions of its bits, from the lowest."""
     while number:
         lowest = number & -number

@@ -82,9 +82,8 @@ class GradientReduction:
         self._partial: Tensor | None = None
         # For each parameter, True if this rank has used it since the originals last got gradients.
         self._used: list[bool] = []
+        # They have got a gradient, and no call of `finish` has returned them yet.
         self._delivered: list[nn.Parameter] = []
-        # Got a gradient by a reduction that was finished because the next one was started.
-        self._early: list[nn.Parameter] = []
         # What sums are divided by; None: by the number of ranks.
         self._divisor: float | None = None
         self.use(storage)
@@ -179,7 +178,7 @@ class GradientReduction:
             return
         if self.state in (ReductionState.REDUCING, ReductionState.DEFERRING, ReductionState.DELIVERED):
             # The unit's backward has ended twice, as with two graphs: the originals add up both results.
-            self._early = self.finish(watch)
+            self._delivered = self.finish(watch)
         defers = not all_reduce and self.storage.num_replicas > 1
         # The tag is averaged once, with the replicas.
         self._collect(None if defers else self._tag_gradient)
@@ -225,7 +224,7 @@ class GradientReduction:
             shard = gradient.clone()
         self.gradients.discard()
         # The tag is not checked: a hook may round or replace whatever it likes. Gathers still check theirs.
-        self._delivered = self._deliver(shard.to(self.storage.shard_device, self.storage.dtype))
+        self._delivered += self._deliver(shard.to(self.storage.shard_device, self.storage.dtype))
         self._go(ReductionState.DELIVERED)
 
     # --- finishing ---------------------------------------------------------------------------------------------------
@@ -242,14 +241,13 @@ class GradientReduction:
 
         Raises ExecutionOrderError if gradients of other units were averaged in; `watch` checks on a GPU.
         """
-        early, self._early = self._early, []
-        return list(dict.fromkeys([*early, *self._finish(watch)]))
+        delivered, self._delivered = self._delivered, []
+        return list(dict.fromkeys([*delivered, *self._finish(watch)]))
 
     def _finish(self, watch: OrderWatch) -> list[nn.Parameter]:
         if self.state is ReductionState.DELIVERED:
-            delivered, self._delivered = self._delivered, []
             self._go(ReductionState.IDLE)
-            return delivered
+            return []
         if self._reduces_nothing:
             return self._hand_over()
         handle, self._handle = self._handle, None
@@ -311,7 +309,7 @@ class GradientReduction:
         """Drop the gradients of an interrupted step."""
         self.drop_leaf_gradients()
         self._handle = self._partial = None
-        self._delivered, self._early = [], []
+        self._delivered = []
         self.state = ReductionState.IDLE
         self.gradients.reset()
 
