@@ -133,7 +133,7 @@ def test_a_run_names_what_a_failing_row_takes(tmp_path: Path) -> None:
     engine, case = "mutant:loses-a-row-of-the-second-micro-batch", f"R000/pairs-row16-ws{ROW.world_size}"
     words = ("--implementation", engine, "--case", case, "--report", "report")
     # However slow this machine is, all of the search is made.
-    run = said("run", *words, "--deadline-scale", "20", cwd=tmp_path)
+    run = said("run", *words, "--deadline-scale", "20", cwd=tmp_path, timeout_s=20 * ROW_S)
 
     assert run.status == 1, run.out + run.err
     record = read(tmp_path / "report").records[0]
