@@ -4,6 +4,7 @@ Converts shards to full tensors and back, for engines whose shards are DTensors 
     full_copy           a full clone of a DTensor or plain tensor on the CPU; collective for a DTensor
     full_copies         full clones of many tensors, with few collectives; collective if any is a DTensor
     full_gradients      full clones of gradients, even if ranks disagree on which parameters have one; collective
+    same_tensors        True if the tensors inside two values are equal
     anywhere            which flags are set on any rank; collective
     write_full          writes a full value into a parameter, in place; no communication
     materialise_norm    a lazily reduced total norm as a plain scalar on the CPU; collective for a DTensor
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_conformance.adapters.gathering import gathered
+from fsdp_conformance.adapters.structures import map_tensors
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -46,6 +48,22 @@ def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank stores: live storage, not a copy."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
+
+
+def same_tensors(one: Any, other: Any) -> bool:
+    """True if two values of the same structure have equal tensors; of a DTensor, this rank's part counts."""
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(_leaves(one), _leaves(other), strict=True))
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    leaves: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        leaves.append(local_part(tensor))
+        return tensor
+
+    map_tensors(value, note)
+    return leaves
 
 
 def full_gradients(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.checks import bystanders
 
@@ -18,7 +20,8 @@ class BystanderWatch:
     """
     Compares the surroundings and the user's parameters after each step with those from after wrapping.
 
-    Make it before the engine is loaded, so that functions which the engine replaces are noted.
+    Make it before the engine is loaded, so that functions which the engine replaces are noted, and global settings
+    that it changes while it wraps the model.
     """
 
     def __init__(self, case: ConformanceTestCase) -> None:
@@ -26,9 +29,23 @@ class BystanderWatch:
         self._functions = bystanders.torch_functions()
         self._surroundings: dict[str, str] = {}
         self._attached: bystanders.Attached | None = None
+        self.before_wrapping()
+
+    def before_wrapping(self) -> None:
+        """Take the settings from before a model is wrapped. `begin` compares them."""
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        if self._case.order.settings.ranks != "simulated":
+            # The suite has switched them on: an engine that does so for good would change nothing. Ranks that share a
+            # process share its settings, too.
+            torch.use_deterministic_algorithms(False)
+        self._settings = bystanders.settings()
 
     def begin(self, adapter: Adapter) -> None:
-        """Take the state from before training; call it when the model is wrapped."""
+        """Compare the settings, and take the state from before training; call it when the model is wrapped."""
+        where: dict[str, Any] = {"rank": self._case.rank, "step": None, "requirement": REQUIREMENT}
+        self._case.check(bystanders.left_alone(self._settings, bystanders.settings(), **where))
+        torch.use_deterministic_algorithms(self._deterministic, warn_only=self._only_warns)
         if self._case.declares("orig_params"):
             self._attached = bystanders.Attached(dict(adapter.parameters()))
         self._surroundings = bystanders.surroundings()

@@ -2,6 +2,7 @@
 Things that an engine has no business with: random numbers, global settings of torch, the user's parameters.
 
     surroundings   the state of a process that training must not change; `left_alone` compares two such states
+    settings       the part of it that wrapping must not change either
     Attached       parameters as user code sees them after wrapping: objects, dtypes, flags, a note of the user's
     replaced       functions of torch and its optimizers that are no longer those of before
 """
@@ -30,14 +31,7 @@ def surroundings() -> dict[str, str]:
     state = {
         "torch's random numbers": _digest(torch.get_rng_state().numpy().tobytes()),
         "Python's random numbers": _digest(repr(random.getstate()).encode()),
-        "the default dtype": str(torch.get_default_dtype()),
-        "whether gradients are enabled": str(torch.is_grad_enabled()),
-        "inference mode": str(torch.is_inference_mode_enabled()),
-        "autocast on the CPU": str(torch.is_autocast_enabled("cpu")),
-        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "anomaly detection": str(torch.is_anomaly_enabled()),
-        "the number of threads": str(torch.get_num_threads()),
-        "the precision of matrix products": torch.get_float32_matmul_precision(),
+        **settings(),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -45,16 +39,31 @@ def surroundings() -> dict[str, str]:
     return state
 
 
+def settings() -> dict[str, str]:
+    """The global settings of torch in this process, by name."""
+    return {
+        "the default dtype": str(torch.get_default_dtype()),
+        "whether gradients are enabled": str(torch.is_grad_enabled()),
+        "inference mode": str(torch.is_inference_mode_enabled()),
+        "autocast on the CPU": str(torch.is_autocast_enabled("cpu")),
+        "deterministic algorithms": str(torch.get_deterministic_debug_mode()),
+        "anomaly detection": str(torch.is_anomaly_enabled()),
+        "the number of threads": str(torch.get_num_threads()),
+        "the precision of matrix products": torch.get_float32_matmul_precision(),
+    }
+
+
 def left_alone(
-    before: Mapping[str, str], after: Mapping[str, str], *, rank: int, step: int, requirement: str
+    before: Mapping[str, str], after: Mapping[str, str], *, rank: int, step: int | None, requirement: str
 ) -> CheckResult:
-    """The surroundings after a step are those from before it."""
+    """The surroundings after a step are those from before it; without a step, those after wrapping."""
     tally = Tally("surroundings", requirement, rank=rank)
     for name, value in before.items():
         if name in after:
             tally.compare(
-                after[name] == value, name, expected=value, got=after[name], details="training must not change it",
-                step=step, phase="step", likely=f"the engine changes {name}",
+                after[name] == value, name, expected=value, got=after[name],
+                details=f"{'wrapping' if step is None else 'training'} must not change it",
+                step=step, phase="init" if step is None else "step", likely=f"the engine changes {name}",
             )  # fmt: skip
     return tally.result()
 

@@ -62,11 +62,12 @@ def _limit(references: References, name: str, value: Tensor) -> float:
 
 
 def stepped_once(history: TrainingHistory, *, requirement: str) -> CheckResult:
-    """With the optimizer in backward, each trainable parameter was stepped exactly once in every step."""
+    """With the optimizer in backward, each trainable parameter's hooks were called exactly once in every step."""
     tally = Tally("steps in backward", requirement, rank=history.rank)
     for record in history.steps:
         for name, trained in history.requires_grad.items():
             if trained:
-                got = record.updates.get(name, 0)
-                tally.compare(got == 1, "steps", expected=1, got=got, step=record.step, phase="backward", fqn=name)
+                for what, calls in (("steps", record.updates), ("calls of another hook", record.hook_calls)):
+                    got = calls.get(name, 0)
+                    tally.compare(got == 1, what, expected=1, got=got, step=record.step, phase="backward", fqn=name)
     return tally.result()

@@ -89,6 +89,11 @@ _ORDER = (
 #: Kinds that are compared once for the whole run.
 _ONCE = frozenset({Kind.INITIAL, Kind.EVAL, Kind.READ, Kind.INPUT})
 
+#: Kinds of any dtype: a norm may be in the widest dtype of the gradients, or in float64.
+_IN_ANY_DTYPE = frozenset({Kind.NORM, Kind.LOSS_SCALE})
+#: The same where units compute in low precision, and the engine chooses the dtype of what they return.
+_IN_ANY_DTYPE_ROUNDED = _IN_ANY_DTYPE | {Kind.LOSS, Kind.OUTPUT, Kind.EVAL, Kind.INPUT}
+
 #: Findings per kind; the rest of the first diverging step becomes a note.
 MAX_FINDINGS = 8
 
@@ -336,8 +341,7 @@ class _Judge:
                 details="must be the full tensor",
             )
         dtype = self._dtype(name, expected)
-        # A norm may be in the widest dtype of the gradients, or in float64.
-        if got.dtype != dtype and self.kind not in (Kind.NORM, Kind.LOSS_SCALE):
+        if got.dtype != dtype and self.kind not in (_IN_ANY_DTYPE_ROUNDED if self.references.rounds else _IN_ANY_DTYPE):
             return partial(self._differs, step, name, "dtype", got.dtype, dtype)
         bound = self.references.bound(self.kind, step, name)
         difference = compare(got, expected, bound)

@@ -8,6 +8,7 @@ in one step, a bound remains: every pass gathers each unit at most once, and eve
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 
 from fsdp_conformance.checks.communication import compute_dtype, reduce_dtype
@@ -26,27 +27,37 @@ SMALL = 16
 _PHASES = ("forward", "backward", "step", "eval")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """The traffic that a step needs at most."""
+
+    passes: int
+    """How often each unit is gathered."""
+    reductions: int
+    """How often each unit that trains is reduced."""
+    over_replicas: int | None = None
+    """How many of the reductions include the replicas of hybrid sharding; None: all."""
+    frozen: Collection[str] | None = None
+    """The names of parameters that do not train; None: as the model says."""
+
+
 def at_most(
     history: TrainingHistory,
     workload: Workload,
     plan: Plan,
+    needs: Callable[[int], Needs],
     *,
-    passes: Callable[[int], int],
-    reductions: Callable[[int], int],
-    over_replicas: Callable[[int], int] | None = None,
-    frozen: Callable[[int], Collection[str] | None] = lambda step: None,
     padding: float,
     alignment: int = 0,
     requirement: str,
 ) -> CheckResult:
     """
-    In no step more bytes are gathered than `passes` need, nor more reduced than `reductions` need, nor any in eval.
+    In no step more bytes are gathered or reduced than it needs: clipping and the optimizer gather at most one pass, and
+    nothing is reduced in eval. `needs` is called with a step.
 
-    All are functions of the step, also `over_replicas`, the reductions that include the replicas of hybrid sharding
-    (None: all), and `frozen`, the names of parameters that do not train in the step (None: as the model says). One pass
-    over the parameters is their bytes in the dtype of computation, each padded to a multiple of the shard group, plus
-    the declared padding, and each parameter aligned to `alignment` bytes. A reduction is one pass over the units that
-    train, in the dtype of the reduction. Over replicas, a shard is reduced.
+    One pass over the parameters is their bytes in the dtype of computation, each padded to a multiple of the shard
+    group, plus the declared padding, and each parameter aligned to `alignment` bytes. A reduction is one pass over the
+    units that train, in the dtype of the reduction. Over replicas, a shard is reduced.
     """
     tally = Tally("traffic bound", requirement, rank=history.rank)
     units = owning_units(workload, plan).shared
@@ -54,29 +65,31 @@ def at_most(
     one_pass = padded_bytes(units, group, dtype=partial(compute_dtype, plan)) * (1 + padding)
     gaps = sum(_gaps(unit, plan, alignment) for unit in units)
     for record in history.steps:
-        step = record.step
-        names = frozen(step)
-        training = [unit for unit in units if any(_trains(parameter, names) for parameter in unit.parameters)]
+        step, needed = record.step, needs(record.step)
+        passes, reductions = needed.passes, needed.reductions
+        training = [unit for unit in units if any(_trains(parameter, needed.frozen) for parameter in unit.parameters)]
         trained = padded_bytes(training, group, dtype=partial(reduce_dtype, plan)) * (1 + padding)
         calls = in_step(history, step, *_PHASES)
         # A rank that sends to itself has a peer that receives.
         gathered = [call for call in of(calls, *GATHERING) if call.op is not Op.RECV]
         scattered, summed = of(calls, Op.REDUCE_SCATTER, Op.REDUCE), of(calls, Op.ALL_REDUCE)
-        most_summed = trained * reductions(step)
+        most_summed = trained * reductions
         if scattered and plan.replicas > 1:
-            most_summed = trained / group * (over_replicas or reductions)(step)
+            most_summed = trained / group * (reductions if needed.over_replicas is None else needed.over_replicas)
+        # An engine without the whole optimizer on each rank gathers what others have updated, once.
+        for_update = [call for call in gathered if call.phase == "step"]
         in_eval = [call for call in [*scattered, *summed] if call.phase == "eval"]
         for what, seen, ideal, times in (
-            ("gathered in the step", gathered, one_pass * passes(step), passes(step)),
-            ("reduce-scattered in the step", scattered, trained * reductions(step), reductions(step)),
-            ("all-reduced in the step", summed, most_summed, reductions(step)),
+            ("gathered in the step", gathered, one_pass * passes, passes),
+            ("gathered for the update", for_update, one_pass, 1),
+            ("reduce-scattered in the step", scattered, trained * reductions, reductions),
+            ("all-reduced in the step", summed, most_summed, reductions),
             ("reduced by evaluations", in_eval, 0, 0),
         ):
             got, most = nbytes(seen), int(ideal) + SMALL * len(units) * (times + 1) + gaps * times
             tally.compare(
                 got <= most, what, expected=f"at most {most} B", got=f"{got} B",
-                details=f"{passes(step)} passes over {int(one_pass)} B, {reductions(step)} reductions of "
-                f"{int(trained)} B",
+                details=f"{passes} passes over {int(one_pass)} B, {reductions} reductions of {int(trained)} B",
                 elements=max(len(seen), 1), step=step, call=sites(seen) if got > most else None,
             )  # fmt: skip
     return tally.result()

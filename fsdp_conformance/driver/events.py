@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdp_conformance.adapters.base import PendingSave
+from fsdp_conformance.adapters.sharded import full_copy, same_tensors
 from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.driver.batches import Batches
 from fsdp_conformance.driver.recorder import Recorder
@@ -29,6 +30,9 @@ EVENT_FLAGS = {
     Action.ASSIGN: "writeback_direct",
     Action.WRITE_GRADIENT: "writeback_direct",
     Action.ASSIGN_GRADIENT: "writeback_direct",
+    Action.SHOW: "full_params",
+    Action.WRITE_SHOWN: "full_params_writeback",
+    Action.WRITE_SHOWN_GRADIENT: "full_params_grads",
     Action.CLIP_VALUES: "clip_grad_value",
     Action.CLIP_SOME: "clip_some",
     Action.TAKE_MODEL: "full_state_dict",
@@ -54,6 +58,8 @@ class Events:
         self._task = recorder.task
         self._recorder = recorder
         self._batches = batches
+        self._mode = True
+        """The mode in which the model trains: True unless the user has switched to eval mode."""
         self._saved: Path | None = None
         """The last checkpoint."""
         self._saving: PendingSave | None = None
@@ -62,12 +68,22 @@ class Events:
         """The last sharded state dict."""
         self._taken: dict[Action, dict[str, Any]] = {}
         """The last state dict of each kind, by the action that took it."""
+        self._kept: dict[Action, Mapping[str, Any]] = {}
+        """The same as the engine returned them, which the user may keep."""
+
+    def continue_mode(self, step: int) -> None:
+        """Switch the model to the mode that earlier steps have left it in."""
+        self._mode = not self._task.regime.is_in_eval_mode(step)
+        self._task.adapter.train(self._mode)
 
     def happen(self, moment: Moment, step: int, micro: int = 0) -> None:
         """Make the events at a point happen on this rank."""
         for event in self._task.regime.at(moment, step, micro):
             if event.happens_on(self._task.world.rank):
+                before = self._recorder.unsharded()
                 self._make_happen(event)
+                left = self._recorder.unsharded() - before
+                self._recorder.history.left_gathered += [(event.action.value, unit) for unit in sorted(left)]
 
     def _make_happen(self, event: Event) -> None:
         adapter, step = self._task.adapter, event.step
@@ -87,7 +103,10 @@ class Events:
                     self._recorder.history.reads.append(adapter.full_params())
             case Action.TOGGLE:
                 adapter.train(False)
-                adapter.train(True)
+                adapter.train(self._mode)
+            case Action.EVAL_MODE:
+                self._mode = False
+                adapter.train(self._mode)
             case Action.LEARNING_RATE:
                 adapter.set_learning_rate(event.number)
             case Action.FREEZE:
@@ -98,6 +117,8 @@ class Events:
                 pass  # the loop looks for them, in place of the optimizer and before everything else
             case Action.DROP | Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
                 self._write(event)
+            case Action.SHOW | Action.WRITE_SHOWN | Action.WRITE_SHOWN_GRADIENT:
+                self._open(event)
             case Action.CLIP_VALUES | Action.CLIP_SOME:
                 self._clip(event)
             case Action.SAVE | Action.SAVE_MEANWHILE | Action.LOAD:
@@ -117,6 +138,22 @@ class Events:
         parameters = adapter.parameters()
         for name in event.names:
             _write(parameters[name], event.action, event.number)
+
+    def _open(self, event: Event) -> None:
+        """Read or write in the engine's context."""
+        adapter, writes = self._task.adapter, event.action is not Action.SHOW
+        options: dict[str, Any] = {"writeback": True} if writes else {}
+        if event.action is Action.WRITE_SHOWN_GRADIENT:
+            options["with_grads"] = True
+        with self._recorder.phase("event", event.step), adapter.full_params_context(**options), torch.no_grad():
+            parameters = adapter.parameters()
+            if not writes:
+                values = {name: full_copy(parameter) for name, parameter in parameters.items()}
+                self._recorder.history.reads.append(values)
+            for name in event.names:
+                shown = parameters[name] if event.action is Action.WRITE_SHOWN else parameters[name].grad
+                if shown is not None:
+                    shown.mul_(event.number)
 
     def _clip(self, event: Event) -> None:
         """Clip gradients with torch's own functions."""
@@ -145,16 +182,12 @@ class Events:
 
     def _evaluate(self, step: int, micro: int, mode: AbstractContextManager[Any]) -> None:
         batch = self._batches.batch(step, micro)
-        before = self._recorder.unsharded()
         self._task.adapter.train(False)
         try:
             with mode, self._recorder.phase("eval", step):
                 self._recorder.add_evaluation(self._task.adapter.forward(*batch.args, **batch.kwargs))
         finally:
-            self._task.adapter.train(True)
-        # The root may wait for the next forward, which begins with it.
-        left = self._recorder.unsharded() - before - {"the root"}
-        self._recorder.history.gathered_by_evaluations += sorted(left)
+            self._task.adapter.train(self._mode)
 
     def _differentiate(self, step: int, micro: int) -> None:
         """Differentiate a loss for the first argument alone, as for adversarial examples."""
@@ -170,12 +203,11 @@ class Events:
         """Take a state dict, or load the last one of its kind."""
         adapter, taken = self._task.adapter, self._taken
         match event.action:
-            case Action.TAKE_MODEL:
-                taken[event.action] = _cloned(adapter.full_state_dict())
+            case Action.TAKE_MODEL | Action.TAKE_OPTIMIZER:
+                self._kept[event.action] = self._state(event.action)
+                taken[event.action] = _cloned(self._kept[event.action])
             case Action.LOAD_MODEL:
                 adapter.load_full_state_dict(_cloned(taken[Action.TAKE_MODEL]))
-            case Action.TAKE_OPTIMIZER:
-                taken[event.action] = _cloned(adapter.optim_state_dict())
             case Action.LOAD_OPTIMIZER:
                 adapter.load_optim_state_dict(_cloned(taken[Action.TAKE_OPTIMIZER]))
             case Action.TAKE_SHARDS:
@@ -203,6 +235,25 @@ class Events:
                     if self._saved is None:
                         raise SuiteError(f"a checkpoint must be saved before one is loaded: {event.describe()}")
                     adapter.load_checkpoint(self._saved)
+
+    def _state(self, action: Action) -> dict[str, Any]:
+        """The state dict that an action takes, as the engine returns it."""
+        adapter = self._task.adapter
+        return adapter.full_state_dict() if action is Action.TAKE_MODEL else adapter.optim_state_dict()
+
+    def end(self) -> None:
+        """
+        End what the last step has left open, and see whether state dicts that were kept survive another. Collective.
+        """
+        self.finish()
+        for action, kept in self._kept.items():
+            with self._recorder.phase("event"):
+                copied = _cloned(kept)
+                # Not freed before the comparison.
+                another = self._state(action)
+            if not same_tensors(kept, copied):
+                self._recorder.history.changed_outputs.append(str(action).replace("take", "state dict of the"))
+            del another
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being saved, if there is one. Collective."""

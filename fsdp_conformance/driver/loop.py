@@ -129,9 +129,11 @@ class TrainingLoop:
     def step(self, step: int) -> None:
         """Train one step."""
         task, recorder = self._task, self._recorder
-        if step == task.conditions.first_step > 0 and (names := task.regime.frozen(step - 1)) is not None:
-            # What the run that it continues had frozen; this step's own events follow.
-            task.adapter.set_requires_grad(names)
+        if step == task.conditions.first_step > 0:
+            # As in the run that it continues; this step's own events follow.
+            self._events.continue_mode(step)
+            if (names := task.regime.frozen(step - 1)) is not None:
+                task.adapter.set_requires_grad(names)
         record = recorder.begin_step(step)
         with recorder.timed(step):
             for event, begun in task.regime.attempts(step):
@@ -159,7 +161,7 @@ class TrainingLoop:
 
     def finish(self) -> None:
         """End what the last step has left open. Collective."""
-        self._events.finish()
+        self._events.end()
 
     def _passes_of(self, record: StepRecord) -> None:
         """The forwards and backwards of a step: those of this rank's stage, in the regime's order, or one by one."""

@@ -58,12 +58,21 @@ class RegimeOptimizer:
         return {name: parameter for name, parameter in named.items() if id(parameter) in given}
 
     def step_in_backward(self, history: TrainingHistory) -> None:
-        """Give each parameter an optimizer that steps when its gradient has been accumulated, and count the steps."""
+        """
+        Give each parameter an optimizer that steps when its gradient has been accumulated, and count the steps.
+
+        Another hook comes before it, as a user's own logging does: both must be called.
+        """
         build = self._task.workload.optimizers[self._task.regime.optimizer]
         for name, parameter in self._task.adapter.parameters().items():
             if parameter.requires_grad:
-                hook = partial(_update, history, name, build([parameter]))
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                for hook in (partial(_count, history, name), partial(_update, history, name, build([parameter]))):
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _count(history: TrainingHistory, name: str, parameter: Tensor) -> None:
+    calls = history.steps[-1].hook_calls
+    calls[name] = calls.get(name, 0) + 1
 
 
 def _update(history: TrainingHistory, name: str, optimizer: Optimizer, parameter: Tensor) -> None:

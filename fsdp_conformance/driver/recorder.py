@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance.adapters.names import OriginalNames
-from fsdp_conformance.adapters.sharded import full_copy, materialise_norm
+from fsdp_conformance.adapters.sharded import full_copy, materialise_norm, same_tensors
 from fsdp_conformance.adapters.structures import map_tensors, moved
 from fsdp_conformance.driver.pipeline import Pipeline
 from fsdp_conformance.driver.task import Task
@@ -61,6 +61,8 @@ class Recorder:
         self._unread: list[tuple[StepRecord, list[Tensor]]] = []
         """Of an undisturbed run: the steps so far, and their losses on the device."""
         self._evaluated: list[Any] = []
+        self._kept: list[tuple[str, Any, Any]] = []
+        """Outputs that the user keeps, if the regime asks for that: which one, its tensors, and copies of them."""
         self._input_grads: list[Tensor | None] = []
 
     # --- labels and times --------------------------------------------------------------------------------------------
@@ -118,10 +120,18 @@ class Recorder:
         """Keep an output of a step, if the regime asks for that."""
         if self.task.regime.keep_outputs:
             record.outputs.append(_copied(output))
+            self._keep(f"output {len(record.outputs) - 1} of step {record.step}", output, record.outputs[-1])
 
     def add_evaluation(self, output: Any) -> None:
         """Keep an output of an evaluation."""
         self._evaluated.append(_copied(output))
+        if self.task.regime.keep_outputs:
+            number = len(self.history.eval_outputs) + len(self._evaluated) - 1
+            self._keep(f"evaluation {number}", output, self._evaluated[-1])
+
+    def _keep(self, name: str, output: Any, copied: Any) -> None:
+        """Keep the tensors of an output as a user does who collects predictions, without their graph."""
+        self._kept.append((name, map_tensors(output, Tensor.detach), copied))
 
     def unsharded(self) -> frozenset[str]:
         """The units that hold full parameters, if the adapter can tell."""
@@ -181,6 +191,9 @@ class Recorder:
         with self.observing():
             if not self.task.conditions.undisturbed:
                 self._weigh(lambda kind: kind not in _BEFORE_STEP)
+            changed = [name for name, kept, copied in self._kept if not same_tensors(kept, copied)]
+            self.history.changed_outputs += changed
+            self._kept = []
         self.history.final_requires_grad = self._requires_grad()
         with context.working(Part.SUITE):
             self.history.full_bytes = self._unsharded_bytes()

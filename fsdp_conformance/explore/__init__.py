@@ -3,6 +3,7 @@
 
     building      from a scenario to its model, plan and schedule
     example       these, as every rank builds them
+    needs         the traffic that a step of an example needs at most
     references    the references of a scenario, trained once for all ranks
     case          a scenario as a case, judged by the oracles of the suites
     worker        the warm process that runs scenarios on simulated ranks

@@ -23,7 +23,7 @@ STEPS = 3
 
 #: The blocks of a model. The others are as plain as their scenario allows; block 1 is the one with something special.
 _BLOCKS = 3
-_SPECIAL = "blocks.1"
+_FIRST, _SPECIAL = "blocks.0", "blocks.1"
 
 _EXTRAS: dict[str, tuple[tuple[int, ...], ...]] = {
     "none": (),
@@ -118,6 +118,13 @@ _EVENTS: dict[str, dict[str, tuple[tuple[Action, Moment, int], ...]]] = {
             (Action.ASSIGN_GRADIENT, Moment.OPTIMIZER, 0), (Action.ASSIGN_GRADIENT, Moment.OPTIMIZER, 1)
         ),
     },
+    "full-parameter context": {
+        "values read": ((Action.SHOW, Moment.STEP, 0), (Action.SHOW, Moment.OPTIMIZER, 1)),
+        "parameters written": ((Action.WRITE_SHOWN, Moment.STEP, 1), (Action.WRITE_SHOWN, Moment.END, 1)),
+        "gradients written": (
+            (Action.WRITE_SHOWN_GRADIENT, Moment.OPTIMIZER, 0), (Action.WRITE_SHOWN_GRADIENT, Moment.OPTIMIZER, 1)
+        ),
+    },
     "clipping by the user": {
         "values": ((Action.CLIP_VALUES, Moment.OPTIMIZER, 0), (Action.CLIP_VALUES, Moment.OPTIMIZER, 1)),
         "norm of some": ((Action.CLIP_SOME, Moment.OPTIMIZER, 0), (Action.CLIP_SOME, Moment.OPTIMIZER, 1)),
@@ -126,7 +133,7 @@ _EVENTS: dict[str, dict[str, tuple[tuple[Action, Moment, int], ...]]] = {
         "one gradient": ((Action.DROP, Moment.OPTIMIZER, 0), (Action.DROP, Moment.OPTIMIZER, 1)),
         "a whole step": ((Action.SKIP, Moment.OPTIMIZER, 1),),
     },
-    "learning rate": {"new": ((Action.LEARNING_RATE, Moment.END, 0), (Action.LEARNING_RATE, Moment.STEP, 2))},
+    "learning rate": {"new": ((Action.LEARNING_RATE, Moment.STEP, 1), (Action.LEARNING_RATE, Moment.END, 1))},
     "zeroing": {"zeros": ((Action.ZEROS, Moment.STEP, 0),)},
     "checkpoints": {
         "saved": ((Action.SAVE, Moment.STEP, 1), (Action.SAVE, Moment.END, 1)),
@@ -170,11 +177,18 @@ _EVENTS: dict[str, dict[str, tuple[tuple[Action, Moment, int], ...]]] = {
             (Action.DIFFERENTIATE, Moment.OPTIMIZER, 0), (Action.DIFFERENTIATE, Moment.OPTIMIZER, 1)
         ),
     },
+    "trains in": {"evaluation mode, from the second step": ((Action.EVAL_MODE, Moment.END, 0),)},
     "mode": {
         "toggled": ((Action.TOGGLE, Moment.LOSS, 0), (Action.TOGGLE, Moment.FORWARD, 1)),
         "toggled on one rank": ((Action.TOGGLE, Moment.LOSS, 0), (Action.TOGGLE, Moment.FORWARD, 1)),
     },
 }  # fmt: skip
+
+#: Each multiplies one parameter, or its gradient.
+_WRITING = frozenset({
+    Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT, Action.WRITE_SHOWN,
+    Action.WRITE_SHOWN_GRADIENT,
+})  # fmt: skip
 
 #: New learning rates, and factors of what is written: powers of two, so that exact models stay exact.
 _RATES = (0.25, 0.0625)
@@ -212,6 +226,7 @@ class _Builder:
     def example(self) -> Example:
         model = self._model()
         plan = self._plan(model)
+        others = tuple(unit for unit in plan.units if unit != _FIRST)
         return Example(
             world_size=self._ranks,
             model=model,
@@ -219,8 +234,11 @@ class _Builder:
             regime=self._regime(model, plan),
             initial=Initial(self.choice["initial values"]),
             attributes=self.choice["attributes of parameters"] != "none",
-            mean_hook=self.choice["communication hook"] == "mean",
+            summing_hook=self.choice["communication hook"] == "sum",
             second=self.choice["second model"] != "none",
+            resumed={"by a new engine": plan, "in other units": replace(plan, units=others)}.get(
+                self.choice["resumed"]
+            ),
         )
 
     @property
@@ -321,7 +339,7 @@ class _Builder:
             "the first layer": ("first",),
             "part of a block": (f"{_SPECIAL}.down.weight",),
             # The root would mix it with others if it were no unit.
-            "thawed later": (_SPECIAL if self.choice["units"] == "some blocks" else "blocks.0",),
+            "thawed later": (_SPECIAL if self.choice["units"] == "some blocks" else _FIRST,),
         }.get(self.choice["frozen"], ())
 
     # --- the plan ----------------------------------------------------------------------------------------------------
@@ -377,7 +395,7 @@ class _Builder:
             backwards_per_forward=2 if choice["backwards"] == "two of one forward" else 1,
             optimizer_in_backward=choice["update"] == "in backward",
             frozen_at=frozen_at,
-            sums=choice["gradients divided by"] == "one",
+            sums=choice["gradients divided by"] == "one" or choice["communication hook"] == "sum",
             unused_parameters=True,
             keep_outputs=True,
             keep_input_gradients=True,
@@ -399,7 +417,7 @@ class _Builder:
                 fields["names"] = (plan.units[-1 - index % len(plan.units)],)
             case Action.LEARNING_RATE:
                 fields["value"] = _RATES[index]
-            case Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
+            case action if action in _WRITING:
                 fields["names"] = (("blocks.0.up.weight", "head.bias")[index],)
                 fields["value"] = _FACTOR
             case Action.CLIP_VALUES:

@@ -4,7 +4,7 @@ An example: the model, plan and schedule of a scenario, as every rank builds the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fsdp_conformance.fixtures import drawn
@@ -37,14 +37,24 @@ class Example:
     initial: Initial = Initial.EQUAL
     attributes: bool = False
     """Parameters have attributes of the user before the model is wrapped."""
-    mean_hook: bool = False
-    """A communication hook of the user averages the gradients."""
+    summing_hook: bool = False
+    """A communication hook of the user adds up the gradients, in place of their average."""
     second: bool = False
     """A second model, wrapped by the same engine, is trained in between."""
+    resumed: Plan | None = None
+    """
+    Before the last step, training is saved in a checkpoint, which a new engine with this plan loads and trains on from;
+    None: one engine trains all steps.
+    """
 
-    def workload(self) -> Workload:
-        """The training problem."""
-        return drawn.workload(self.model, micro_batches=self.regime.micro_batches, asks=asks(self))
+    @property
+    def regime_of_engine(self) -> Regime:
+        """The regime as the engine is asked for it: a hook of the user adds gradients up without its help."""
+        return replace(self.regime, sums=False) if self.summing_hook else self.regime
+
+    def workload(self, rows: int = drawn.ROWS) -> Workload:
+        """The training problem, with so many samples in a batch."""
+        return drawn.workload(self.model, micro_batches=self.regime.micro_batches, asks=asks(self), rows=rows)
 
 
 # --- what the model asks of an engine --------------------------------------------------------------------------------

@@ -52,10 +52,10 @@ class Prepared:
     """By rank: the histories by source. In low precision, there is one source."""
     exact: bool = False
     rounds: bool = False
-    """In low precision."""
+    """In low precision: there is one history, and no noise."""
 
     def of_rank(self, rank: int) -> References:
-        """The references as a rank uses them. Not in low precision, where there is one history, and no noise."""
+        """The references as a rank uses them."""
         model = self.workload.build(rank)
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         return References(
@@ -64,15 +64,11 @@ class Prepared:
             rank=rank,
             world_size=len(self.histories),
             histories=self.histories[rank],
-            exact=self.exact,
+            exact=self.exact or self.rounds,
+            rounds=self.rounds,
             dtypes={name: tensor.dtype for name, tensor in tensors.items()},
             local=local_names(self.workload, dict(model.named_parameters())),
         )
-
-    def rounded(self, rank: int) -> TrainingHistory:
-        """In low precision: the expected history of a rank."""
-        (history,) = self.histories[rank].values()
-        return history
 
 
 class Trained(NamedTuple):
@@ -89,7 +85,7 @@ def prepare(example: Example) -> Prepared:
     size, regime = example.world_size, example.regime
     if example.plan.param_dtype is not None:
         rounded = rounding_histories(workload, regime, example.plan, world_size=size)
-        histories = tuple({history.source: history} for history in rounded)
+        histories = tuple({EXPECTED: history.without_norms()} for history in rounded)
         return Prepared(workload=workload, regime=regime, histories=histories, rounds=True)
     exact = demands_bitwise(workload, regime, size)
     orders = orders_for(size, regime, exact=exact)
@@ -159,10 +155,13 @@ def too_wide(prepared: Prepared) -> str | None:
         return None
     references = prepared.of_rank(0)
     steps = range(len(references.expected.steps))
-    for kind, step in [(Kind.PARAMETER, steps[-1]), *((Kind.NORM, step) for step in steps)]:
-        for name in values_of(references.expected, kind, step):
-            bound = references.bound(kind, step, name)
-            if bound.inconclusive:
+    for kind, step in [
+        (Kind.PARAMETER, steps[-1]),
+        *((kind, step) for kind in (Kind.LOSS, Kind.GRADIENT, Kind.NORM) for step in steps),
+    ]:
+        for name, value in values_of(references.expected, kind, step).items():
+            bound = None if value is None else references.bound(kind, step, name)
+            if bound is not None and bound.inconclusive:
                 return f"the bound of {name} is {bound.text()}"
     return None
 

@@ -6,7 +6,7 @@ Tensors are detached clones on the CPU, full (unsharded), under their original F
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,13 @@ from fsdp_conformance.history.memory import MemoryMark
 #: FQN to full tensor, or None where there is no gradient.
 Tensors = dict[str, Tensor]
 Gradients = dict[str, Tensor | None]
+
+
+#: The lists of a history that a run which continues another one adds to.
+_IN_ORDER = (
+    "steps", "eval_outputs", "input_grads", "reads", "caught", "left_unsharded", "left_gathered", "changed_outputs",
+    "collectives", "memory", "hazards",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,6 +49,8 @@ class StepRecord:
     """Model outputs per micro-batch, if the case asked for them."""
     updates: dict[str, int] = field(default_factory=dict)
     """With the optimizer in backward: how often each parameter was stepped."""
+    hook_calls: dict[str, int] = field(default_factory=dict)
+    """The same for the call of another hook that the user has registered before."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,8 +80,10 @@ class TrainingHistory:
     """The exception that reached the caller at each event that raises, in order: its class and text."""
     left_unsharded: list[str] = field(default_factory=list)
     """Units that were sharded before an interrupted attempt, and not after the recovery."""
-    gathered_by_evaluations: list[str] = field(default_factory=list)
-    """Units below the root that were sharded before an evaluation, and not after it."""
+    changed_outputs: list[str] = field(default_factory=list)
+    """Outputs of steps, of evaluations, and state dicts, kept by the user, that later calls have changed."""
+    left_gathered: list[tuple[str, str]] = field(default_factory=list)
+    """Units that were sharded before an event and not after it: the action, and the unit."""
     optimizer_state: dict[str, Tensors] = field(default_factory=dict)
     """Of a reference after the last step: parameter to name of the state to value."""
     collectives: list[CollectiveRecord] = field(default_factory=list)
@@ -93,3 +104,20 @@ class TrainingHistory:
     """Streams of the rank's simulated device that it used."""
     seconds: float = 0.0
     """Wall time of the steps alone."""
+
+    def without_norms(self) -> TrainingHistory:
+        """The same run, as if it had returned no norms."""
+        return replace(self, steps=[replace(record, grad_norm=None, clipped_grads=None) for record in self.steps])
+
+    def continued_by(self, later: TrainingHistory) -> TrainingHistory:
+        """This run and the one that trained its later steps, as one: what is held is what the later run holds."""
+        whole = replace(
+            later,
+            initial_params=self.initial_params,
+            initial_buffers=self.initial_buffers,
+            requires_grad=self.requires_grad,
+            seconds=self.seconds + later.seconds,
+        )
+        for name in _IN_ORDER:
+            setattr(whole, name, [*getattr(self, name), *getattr(later, name)])
+        return whole

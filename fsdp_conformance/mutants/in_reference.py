@@ -184,7 +184,7 @@ class _SteppingEarly(UnitSchedule):
         post_accumulate_hooks(reduction.finish(self.order))
 
 
-@known_wrong("R003")
+@known_wrong("R002")
 class ReferenceUpdatesBetweenCalls(SeamReference):
     """An optimizer in backward steps after each call of a unit under a reentrant checkpoint."""
 

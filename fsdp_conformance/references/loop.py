@@ -34,6 +34,12 @@ from fsdp_conformance.workload.units import local_names
 #: What torch adds to the total norm before dividing by it (torch.nn.utils.clip_grad_norm_).
 CLIP_EPSILON = 1e-6
 
+#: What users do to gradients before the optimizer steps.
+_OF_GRADIENTS = frozenset({
+    Action.DROP, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT, Action.WRITE_SHOWN_GRADIENT, Action.CLIP_VALUES,
+    Action.CLIP_SOME,
+})  # fmt: skip
+
 
 @dataclass(slots=True)
 class Replica:
@@ -254,8 +260,10 @@ class Reference(ABC):
                 self.call_alone(replica)(*batch.args, **batch.kwargs)
             case Action.DIFFERENTIATE:
                 self._differentiate(replica, self._batch(replica, event.step, event.micro))
-            case Action.READ:
+            case Action.READ | Action.SHOW:
                 replica.history.reads.append({name: note(param) for name, param in replica.params.items()})
+            case Action.EVAL_MODE:
+                replica.module.eval()
             case Action.LEARNING_RATE:
                 self._set_rate(replica, event.number)
             case Action.FREEZE:
@@ -263,14 +271,14 @@ class Reference(ABC):
                     param.requires_grad_(name not in event.names)
             case Action.ZEROS:
                 self.sets_to_none = False
-            case Action.WRITE | Action.ASSIGN:
+            case Action.WRITE | Action.ASSIGN | Action.WRITE_SHOWN:
                 for name in event.names:
                     replica.params[name].data = replica.params[name].data * event.number
             case action if action in LOADED_BY.values():
                 self._load(replica, action)
             case action if action in LOADED_BY:
                 self._save(replica, LOADED_BY[action])
-            case Action.DROP | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT | Action.CLIP_VALUES | Action.CLIP_SOME:
+            case action if action in _OF_GRADIENTS:
                 self._change_gradients(event, replica)
             case _:
                 """Skipping is up to `_update`, attempts to `_step`; the rest does nothing to a replicated model."""
@@ -282,7 +290,7 @@ class Reference(ABC):
             case Action.DROP:
                 for name in event.names:
                     replica.params[name].grad = None
-            case Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
+            case Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT | Action.WRITE_SHOWN_GRADIENT:
                 for grad in grads:
                     grad.mul_(event.number)
             case Action.CLIP_VALUES:
@@ -405,10 +413,11 @@ class Reference(ABC):
         replica.history.input_grads += [note(gradient) for gradient in torch.autograd.grad(loss, [x])]
 
     def _evaluate(self, replica: Replica, batch: Batch) -> None:
+        mode = replica.module.training
         replica.module.eval()
         with torch.no_grad():
             replica.history.eval_outputs.append(noted(self.call_in_eval(replica)(*batch.args, **batch.kwargs)))
-        replica.module.train()
+        replica.module.train(mode)
 
     def _batch(self, replica: Replica, step: int, micro: int) -> Batch:
         key = BatchKey(step=step, micro=micro, rank=replica.rank, world_size=self.world_size)

@@ -103,6 +103,8 @@ class References:
     """References that do not apply here, with the reason."""
     exact: bool = False
     """Comparisons are bitwise."""
+    rounds: bool = False
+    """The model computes in low precision. The dtype of its outputs, and of what is computed from them, is open."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """Of every parameter and buffer of the newly built model."""
     local: frozenset[str] = frozenset()

@@ -86,7 +86,7 @@ _ENGINE: tuple[Axis, ...] = (
         value("set after wrapping", "write_params"),
     ),
     axis("built", "engine", "with values", value("on meta", "meta_init", initial_values="set after wrapping")),
-    axis("communication hook", "engine", "none", value("mean", "comm_hook")),
+    axis("communication hook", "engine", "none", value("sum", "comm_hook", ranks=("2", "3", "4"))),
     axis("gradients divided by", "engine", "number of ranks", value("one", "divide_factor", ranks=("2", "3", "4"))),
     axis("update", "engine", "after backward", value("in backward", "optim_in_backward")),
 )
@@ -271,7 +271,23 @@ _EVENTS: tuple[Axis, ...] = (
         value("before the optimizer", "exception_recovery"),
     ),
     axis("second model", "events", "none", "trained in between"),
+    axis(
+        "full-parameter context",
+        "events",
+        "not opened",
+        value("values read", "full_params"),
+        value("parameters written", "full_params", "full_params_writeback"),
+        value("gradients written", "full_params", "full_params_writeback", "full_params_grads"),
+    ),
+    axis(
+        "resumed",
+        "events",
+        "never",
+        value("by a new engine", "checkpoint"),
+        value("in other units", "checkpoint", "reshard_load"),
+    ),
     axis("mode", "events", "training", "toggled", value("toggled on one rank", ranks=("2", "3", "4"))),
+    axis("trains in", "events", "training mode", "evaluation mode, from the second step"),
 )
 
 _LOW = ("bfloat16", "bfloat16, reduced in float32", "bfloat16, one unit in float32")
@@ -282,6 +298,7 @@ _NORMS = ("2-norm", "1-norm", "largest element", "never reached")
 _IN_PLACE = ("changed in place", "views changed in place")
 _OWN_CLEARING = ("by hand", "not after the first step")
 _OF_INPUTS = ("of inputs before a step", "of inputs after a backward")
+_RESUMED = ("by a new engine", "in other units")
 _REGROUPED = ("hybrid", "hybrid, shards of one", "hybrid, one replica")
 
 _CONFLICTS: tuple[Conflict, ...] = (
@@ -393,8 +410,20 @@ _CONFLICTS: tuple[Conflict, ...] = (
         of={"ignored": ("a trained module",), "frozen": ("a block", "later", "thawed later")},
     ),
     Conflict(
+        reason="the gradients of an ignored module are added up by nothing",
+        of={"ignored": ("a trained module",), "communication hook": ("sum",)},
+    ),
+    Conflict(
+        reason="gradients of inputs are not added up",
+        of={"communication hook": ("sum",), "input gradients": ("of a leaf",)},
+    ),
+    Conflict(
+        reason="gradients of inputs are not added up",
+        of={"communication hook": ("sum",), "derivatives": _OF_INPUTS},
+    ),
+    Conflict(
         reason="a hook replaces the average, with its division",
-        of={"communication hook": ("mean",), "gradients divided by": ("one",)},
+        of={"communication hook": ("sum",), "gradients divided by": ("one",)},
     ),
     Conflict(
         reason="gradients of inputs are not divided",
@@ -454,6 +483,14 @@ _CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         reason="gradients are gone when backward has returned",
         of={"update": ("in backward",), "clipping by the user": ("values", "norm of some")},
+    ),
+    Conflict(
+        reason="gradients are gone when backward has returned",
+        of={"update": ("in backward",), "full-parameter context": ("gradients written",)},
+    ),
+    Conflict(
+        reason="the optimizer has stepped by then",
+        of={"update": ("in backward",), "full-parameter context": ("values read",)},
     ),
     Conflict(
         reason="gradients are still scaled then",
@@ -572,6 +609,41 @@ _CONFLICTS: tuple[Conflict, ...] = (
         of={"update": ("in backward",), "learning rate": ("new",)},
     ),
     Conflict(
+        reason="no checkpoint and no scheduler knows the optimizer of a parameter that steps in backward",
+        of={"update": ("in backward",), "resumed": _RESUMED},
+    ),
+    Conflict(
+        reason="a scaler has its own state, which no checkpoint of the engine has",
+        of={"loss scaling": ("dynamic",), "resumed": _RESUMED},
+    ),
+    Conflict(
+        reason="the second model would have to be resumed, too",
+        of={"second model": ("trained in between",), "resumed": _RESUMED},
+    ),
+    Conflict(
+        reason="a checkpoint has only buffers that are persistent",
+        of={"buffers": ("not persistent",), "resumed": _RESUMED},
+    ),
+    Conflict(
+        reason="a checkpoint has one value of a buffer that differs between ranks",
+        of={"buffers": ("running values",), "resumed": _RESUMED},
+    ),
+    Conflict(
+        reason="a checkpoint has one value of a parameter that differs between ranks",
+        of={"ignored": ("a trained module",), "resumed": _RESUMED},
+    ),
+    Conflict(
+        reason="a block that is one unit by itself becomes part of the root",
+        of={
+            "resumed": ("in other units",),
+            "units": ("only the root", "some blocks", "two blocks as one", "chosen by class", "chosen by size"),
+        },
+    ),
+    Conflict(
+        reason="then a part of the root is frozen",
+        of={"resumed": ("in other units",), "frozen": ("thawed later",)},
+    ),
+    Conflict(
         reason="the optimizer in backward sets gradients to None itself",
         of={"update": ("in backward",), "zeroing": ("zeros",)},
     ),
@@ -590,11 +662,11 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         reason="a hook that replaces the average sees one dtype",
-        of={"communication hook": ("mean",), "precision": _LOW},
+        of={"communication hook": ("sum",), "precision": _LOW},
     ),
     Conflict(
         reason="a hook that replaces the average sees one dtype",
-        of={"communication hook": ("mean",), "dtypes": ("two in a unit",)},
+        of={"communication hook": ("sum",), "dtypes": ("two in a unit",)},
     ),
     Conflict(
         reason="engines that keep small parameters whole do not combine that with hybrid sharding",
@@ -609,12 +681,12 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         reason="a parameter that stays whole has no shard for a hook to fill",
-        of={"communication hook": ("mean",), "small parameters": ("whole",)},
+        of={"communication hook": ("sum",), "small parameters": ("whole",)},
     ),
     Conflict(
         reason="a hook fills a shard, which needs sharded gradients over all ranks",
         of={
-            "communication hook": ("mean",),
+            "communication hook": ("sum",),
             "sharding": ("optimizer", "nothing", *_REGROUPED),
         },
     ),
@@ -699,6 +771,13 @@ _CONFLICTS: tuple[Conflict, ...] = (
         reason="no contract says whether parameters that are still gathered see a write",
         of={
             "written by the user": ("parameters in place", "parameters assigned"),
+            "forward alone": ("before a step", "after a backward"),
+        },
+    ),
+    Conflict(
+        reason="no contract says whether parameters that are still gathered see a write",
+        of={
+            "full-parameter context": ("parameters written",),
             "forward alone": ("before a step", "after a backward"),
         },
     ),

@@ -243,6 +243,10 @@ class Regime:
         """True if the gradients of a step are cleared after it."""
         return self.clearing != "late" or step > 0
 
+    def is_in_eval_mode(self, step: int) -> bool:
+        """True if a step is trained in eval mode."""
+        return any(event.action is Action.EVAL_MODE for earlier in range(step) for event in self.in_step(earlier))
+
     def skips(self, step: int) -> bool:
         """True if the optimizer does not step."""
         return any(event.action is Action.SKIP for event in self.in_step(step))
@@ -268,6 +272,10 @@ class Regime:
     def for_references(self) -> Regime:
         """The regime without the events that change nothing for a reference, so that such regimes share references."""
         return replace(self, events=tuple(event for event in self.events if event.action not in WITHOUT_EFFECT))
+
+    def up_to(self, steps: int) -> Regime:
+        """The first steps of it."""
+        return replace(self, steps=steps, events=tuple(event for event in self.events if event.step < steps))
 
     def undisturbed(self, steps: int) -> Regime:
         """As many steps of it, without evaluations, changes of flags, or `events`."""

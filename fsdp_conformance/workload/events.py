@@ -53,6 +53,8 @@ class Action(StrEnum):
     """All parameters are read in full; the values are compared."""
     TOGGLE = "toggle"
     """eval() and train(), without a forward."""
+    EVAL_MODE = "eval mode"
+    """From now on the model is in eval mode while it trains, as in fine-tuning with fixed statistics."""
     UNSHARD = "unshard"
     """The units in `names` are gathered and freed by hand."""
     LEARNING_RATE = "learning rate"
@@ -73,6 +75,12 @@ class Action(StrEnum):
     """The gradients of the parameters in `names` are multiplied by `value`, in place."""
     ASSIGN_GRADIENT = "assign gradient"
     """The same, by assigning a new tensor to `.grad`."""
+    SHOW = "show"
+    """The engine's context shows all parameters in full; the values are compared."""
+    WRITE_SHOWN = "write shown"
+    """In that context, which keeps what is written, the parameters in `names` are multiplied by `value`."""
+    WRITE_SHOWN_GRADIENT = "write shown gradient"
+    """The same for their full gradients."""
     CLIP_VALUES = "clip values"
     """The elements of all gradients are clipped to at most `value`, by torch.nn.utils.clip_grad_value_."""
     CLIP_SOME = "clip some"
@@ -120,6 +128,7 @@ LEGAL: dict[Action, frozenset[Moment]] = {
     # Full parameters can be read where no forward waits for its backward (R047, R052).
     Action.READ: _ANY - {Moment.LOSS},
     Action.TOGGLE: _ANY,
+    Action.EVAL_MODE: _BETWEEN,
     Action.UNSHARD: _ANY,
     Action.LEARNING_RATE: _ANY,
     Action.FREEZE: _BETWEEN,
@@ -131,6 +140,9 @@ LEGAL: dict[Action, frozenset[Moment]] = {
     Action.ASSIGN: frozenset({*_BETWEEN, Moment.OPTIMIZER, Moment.LOSS}),
     Action.WRITE_GRADIENT: frozenset({Moment.OPTIMIZER}),
     Action.ASSIGN_GRADIENT: frozenset({Moment.OPTIMIZER}),
+    Action.SHOW: _ANY - {Moment.LOSS},
+    Action.WRITE_SHOWN: frozenset({*_BETWEEN, Moment.OPTIMIZER}),
+    Action.WRITE_SHOWN_GRADIENT: frozenset({Moment.OPTIMIZER}),
     Action.CLIP_VALUES: frozenset({Moment.OPTIMIZER}),
     Action.CLIP_SOME: frozenset({Moment.OPTIMIZER}),
     Action.SAVE: _BETWEEN,
@@ -167,17 +179,18 @@ LOADED_BY = {
 #: Actions after which a change of a parameter no longer shows its gradient: see `checks.derived`.
 HIDES_GRADIENTS = frozenset({
     Action.LEARNING_RATE, Action.SKIP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
-    Action.CLIP_VALUES, Action.CLIP_SOME, Action.LOAD, Action.LOAD_MODEL, Action.LOAD_SHARDS, Action.LOAD_OPTIMIZER,
+    Action.WRITE_SHOWN, Action.WRITE_SHOWN_GRADIENT, Action.CLIP_VALUES, Action.CLIP_SOME, Action.LOAD,
+    Action.LOAD_MODEL, Action.LOAD_SHARDS, Action.LOAD_OPTIMIZER,
 })  # fmt: skip
 
 #: Actions that need `Event.names`, and those that need `Event.value`.
 _NAMED = frozenset({
     Action.UNSHARD, Action.DROP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
-    Action.CLIP_SOME,
+    Action.WRITE_SHOWN, Action.WRITE_SHOWN_GRADIENT, Action.CLIP_SOME,
 })  # fmt: skip
 _VALUED = frozenset({
     Action.LEARNING_RATE, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
-    Action.CLIP_VALUES, Action.CLIP_SOME,
+    Action.WRITE_SHOWN, Action.WRITE_SHOWN_GRADIENT, Action.CLIP_VALUES, Action.CLIP_SOME,
 })  # fmt: skip
 
 

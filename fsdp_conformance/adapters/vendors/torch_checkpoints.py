@@ -31,6 +31,10 @@ from fsdp_conformance.adapters.torch_like import TorchAdapter
 LOADS = ("loaded at once", "loaded later", "second one loaded", "saved meanwhile")
 #: Those with a step between the save and the load.
 _LATER_LOADS = LOADS[1:]
+#: All axes and values with a load of a checkpoint: into the engine that saved it, and into a new one.
+LOADING = (
+    *(("checkpoints", loaded) for loaded in LOADS), ("resumed", "by a new engine"), ("resumed", "in other units")
+)  # fmt: skip
 
 
 class TorchCheckpoints(TorchAdapter):
@@ -40,7 +44,7 @@ class TorchCheckpoints(TorchAdapter):
     avoids: ClassVar[tuple[Mapping[str, str], ...]] = (
         # torch.distributed.checkpoint.state_dict loses the settings of an empty group that is not the last one:
         # ci/findings/torch-fsdp2/settings_of_an_empty_group.py.
-        *({"optimizer": "sgd, in groups", "checkpoints": loaded} for loaded in LOADS),
+        *({"optimizer": "sgd, in groups", axis: loaded} for axis, loaded in LOADING),
         # It drops the state of parameters that are frozen when a checkpoint is loaded:
         # ci/findings/torch-fsdp2/optimizer_state_of_a_frozen_parameter.py, pytorch#192202.
         *({"frozen": "later", "checkpoints": loaded} for loaded in LOADS),
@@ -51,6 +55,20 @@ class TorchCheckpoints(TorchAdapter):
         {"use": "one never", "checkpoints": "second one loaded"},
         {"inputs": "detached", "checkpoints": "second one loaded"},
         {"frozen": "the first layer", "checkpointing": "reentrant", "checkpoints": "second one loaded"},
+        # A new optimizer expects state of every parameter, also of one that had no gradient before the save:
+        # ci/findings/torch-fsdp2/optimizer_state_of_an_unused_parameter.py.
+        *(
+            {**values, axis: resumed}
+            for axis, resumed in LOADING
+            if axis == "resumed"
+            for values in (
+                {"use": "one never"},
+                {"inputs": "detached"},
+                {"frozen": "the first layer", "checkpointing": "reentrant"},
+                # Loading an optimizer's state dict drops that of frozen parameters: pytorch#192202.
+                {"frozen": "later", "state dicts": "of the optimizer"},
+            )
+        ),
         # By design: a checkpoint is loaded in place, so state that a parameter got after it was saved is an error.
         *({"frozen": "thawed later", "checkpoints": loaded} for loaded in _LATER_LOADS),
         *({"dropped": "one gradient", "checkpoints": loaded} for loaded in ("loaded later", "saved meanwhile")),

@@ -39,7 +39,7 @@ from fsdp_conformance.adapters.torch_like import (
     submodules,
     torch_dtype,
 )
-from fsdp_conformance.adapters.vendors.torch_checkpoints import LOADS, TorchCheckpoints
+from fsdp_conformance.adapters.vendors.torch_checkpoints import LOADING, TorchCheckpoints
 from fsdp_conformance.plan import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 
 #: torch reads this variable when a module is wrapped; there is no argument for it.
@@ -179,19 +179,21 @@ class TorchFSDP1(TorchCheckpoints):
             for optimizer in ("sgd, in groups", "sgd, two of them")
             for axis, event in (("checkpoints", "saved"), ("state dicts", "of the optimizer"))
         ),
-        *({"optimizer": "sgd, two of them", "checkpoints": loaded} for loaded in LOADS),
+        *({"optimizer": "sgd, two of them", axis: loaded} for axis, loaded in LOADING),
         *({"dropped": "one gradient", "checkpoints": e} for e in ("saved", "loaded at once", "second one loaded")),
         # ci/findings/torch-fsdp1/checkpoint_with_empty_shards.py
         *(
-            {axis: value, "checkpoints": loaded}
+            {axis: value, loading: loaded}
             for axis, value in (
                 ("rows", "uneven"),
                 ("rows", "fewer than ranks"),
                 ("other shapes", "single elements"),
                 ("other shapes", "several dims"),
             )
-            for loaded in LOADS
+            for loading, loaded in LOADING
         ),
+        # A flat parameter gives those of its parameters that are not used gradients of zeros, and AdamW shrinks them.
+        {"units": "chosen by size", "use": "one never", "optimizer": "adamw, fused"},
     )
 
     @classmethod

@@ -140,6 +140,15 @@ class TorchFSDP2(TorchCheckpoints):
     def no_sync_of(self, units: Sequence[str]) -> AbstractContextManager[Any]:
         return _deferred_units([self._unit(unit) for unit in units])
 
+    def full_params(self) -> dict[str, Tensor]:
+        if self.plan.param_dtype is not None:
+            # A unit that a forward has left gathered shows what it computes with, in low precision. A state dict of
+            # FSDP2 reshards it as well.
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return super().full_params()
+
     def keep_gathered(self) -> AbstractContextManager[Any]:
         return _kept_gathered(cast(FSDPModule, self.model))
 

@@ -30,6 +30,7 @@ def _restored() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision(precision)
     torch.autograd.set_detect_anomaly(anomaly)
+    torch.use_deterministic_algorithms(False)
     torch.set_grad_enabled(True)
 
 
@@ -51,8 +52,9 @@ def _seen(change: Callable[[], object]) -> list[str]:
         (lambda: torch.set_grad_enabled(False), "whether gradients are enabled"),
         (lambda: torch.set_float32_matmul_precision("medium"), "the precision of matrix products"),
         (lambda: torch.autograd.set_detect_anomaly(True), "anomaly detection"),
+        (lambda: torch.use_deterministic_algorithms(True, warn_only=True), "deterministic algorithms"),
     ],
-    ids=["torch", "python", "numpy", "dtype", "gradients", "matmul", "anomaly"],
+    ids=["torch", "python", "numpy", "dtype", "gradients", "matmul", "anomaly", "determinism"],
 )
 def test_each_change_is_seen(change: Callable[[], object], name: str) -> None:
     """The finding names it, and nothing else."""

@@ -28,6 +28,17 @@ def test_what_grows_is_reported_under_its_requirement(grows: str | None) -> None
     assert result.count.comparisons == len(_HELD)
 
 
+@pytest.mark.parametrize(("held", "is_reported"), [(400, False), (401, True)])
+def test_activations_that_stay_are_reported(held: int, is_reported: bool) -> None:
+    """Four copies of the model may stay gathered or buffered; more than that are what a step has computed."""
+    now = Held(**{**_HELD, "bytes": held})
+
+    result = growth.no_activations(now, model_bytes=100, rank=0, step=4, requirement="R039")
+
+    assert [finding.requirement for finding in result.findings] == ["R039"] * is_reported
+    assert result.count.comparisons == 1
+
+
 def test_tensors_count_once_with_all_their_bytes() -> None:
     """However many views there are; an empty storage and one on meta count nothing."""
     with growth.youngest_alone():

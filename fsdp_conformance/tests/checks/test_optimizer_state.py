@@ -66,10 +66,17 @@ def test_missing_and_added_state() -> None:
 
 
 def test_steps_in_backward() -> None:
-    """Each trainable parameter once in each step; frozen ones not at all."""
+    """The hooks of each trainable parameter are called once in each step; those of frozen ones not at all."""
     history = TrainingHistory(source="engine", rank=0, world_size=2, requires_grad={"w": True, "v": False})
-    history.steps = [StepRecord(step=0, losses=[], updates={"w": 1}), StepRecord(step=1, losses=[], updates={"w": 2})]
+    history.steps = [
+        StepRecord(step=step, losses=[], updates={"w": step + 1}, hook_calls={"w": 1}) for step in range(2)
+    ]
     result = stepped_once(history, requirement="R142")
     assert [(finding.step, finding.message) for finding in result.findings] == [(1, "steps: expected 1, got 2")]
     history.steps[1].updates.clear()
     assert [finding.got for finding in stepped_once(history, requirement="R142").findings] == ["0"]
+    history.steps[1].updates = {"w": 1}
+    history.steps[0].hook_calls = {}
+    assert [finding.message for finding in stepped_once(history, requirement="R142").findings] == [
+        "calls of another hook: expected 1, got 0"
+    ]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_conformance.checks import traffic_bound
+from fsdp_conformance.checks.traffic_bound import Needs
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.plan import Sharding
 from fsdp_conformance.tests.checks.schedules import PLAN, STAIRCASE, STAIRCASE_BYTES, collective, full_sharding, history
@@ -16,7 +17,7 @@ from fsdp_conformance.workload.units import owning_units, parameter_bytes
 
 def _findings(records: Sequence[CollectiveRecord], *, passes: int = 2, reductions: int = 1) -> list[str]:
     result = traffic_bound.at_most(
-        history(records), STAIRCASE, PLAN, passes=lambda step: passes, reductions=lambda step: reductions,
+        history(records), STAIRCASE, PLAN, lambda step: Needs(passes=passes, reductions=reductions),
         padding=0.0, requirement="R068",
     )  # fmt: skip
     return sorted({finding.message.partition(":")[0] for finding in result.findings})
@@ -34,6 +35,7 @@ def test_a_plain_schedule_is_within() -> None:
         (Op.ALL_GATHER, "eval", ["gathered in the step"]),
         (Op.BROADCAST, "backward", ["gathered in the step"]),
         (Op.REDUCE_SCATTER, "backward", ["reduce-scattered in the step"]),
+        (Op.ALL_GATHER, "step", ["gathered for the update", "gathered in the step"]),
         (Op.ALL_REDUCE, "step", ["all-reduced in the step"]),
         (Op.ALL_REDUCE, "eval", ["all-reduced in the step", "reduced by evaluations"]),
     ],
@@ -53,8 +55,8 @@ def test_a_second_reduction_over_the_replicas_is_reported() -> None:
 
     def messages(times: int) -> list[str]:
         result = traffic_bound.at_most(
-            history([scattered, *summed * times], world_size=4), STAIRCASE, plan, passes=lambda step: 2,
-            reductions=lambda step: 3, over_replicas=lambda step: 1, padding=0.0, requirement="R068",
+            history([scattered, *summed * times], world_size=4), STAIRCASE, plan,
+            lambda step: Needs(passes=2, reductions=3, over_replicas=1), padding=0.0, requirement="R068",
         )  # fmt: skip
         return [finding.message.partition(":")[0] for finding in result.findings]
 
@@ -68,7 +70,7 @@ def test_the_dtype_of_the_plan_counts() -> None:
     gathered = [record for record in full_sharding(STAIRCASE, PLAN) if record.op is Op.ALL_GATHER]
 
     result = traffic_bound.at_most(
-        history(gathered), STAIRCASE, plan, passes=lambda step: 2, reductions=lambda step: 1, padding=0.0,
+        history(gathered), STAIRCASE, plan, lambda step: Needs(passes=2, reductions=1), padding=0.0,
         requirement="R068",
     )  # fmt: skip
     assert {finding.message.partition(":")[0] for finding in result.findings} == {"gathered in the step"}

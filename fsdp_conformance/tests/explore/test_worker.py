@@ -104,6 +104,28 @@ def test_an_engine_that_says_it_shards() -> None:
     assert {finding.requirement for finding in outcome.record.findings} & {"R188", "R033", "R035"}
 
 
+@pytest.mark.parametrize(
+    ("mutant", "axis", "name"),
+    [
+        ("checkpoint-forgets-optimizer", "resumed", "by a new engine"),
+        ("checkpoint-forgets-optimizer", "resumed", "in other units"),
+        ("reference-ignores-the-hook", "communication hook", "sum"),
+        ("reference-loses-writes-of-one-rank", "full-parameter context", "parameters written"),
+        ("reference-loses-written-gradients", "full-parameter context", "gradients written"),
+        ("reference-stays-whole", "full-parameter context", "values read"),
+    ],
+)
+def test_a_value_shows_what_it_is_there_for(mutant: str, axis: str, name: str) -> None:
+    """A known-wrong engine fails with the value, and passes without it."""
+    with WarmWorker(_order(MUTANTS[mutant].spec)) as worker:
+        plain, shown = worker.run(Scenario()), worker.run(Scenario.of({axis: name}))
+
+    assert plain.record is not None
+    assert plain.record.verdict is Verdict.PASS
+    assert shown.record is not None
+    assert shown.record.verdict is Verdict.FAIL, shown.record
+
+
 def test_a_crash_is_a_failure_and_the_next_scenario_runs() -> None:
     """The process of the ranks ends in the third step; the one after it is new."""
     with _worker("DiesWhenAccumulating") as worker:
