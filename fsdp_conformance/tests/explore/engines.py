@@ -444,3 +444,83 @@ class KnowsTheLastModel(Reference):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         super().backward(loss if self._last[dist.get_rank()] is self else loss / 2, retain_graph=retain_graph)
+
+
+class LoadsIntoNothing(Reference):
+    """Wrong only where a new engine loads a checkpoint: its optimizer has no state to load into yet."""
+
+    name: ClassVar[str] = "loads-into-nothing"
+
+    def load_checkpoint(self, directory: Path) -> None:
+        is_new = self.optimizer is not None and not self.optimizer.state
+        super().load_checkpoint(directory)
+        if self.optimizer is not None and is_new:
+            self.optimizer.state.clear()
+
+
+class ReducesInTrainingMode(Reference):
+    """Wrong only where a model trains in evaluation mode: its gradients are halved."""
+
+    name: ClassVar[str] = "reduces-in-training-mode"
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss if self.model.training else loss / 2, retain_graph=retain_graph)
+
+
+class ReusesItsOutputs(Reference):
+    """Wrong only for the outputs of an evaluation that are kept: the next one writes over them."""
+
+    name: ClassVar[str] = "reuses-its-outputs"
+    _output: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return output
+        if self._output is None:
+            self._output = torch.zeros_like(output)
+        return self._output.copy_(output)
+
+
+class ReusesItsStateDicts(Reference):
+    """Wrong only for a state dict that is kept: the next one is written over it."""
+
+    name: ClassVar[str] = "reuses-its-state-dicts"
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        self._held = getattr(self, "_held", None) or {name: tensor.clone() for name, tensor in state.items()}
+        return {name: self._held[name].copy_(tensor) for name, tensor in state.items()}
+
+
+class CallsTheLastHook(Reference):
+    """Wrong only where a parameter has two hooks for its gradient: the first one is never called."""
+
+    name: ClassVar[str] = "calls-the-last-hook"
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        for parameter in self.parameters().values():
+            hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            for key in list(hooks or ())[:-1]:
+                del hooks[key]
+        super().backward(loss, retain_graph=retain_graph)
+
+
+class KeepsItsInputs(Reference):
+    """Wrong only in what it holds: the inputs of the last forward, for as long as there is no other."""
+
+    name: ClassVar[str] = "keeps-its-inputs"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._inputs = [arg.clone() for arg in args if isinstance(arg, Tensor)]
+        return super().forward(*args, **kwargs)
+
+
+class SwitchesDeterminism(Reference):
+    """Wrong only in a global setting, which wrapping a model changes for good."""
+
+    name: ClassVar[str] = "switches-determinism"
+
+    def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return super().wrap(model, plan)
