@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from fsdp_conformance.diagnosis.headline import causes_in, headline_of
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.explore.case import run_on
 from fsdp_conformance.explore.exploration import MAX_SHRINKS, Runs, shrunk
@@ -65,7 +66,7 @@ class RowShrinker:
         """The values that it takes to fail as `record` says; None if plainer trainings cannot show that."""
         signature = signature_of(Outcome(record=record))
         for earlier in self._shrunk:
-            if earlier.signature == signature and scenario.features.issuperset(earlier.takes.values):
+            if signature.is_shown_by(earlier.signature) and scenario.features.issuperset(earlier.takes.values):
                 return replace(earlier.takes, like=earlier.case)
         began = self.clock()
         try:
@@ -86,22 +87,28 @@ class RowShrinker:
     def _shrink(self, signature: Signature, scenario: Scenario, order: RunOrder) -> Takes | None:
         scale = order.settings.deadline_scale
         for runs in self._places(order):
-            if self._spent_s < ALL_S * scale and _fails(runs, scenario, signature):
+            if self._spent_s < ALL_S * scale and _failure(runs, scenario, signature) is not None:
                 return self._shrink_on(runs, signature, scenario, limit_s=ROW_S * scale)
         return None
 
     def _shrink_on(self, runs: Runs, signature: Signature, scenario: Scenario, *, limit_s: float) -> Takes:
         end = self.clock() + limit_s
         was_late = False
+        failures: dict[Scenario, CaseRecord] = {}
 
         def fails(candidate: Scenario) -> bool:
             nonlocal was_late
             was_late = was_late or self.clock() > end
-            return not was_late and _fails(runs, candidate, signature)
+            failure = None if was_late else _failure(runs, candidate, signature)
+            if failure is not None:
+                failures[candidate] = failure
+            return failure is not None
 
         smallest, trainings = shrunk(scenario, fails)
         values = tuple(f"{axis}: {value}" for axis, value in smallest.values)
-        return Takes(values=values, trainings=trainings, complete=not was_late and trainings < MAX_SHRINKS)
+        likely = None if signature.is_explained or smallest not in failures else _cause(failures[smallest])
+        complete = not was_late and trainings < MAX_SHRINKS
+        return Takes(values=values, trainings=trainings, complete=complete, likely=likely)
 
     def _places(self, order: RunOrder) -> list[Runs]:
         """Where plainer trainings can run, the fastest first."""
@@ -115,7 +122,13 @@ class RowShrinker:
         return [self._simulated, on_processes]
 
 
-def _fails(runs: Runs, scenario: Scenario, signature: Signature) -> bool:
-    """True if a scenario fails in this way."""
+def _failure(runs: Runs, scenario: Scenario, signature: Signature) -> CaseRecord | None:
+    """The record of a scenario that fails in this way; None if it does not."""
     outcome = runs.run(scenario)
-    return outcome.failed and signature_of(outcome) == signature
+    return outcome.record if outcome.failed and signature.is_shown_by(signature_of(outcome)) else None
+
+
+def _cause(record: CaseRecord) -> str | None:
+    """The explanation of a failure, if it names a cause."""
+    finding = headline_of(record)
+    return finding.likely if finding is not None and causes_in(finding.likely) else None

@@ -7,7 +7,7 @@ Numbers, names of parameters and ranks are left out, because they belong to the 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from fsdp_conformance.diagnosis.headline import ENDS, causes_in, headline_of
 from fsdp_conformance.explore.pool import Outcome
@@ -25,6 +25,12 @@ class Signature:
     check: str
     about: str
     """The likely cause of a difference; of an exception, its text without details and the engine's frame."""
+    is_explained: bool = field(default=True, compare=False)
+    """False if nothing is known but where the values differ: `about` is the phase, if anything."""
+
+    def is_shown_by(self, other: Signature) -> bool:
+        """True if a plainer scenario fails in this way. It may show a cause that is not seen among many values."""
+        return self == (other if self.is_explained else replace(other, about=self.about))
 
     def __str__(self) -> str:
         about = f", {self.about}" if self.about else ""
@@ -45,7 +51,8 @@ def signature_of(outcome: Outcome) -> Signature:
         text = _bare(finding.message.split(" raised ", 1)[-1]) if record.traceback else ""
         return Signature(record.verdict.value, finding.requirement, finding.check, " ".join([text, place]).strip())
     cause = next(iter(causes_in(finding.likely)), "")
-    return Signature(record.verdict.value, finding.requirement, finding.check, cause or finding.phase or "")
+    about = cause or finding.phase or ""
+    return Signature(record.verdict.value, finding.requirement, finding.check, about, is_explained=bool(cause))
 
 
 def _bare(text: str) -> str:

@@ -183,6 +183,8 @@ class Takes:
     """False if the time was over before each value had been tried: then some of them may not be needed."""
     like: str = ""
     """The case that was shrunk, if this one was not, because it has the same values and fails in the same way."""
+    likely: str | None = None
+    """The likely cause of the plainest failure, if the values of the case itself show none."""
 
     def sentence(self) -> str:
         """The values, and what is known of plainer trainings."""

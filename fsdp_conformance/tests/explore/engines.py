@@ -500,7 +500,7 @@ class CallsTheLastHook(Reference):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         for parameter in self.parameters().values():
-            hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            hooks = parameter._post_accumulate_grad_hooks
             for key in list(hooks or ())[:-1]:
                 del hooks[key]
         super().backward(loss, retain_graph=retain_graph)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_conformance.diagnosis.headline import headline_of
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.explore import shrinking
 from fsdp_conformance.explore.exploration import Runs
@@ -73,6 +74,28 @@ def test_a_row_that_fails_in_the_same_way_is_not_shrunk_again(shrinker_on: Calla
     assert len(engine.ran) == trainings
     other = next(row for row in rows.pairs() if ONE not in row.features)
     assert shrinker.takes(_failure(scenario=other), other, RunOrder()) is None
+
+
+def test_a_cause_that_shows_only_in_a_plainer_training_is_named(shrinker_on: Callable[..., RowShrinker]) -> None:
+    """It is the cause of the row, and of its headline; a row with a cause is only explained by the same one."""
+
+    cause = "wrong sign: got / expected = -1 at every element"
+
+    def judged(scenario: Scenario) -> Outcome | None:
+        if ONE not in scenario.features:
+            return None
+        return _wrong(scenario, likely=cause if len(scenario.values) < 3 else "")
+
+    record = _wrong(ROW, likely="").record
+    assert record is not None
+    record.takes = shrinker_on(_Engine(judged)).takes(record, ROW, RunOrder())
+
+    assert record.takes is not None
+    assert record.takes.values == (ONE,)
+    headline = headline_of(record)
+    assert headline is not None
+    assert headline.likely == cause
+    assert shrinker_on(_Engine(judged)).takes(_failure(), ROW, RunOrder()) is None
 
 
 def test_an_engine_that_always_fails_takes_nothing_special(shrinker_on: Callable[..., RowShrinker]) -> None:
