@@ -28,14 +28,14 @@ from fsdp_conformance.diagnosis.mistakes import (
     supposed_norms,
     supposed_parameters,
 )
-from fsdp_conformance.diagnosis.optimizer_steps import SupposedStep, possible, supposed_steps
+from fsdp_conformance.diagnosis.optimizer_steps import SupposedStep, possible, rate_factors, supposed_steps
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import Tensors, TrainingHistory
 from fsdp_conformance.outcome.records import Finding
 from fsdp_conformance.references.reference_set import Kind, References, values
 from fsdp_conformance.references.tolerance import CEILING, Bound
-from fsdp_conformance.workload.definition import Regime, Workload
+from fsdp_conformance.workload.definition import NEGATING, Regime, Workload
 from fsdp_conformance.workload.events import Action
 from fsdp_conformance.workload.units import Unit, owner, owning_units, parameter_bytes
 
@@ -415,24 +415,32 @@ class _Judge:
             if self.kind in initial and step == 0
             else values(references.expected, self.kind, step - 1) if step > 0 and self.kind not in _ONCE else {}
         )  # fmt: skip
-        gradient = self.kind is Kind.GRADIENT
+        gradient, local = self.kind is Kind.GRADIENT, name in references.local
+        by_rank = _by_rank(references, step, name) if gradient else None
         return causes.Evidence(
             kind=str(self.kind),
             got=got,
             expected=expected,
             tolerance=bound.limit,
-            world_size=references.world_size,
-            rank=self.history.rank,
+            # The gradient of a parameter that only this rank has is made of its own micro-batches.
+            world_size=1 if local else references.world_size,
+            rank=0 if local else self.history.rank,
             micro_batches=references.regime.micro_batches,
             previous=earlier.get(name),
-            contributions=_by_rank(references, step, name) if gradient and name not in references.local else None,
+            contributions=[by_rank[self.history.rank]] if by_rank is not None and local else by_rank,
             others={
                 n: v for n, v in others.items() if n != name and isinstance(v, Tensor) and v.shape == expected.shape
             },
-            factors=_factors(references.regime) if gradient else {},
+            factors=self._factors(step),
             unit=self._unit(step, name, others),
             supposed=partial(self._supposed, step, name),
         )
+
+    def _factors(self, step: int) -> dict[str, float]:
+        """The mistakes by which a gradient, or the update of a parameter, would be scaled."""
+        if self.kind is Kind.PARAMETER:
+            return rate_factors(self.references, step)
+        return _factors(self.references.regime, self.references.workload) if self.kind is Kind.GRADIENT else {}
 
     def _unit(self, step: int, name: str, expected: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
         """The actual and the expected values of the parameter's unit, flat; None if they are not all comparable."""
@@ -493,9 +501,11 @@ class _Judge:
         )
 
 
-def _factors(regime: Regime) -> dict[str, float]:
-    """The mistakes that would scale all gradients in this regime, apart from ranks and micro-batches."""
+def _factors(regime: Regime, workload: Workload) -> dict[str, float]:
+    """The mistakes that would scale gradients in this regime, apart from ranks and micro-batches."""
     factors = {}
+    if NEGATING in workload.traits:
+        factors["a hook of the user on a module was not called"] = -1.0
     if regime.backwards_per_forward > 1:
         factors[f"one of {regime.backwards_per_forward} backwards missing"] = 1 / regime.backwards_per_forward
     idle = sum(event.action is Action.FORWARD for event in regime.in_step(0))

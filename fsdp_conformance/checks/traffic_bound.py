@@ -16,7 +16,7 @@ from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.checks.traffic import GATHERING, in_step, nbytes, of, sites
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.plan import Plan
+from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.workload.definition import Workload
 from fsdp_conformance.workload.units import OwnedParameter, Unit, owning_units, padded_bytes
 
@@ -79,6 +79,7 @@ def at_most(
         # An engine without the whole optimizer on each rank gathers what others have updated, once.
         for_update = [call for call in gathered if call.phase == "step"]
         in_eval = [call for call in [*scattered, *summed] if call.phase == "eval"]
+        whole = plan.sharding not in (Sharding.NONE, Sharding.OPTIM) and bool(summed) and not scattered
         for what, seen, ideal, times in (
             ("gathered in the step", gathered, one_pass * passes, passes),
             ("gathered for the update", for_update, one_pass, 1),
@@ -91,6 +92,8 @@ def at_most(
                 got <= most, what, expected=f"at most {most} B", got=f"{got} B",
                 details=f"{passes} passes over {int(one_pass)} B, {reductions} reductions of {int(trained)} B",
                 elements=max(len(seen), 1), step=step, call=sites(seen) if got > most else None,
+                likely="gradients are all-reduced as a whole, although each rank needs only its shard"
+                if whole and seen is summed else None,
             )  # fmt: skip
     return tally.result()
 

@@ -66,7 +66,10 @@ class Evidence:
     previous: Tensor | None = None
     """The expected value one step earlier."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """Other mistakes that would scale a gradient in this regime, such as a second backward that is missing."""
+    """
+    Other mistakes that would scale a gradient in this regime, such as a second backward that is missing, or the update
+    of a parameter.
+    """
     contributions: Sequence[Sequence[Tensor | None]] | None = None
     """By rank and micro-batch: the undivided gradient of that rank's loss alone."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
@@ -209,7 +212,7 @@ def _linear(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
 
     Different weights may give the same tensor, so all that fit are named. Pieces are tried only if the whole fits none.
     """
-    if evidence.kind not in ("gradient", "norm", "clipped gradient"):
+    if evidence.kind not in ("gradient", "input gradient", "norm", "clipped gradient"):
         return
     factor = _uniform_ratio(got, expected)
     fitting = [] if factor is None else list(_factors(evidence, got, expected, factor))
@@ -239,13 +242,19 @@ def _factors(evidence: Evidence, got: Tensor, expected: Tensor, factor: float) -
         if target != 1 and _close(factor, target):
             yield _Guess(cause, f"got / expected = {_figure(factor)}{places}{which}", got)
 
+    if evidence.kind == "input gradient":
+        # It belongs to one rank: nothing reduces it.
+        yield from guess("divided by the number of ranks", 1 / world_size, ", which is 1 / world size")
+        yield from guess("multiplied by the number of ranks", world_size, ", which is the world size")
+        return
     yield from guess("summed over ranks instead of averaged", world_size, ", which is the world size")
     yield from guess("averaged twice", 1 / world_size, ", which is 1 / world size")
     yield from guess("divided by the number of micro-batches", 1 / micro, f", which is 1 / {micro}")
     yield from guess("multiplied by the number of micro-batches", micro, f", which is {micro}")
     if not is_norm:
         yield from guess("counted twice", 2)
-        yield from guess("wrong sign", -1)
+        if -1 not in evidence.factors.values():
+            yield from guess("wrong sign", -1)
         for cause, target in evidence.factors.items():
             yield from guess(cause, target)
         divisor = round(world_size / factor) if abs(factor) * 2.5 > 1 else 0
@@ -397,7 +406,10 @@ def _scaled_otherwise(evidence: Evidence, got: Tensor, expected: Tensor) -> Iter
 def _update_scaled(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
     factor = _update_factor(evidence, got, expected)
     if factor is not None and not _close(factor, 1):
-        if _is_plain(factor, evidence.world_size):
+        named = [cause for cause, target in evidence.factors.items() if _close(factor, target)]
+        if named:
+            yield named[0]
+        elif _is_plain(factor, evidence.world_size):
             yield f"{_update_scaled_by(factor)}: at every element{_ratio_of(factor, evidence.world_size)}"
         else:
             yield f"scaled: the update is {_figure(factor)} times the right one at every element"

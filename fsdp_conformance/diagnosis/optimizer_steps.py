@@ -188,17 +188,16 @@ def supposed_steps(references: References, step: int) -> list[SupposedStep]:
     replay = NextStep.of(moment) if moment is not None else None
     if moment is None or replay is None:
         return []
-    late = _late_rates(references, replay, step)
     groups = moment.right.optimizer["param_groups"]
     if len(groups) < 2:
         # Each parameter is stepped again by itself: `mistakes.supposed_parameters`.
-        return late
+        return []
     suppositions = [
         *_wrong_settings(groups),
         ("the optimizer's state was lost: the step was made with a new one", _clear),
     ]
     steps = [(phrase, replay.with_mistake(change)) for phrase, change in suppositions]
-    return [*late, *steps, ("the optimizer stepped twice", replay.with_mistake(_nothing, times=2))]
+    return [*steps, ("the optimizer stepped twice", replay.with_mistake(_nothing, times=2))]
 
 
 def possible(steps: Sequence[SupposedStep], got: Mapping[str, Any], right: Mapping[str, Any]) -> list[SupposedStep]:
@@ -223,21 +222,33 @@ def _fits(after: Tensor, got: Any, right: Tensor) -> bool:
     return distance <= _CLOSER * apart or distance <= _ROUNDING * magnitude(right.double())
 
 
-def _late_rates(references: References, replay: NextStep, step: int) -> list[SupposedStep]:
-    """The parameters after a step with the learning rate of the step before or after it, where rates change."""
+def rate_factors(references: References, step: int) -> dict[str, float]:
+    """
+    By how much the update of a step is scaled with the learning rate of another step or group, where these differ.
+
+    The update of every optimizer of torch is proportional to it.
+    """
     built = built_state(references.workload, references.regime.optimizer).optimizer["param_groups"]
     of_groups = {group["lr"] for group in built}
-    first = of_groups.pop() if len(of_groups) == 1 else None
+    first = next(iter(of_groups)) if len(of_groups) == 1 else None
     rates = _rates(references.regime, first)
-    around = {"previous": rates[step - 1] if step else first}
+    if rates[step] is None:
+        return {
+            f"the learning rate is that of another group: {other:g} in place of {own:g}": other / own
+            for own, other in itertools.permutations(sorted(of_groups), 2)
+            if own
+        }
+    others = {"the previous step": rates[step - 1] if step else first}
     if step + 1 < len(rates):
-        around["next"] = rates[step + 1]
-    return [
-        (f"the learning rate is that of the {which} step: {rate:g} in place of {rates[step]:g}",
-         replay.with_mistake(_with_rate(rate)))
-        for which, rate in around.items()
-        if rate is not None and rate != rates[step] and rates[step] is not None
-    ]  # fmt: skip
+        others["the next step"] = rates[step + 1]
+    if first not in others.values():
+        others["setup"] = first
+    right = rates[step]
+    return {
+        f"the learning rate is that of {which}: {rate:g} in place of {right:g}": rate / right
+        for which, rate in others.items()
+        if rate is not None and right and rate != right
+    }
 
 
 def _rates(regime: Regime, rate: float | None = None) -> list[float | None]:
@@ -260,8 +271,7 @@ def _moment_in(references: References, step: int) -> Moment | None:
     history, workload, regime = references.expected, references.workload, references.regime
     if regime.optimizer_in_backward:
         return None
-    if any(event.action is not Action.LEARNING_RATE for event in regime.events):
-        return None
+    # Other events may have no effect on the parameters. Whether that is so, the parameters tell.
     rates = _rates(regime)
     kind = Kind.GRADIENT if regime.max_norm is None else Kind.CLIPPED
     model = workload.build(references.rank).double()

@@ -292,7 +292,10 @@ class ScenarioCase(ConformanceTestCase):
         ):
             exempt = {"the root"} if actions is evaluations else set()
             left = [unit for action, unit in run.left_gathered if action in actions and unit not in exempt]
-            self.expect_equal(requirement, f"units that {what} left gathered", left, [], check="resharded again")
+            self.expect_equal(
+                requirement, f"units that {what} left gathered", left, [], check="resharded again",
+                likely=f"not resharded: {what} gathers units, and nothing frees them",
+            )  # fmt: skip
 
     def _takes_none_for_zero(self, example: Example) -> bool:
         """True if parameters that a step does not use may have a gradient of zeros (R117)."""

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+#: A trait: hooks of the user change the sign of what a module takes, returns or sends back.
+NEGATING = "negating hooks"
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One micro-batch of one rank: the arguments of the model, and what else the loss needs."""
@@ -100,7 +104,10 @@ class Workload:
     fuse: Callable[[nn.Module], Fuse] | None = None
     """The fuse of a model, before it is wrapped, for events that raise; None: the model has none."""
     traits: frozenset[str] = frozenset()
-    """Facts for the references: "batch_norm" (per-rank buffers), "unused" (find_unused_parameters for DDP)."""
+    """
+    Facts for references and explanations: "batch_norm" (per-rank buffers), "unused" (find_unused_parameters for DDP),
+    NEGATING.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -88,6 +88,28 @@ divided by 4 instead of 3: got / expected = 0.75 at every element
 wrong sign: got / expected = -1 at every element""",
         )
 
+    def test_scale_of_an_input(self) -> None:
+        """Nothing reduces the gradient of an input, so nothing may divide it."""
+        right = replace(gradient(), kind="input gradient", contributions=None)
+
+        self.assertExpectedInline(
+            "\n".join(cause(right, right.expected * factor) for factor in (1 / 3, 3.0)),
+            """\
+divided by the number of ranks: got / expected = 0.3333 at every element, which is 1 / world size
+multiplied by the number of ranks: got / expected = 3 at every element, which is the world size""",
+        )
+
+    def test_scale_that_the_case_knows(self) -> None:
+        """A mistake that would scale a gradient, or an update, is named in place of what else has the same factor."""
+        right = replace(gradient(), factors={"a hook of the user on a module was not called": -1.0})
+        self.assertEqual(
+            "a hook of the user on a module was not called: got / expected = -1 at every element",
+            cause(right, -right.expected),
+        )
+        rate = "the learning rate is that of the previous step: 0.5 in place of 0.25"
+        step = replace(right, kind="parameter", previous=CODE, expected=CODE - own(1), factors={rate: 2.0})
+        self.assertEqual(rate, cause(step, CODE - 2 * own(1)).replace("\n    ", " "))
+
     def test_scale_of_micro_batches(self) -> None:
         """One over the number of micro-batches, and the number itself."""
         right = gradient(2, micro_batches=4)

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from fsdp_conformance.checks.parity import kind_parity
 from fsdp_conformance.diagnosis.headline import causes_in
 from fsdp_conformance.diagnosis.mistakes import supposed_gradients, supposed_losses, supposed_parameters
+from fsdp_conformance.diagnosis.optimizer_steps import rate_factors
 from fsdp_conformance.fixtures import deep, models, probes
 from fsdp_conformance.history.training import Tensors, TrainingHistory
 from fsdp_conformance.references.reference_set import Kind, References
 from fsdp_conformance.tests.references.reference_runs import damaged, implementation_run, references_of
 from fsdp_conformance.workload.definition import BatchKey, Regime
+from fsdp_conformance.workload.events import Action, Event, Moment
 
 WORLD_SIZE = 2
 RANK = 1
@@ -50,6 +52,23 @@ def with_loss(refs: References, value: Tensor, step: int, micro: int = 0) -> Tra
     history = damaged(implementation_run(refs))
     history.steps[step].losses[micro] = value.detach()
     return history
+
+
+def test_rates_of_other_steps() -> None:
+    """With a rate that changes, an update may have that of another step, or that from setup."""
+    events = tuple(
+        Event(action=Action.LEARNING_RATE, moment=Moment.STEP, step=step, value=value)
+        for step, value in ((1, 0.5), (2, 0.125), (3, 2.0))
+    )
+    refs = references(steps=4, events=events)
+    first = refs.workload.optimizers["sgd"]([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]
+
+    assert rate_factors(refs, 2) == {
+        "the learning rate is that of the previous step: 0.5 in place of 0.125": 4.0,
+        "the learning rate is that of the next step: 2 in place of 0.125": 16.0,
+        f"the learning rate is that of setup: {first:g} in place of 0.125": first / 0.125,
+    }
+    assert rate_factors(references(), 1) == {}
 
 
 def test_parameters_of_the_previous_step() -> None:
