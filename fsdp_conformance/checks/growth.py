@@ -29,6 +29,9 @@ _OWN = tuple(
 #: Samples of a batch whose activations are much larger than a small model.
 LARGE = 512
 
+#: How often garbage is collected at most: an engine may make new garbage whenever some is collected.
+_COLLECTIONS = 5
+
 #: Seconds after which what threads have held is free. What grows has grown for good after that.
 SETTLES_S = 2.0
 
@@ -55,8 +58,9 @@ class Held:
     def now(cls, module: nn.Module | None) -> Held:
         """Count what is held now; without a module, no hooks are counted."""
         # What a cycle through C++ holds, such as torch's own hooks on the nodes of a graph, is found in a later pass.
-        while gc.collect():
-            pass
+        for _ in range(_COLLECTIONS):
+            if not gc.collect():
+                break
         storages, own = _storages(gc.get_objects())
         return cls(
             bytes=sum(size for address, size in storages.items() if address not in own),
