@@ -277,6 +277,7 @@ class _Judge:
         self.unclear: list[str] = []
         self._gradients_supposed: dict[int, list[tuple[str, Tensors]]] = {}
         self._steps_supposed: dict[int, list[SupposedStep]] = {}
+        self._rate_factors: dict[int, dict[str, float]] = {}
 
     def result(self) -> CheckResult:
         """Compare every step."""
@@ -422,7 +423,7 @@ class _Judge:
             got=got,
             expected=expected,
             tolerance=bound.limit,
-            # The gradient of a parameter that only this rank has is made of its own micro-batches.
+            # Only this rank contributes to the gradient of a parameter that no other rank has.
             world_size=1 if local else references.world_size,
             rank=0 if local else self.history.rank,
             micro_batches=references.regime.micro_batches,
@@ -439,7 +440,9 @@ class _Judge:
     def _factors(self, step: int) -> dict[str, float]:
         """The mistakes by which a gradient, or the update of a parameter, would be scaled."""
         if self.kind is Kind.PARAMETER:
-            return rate_factors(self.references, step)
+            if step not in self._rate_factors:
+                self._rate_factors[step] = rate_factors(self.references, step)
+            return self._rate_factors[step]
         return _factors(self.references.regime, self.references.workload) if self.kind is Kind.GRADIENT else {}
 
     def _unit(self, step: int, name: str, expected: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:

@@ -59,7 +59,7 @@ _ATTRIBUTE = "name_before_wrapping"
 #: Degrees of sharding under which a unit is resharded after its forward.
 _RESHARD = (Sharding.DEFAULT, Sharding.FULL, Sharding.HYBRID)
 
-#: Events that leave units as they were, by the requirement that says so.
+#: Events after which a unit must be sharded again if it was before. Each set has its own requirement.
 _EVALUATIONS = frozenset({Action.EVALUATE, Action.INFER})
 _CONTEXTS = frozenset({Action.SHOW, Action.WRITE_SHOWN, Action.WRITE_SHOWN_GRADIENT})
 _STATE = frozenset({Action.READ, Action.TAKE_MODEL, Action.TAKE_SHARDS, Action.TAKE_OPTIMIZER, Action.SAVE})
@@ -148,8 +148,7 @@ class ScenarioCase(ConformanceTestCase):
         if example.initial is Initial.WRITTEN or (example.initial is Initial.FIRST_RANK and self.rank):
             written_only = example.initial is Initial.WRITTEN
             built = replace(workload, build=partial(_with_other_values, workload, buffers=not written_only))
-        if example.attributes:
-            built = replace(built, build=partial(_with_attributes, built))
+        built = _attributed(example, built)
         regime, adapter = example.regime_of_engine, self.subject()
         try:
             with ExitStack() as beside:
@@ -179,9 +178,7 @@ class ScenarioCase(ConformanceTestCase):
         with process_group.log().phase("event"), self.blaming("implementation"):
             adapter.save_checkpoint(directory)
         self.drop(adapter)
-        built = replace(workload, build=partial(_with_other_values, workload, buffers=True))
-        if example.attributes:
-            built = replace(built, build=partial(_with_attributes, built))
+        built = _attributed(example, replace(workload, build=partial(_with_other_values, workload, buffers=True)))
         on_setup = self._on_setup(example, workload, ExitStack())
 
         def load(new: Adapter) -> None:
@@ -494,6 +491,11 @@ def _declines(error: Exception, example: Example, steps_trained: int) -> bool:
 def _is_stated(error: Exception) -> bool:
     """True for an assertion with a message, by which torch's engines refuse what they were not made for."""
     return isinstance(error, AssertionError) and bool(str(error))
+
+
+def _attributed(example: Example, workload: Workload) -> Workload:
+    """The workload, with attributes of the user on its parameters if the example has them."""
+    return replace(workload, build=partial(_with_attributes, workload)) if example.attributes else workload
 
 
 def _with_attributes(workload: Workload, rank: int) -> nn.Module:

@@ -31,10 +31,10 @@ from fsdp_conformance.adapters.torch_like import TorchAdapter
 LOADS = ("loaded at once", "loaded later", "second one loaded", "saved meanwhile")
 #: Those with a step between the save and the load.
 _LATER_LOADS = LOADS[1:]
-#: All axes and values with a load of a checkpoint: into the engine that saved it, and into a new one.
-LOADING = (
-    *(("checkpoints", loaded) for loaded in LOADS), ("resumed", "by a new engine"), ("resumed", "in other units")
-)  # fmt: skip
+#: Values of the axis `resumed` with a load, into a new engine.
+_RESUMED = ("by a new engine", "in other units")
+#: All axes and values with a load of a checkpoint.
+LOADING = (*(("checkpoints", loaded) for loaded in LOADS), *(("resumed", loaded) for loaded in _RESUMED))
 
 
 class TorchCheckpoints(TorchAdapter):
@@ -58,9 +58,8 @@ class TorchCheckpoints(TorchAdapter):
         # A new optimizer expects state of every parameter, also of one that had no gradient before the save:
         # ci/findings/torch-fsdp2/optimizer_state_of_an_unused_parameter.py.
         *(
-            {**values, axis: resumed}
-            for axis, resumed in LOADING
-            if axis == "resumed"
+            {**values, "resumed": resumed}
+            for resumed in _RESUMED
             for values in (
                 {"use": "one never"},
                 {"inputs": "detached"},
