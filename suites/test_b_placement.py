@@ -285,6 +285,7 @@ class InitModes(ConformanceTestCase):
             "gives-no-reasons",
             "reference-breaks-down-at-every-error",
         ),
+        live="the body looks at the wrapped module",
     )
     def test_moved_between_init_and_forward(self) -> None:
         """A module that was moved off its device between init and forward raises an error that names the device."""

@@ -39,6 +39,7 @@ class DeferredInit(ConformanceTestCase):
             "buffers-without-values",
             "inner-units-without-values",
         ),
+        live="functions of the body note what the engine does with its model",
     )
     def test_values_of_a_real_model(self, world_size: int) -> None:
         """
@@ -93,6 +94,7 @@ class DeferredInit(ConformanceTestCase):
         world_size=2,
         needs=("meta_init",),
         kills=("meta-error-without-the-name", "leaves-garbage", "gives-no-reasons", "reference-gives-no-reasons"),
+        live="functions of the body note what the engine does with its model",
     )
     def test_left_on_meta(self) -> None:
         """A forward with a parameter that nothing initialises raises and names it, if the wrap has not raised."""
@@ -133,6 +135,7 @@ class DeferredInit(ConformanceTestCase):
         world_size=2,
         needs=("meta_init", "mixed_precision"),
         kills=("initialised-in-bf16", "fsdp1-initialises-in-bf16"),
+        live="functions of the body note what the engine does with its model",
     )
     def test_in_full_precision(self) -> None:
         """A unit that computes in bfloat16 is initialised in float32, and trains like one that was built for real."""
@@ -189,6 +192,7 @@ class DeferredInit(ConformanceTestCase):
         axes={"world_size": (2,)},
         needs=("meta_init", "shared_params"),
         kills=("materialisation-breaks-ties", "reference-breaks-ties"),
+        live="functions of the body note what the engine does with its model",
     )
     def test_ties(self, world_size: int) -> None:
         """A weight that two modules share is one parameter after materialisation, and trains like one."""
@@ -218,6 +222,7 @@ class DeferredInit(ConformanceTestCase):
         axes={"rest": ("real", "meta"), "world_size": (2,)},
         needs=lambda values: ["ignored_modules", *(["meta_init"] if values["rest"] == "meta" else [])],
         kills=("ignored-modules-materialised", "fsdp1-materialises-ignored"),
+        live="functions of the body note what the engine does with its model",
     )
     def test_ignored_modules(self, rest: str, world_size: int) -> None:
         """An ignored module on meta stays there, through three steps of training, and the rest trains at parity."""
@@ -290,6 +295,7 @@ class InitFunctions(ConformanceTestCase):
         axes={"world_size": (2,)},
         needs=("meta_init_fn",),
         kills=("calls-the-init-function-twice", "inner-modules-first", "ignores-the-init-function"),
+        live="functions of the body note what the engine does with its model",
     )
     def test_called_with_each_module(self, world_size: int) -> None:
         """

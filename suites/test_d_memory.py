@@ -203,6 +203,7 @@ class Bytes(ConformanceTestCase):
         needs=("rate_limit", "sharded_state", "zero3"),
         environment=("accelerator",),
         kills=("gathers-everything-first", "prefetches-too-far", "hides-gathered-units"),
+        live="the body looks at the wrapped module",
     )
     def test_bounded_number_of_units(self, world_size: int, depth: int) -> None:
         """While a unit computes, at most the declared number of units is unsharded: by its own account and by bytes."""
@@ -247,6 +248,7 @@ class Lifecycle(ConformanceTestCase):
             "takes-biases-for-buffers",
             "reference-takes-biases-for-buffers",
         ),
+        live="the body looks at the wrapped module",
     )
     def test_parameters_that_user_code_sees(self, world_size: int) -> None:
         """A unit's own code sees full parameters: as attributes in forward and backward, by name in forward."""
@@ -276,6 +278,7 @@ class Lifecycle(ConformanceTestCase):
             "replicated-gradients",
             "shards-gradients-otherwise",
         ),
+        live="the body compares parameters with their gradients, which are shards",
     )
     def test_gradients_match_parameters(self, world_size: int, accumulation: str) -> None:
         """After backward, a gradient has the shape, dtype, device and placement of its parameter."""

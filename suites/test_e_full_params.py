@@ -134,6 +134,7 @@ class Values(FullAccessCase):
         axes={"world_size": (2,)},
         needs=("full_params",),
         kills=("ddp-shows-wrapper-names", "reference-shows-wrapper-names"),
+        live="the body looks at the wrapped module",
     )
     def test_names(self, world_size: int) -> None:
         """In the context, parameters and buffers have the names of the local module, with any prefix, in its order."""
@@ -354,6 +355,7 @@ class States(FullAccessCase):
         axes={"place": ("forward", "backward"), "world_size": (2,)},
         needs=("full_params",),
         kills=lambda values: [f"reference-enters-in-{values['place']}", "reference-refuses-and-forgets"],
+        live="the body looks at the wrapped module",
     )
     def test_inside_a_step(self, place: str, world_size: int) -> None:
         """Entering the context in a forward, or in a backward, raises on every rank, and the step is at parity."""
@@ -470,6 +472,7 @@ class Gradients(FullAccessCase):
         axes={"world_size": (2, 3)},
         needs=("full_params_grads",),
         kills=("reference-shows-summed-gradients", "fsdp1-shows-summed-gradients", "reference-shows-zeros-for-none"),
+        live="functions of the body note what the engine does with its model",
     )
     def test_values(self, world_size: int) -> None:
         """
@@ -547,6 +550,7 @@ class Apply(FullAccessCase):
             "ddp-applies-twice",
             "reference-loses-what-is-applied",
         ],
+        live="functions of the body note what the engine does with its model",
     )
     def test_applied(self, workload: str, world_size: int) -> None:
         """

@@ -119,6 +119,7 @@ class StateMachine(ConformanceTestCase):
             "idle-forward-leaks",
             "inner-forward-belongs-to-the-step",
         ),
+        live="the body looks at the wrapped module",
     )
     def test_inner_unit_first(self, world_size: int) -> None:
         """Training is at parity after an inner unit runs before the root, or that run raises."""
@@ -163,7 +164,13 @@ class Refusals(ConformanceTestCase):
         if outcome.excused:
             self.check_parity(run, workload, requirement="R054")
 
-    @conformance_case("R054", chapter="F", world_size=2, kills=("wraps-twice-silently", "refuses-late"))
+    @conformance_case(
+        "R054",
+        chapter="F",
+        world_size=2,
+        kills=("wraps-twice-silently", "refuses-late"),
+        live="the body looks at the wrapped module",
+    )
     def test_wrapped_model(self) -> None:
         """A model that is wrapped already is rejected when it is wrapped, or trains like one that is wrapped once."""
         workload = probes.exact_mlp()
@@ -278,6 +285,7 @@ class WrappedModule(ConformanceTestCase):
             "shows-an-empty-module",
             "reference-shows-an-empty-module",
         ),
+        live="the body looks at the wrapped module",
     )
     def test_behaves_like_the_original(self) -> None:
         """
@@ -319,6 +327,7 @@ class WrappedModule(ConformanceTestCase):
             "shows-an-empty-module",
             "reference-shows-an-empty-module",
         ),
+        live="the body looks at the wrapped module",
     )
     def test_written_attribute_is_used(self) -> None:
         """What user code sets on a submodule takes effect in the next forward."""
@@ -360,6 +369,7 @@ class WrappedModule(ConformanceTestCase):
             "reference-damages-gathered-parameters",
             "reference-gathers-noise",
         ),
+        live="the body looks at the wrapped module",
     )
     def test_deepcopy(self) -> None:
         """A deep copy has its own parameters of equal value and gives the same output, or deepcopy raises."""

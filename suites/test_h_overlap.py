@@ -26,6 +26,7 @@ class Overlap(ConformanceTestCase):
         needs=("zero3",),
         environment=("stream_order",),
         kills=("waits-for-the-device", "reference-gathers-in-line", "reference-waits-for-reductions"),
+        live="the body looks at the wrapped module",
     )
     def test_communication_beside_computation(self, world_size: int) -> None:
         """Once the engine knows the order of the units, most bytes go while other units can compute."""

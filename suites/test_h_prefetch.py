@@ -39,6 +39,7 @@ class Prefetch(ConformanceTestCase):
             "reference-gathers-everything-first",
             "reference-keeps-parameters-after-forward",
         ),
+        live="the body looks at the wrapped module",
     )
     def test_order_of_events(self, world_size: int, policy: str) -> None:
         """With "pre", the next unit's gather is issued before this unit's gradients are computed, otherwise after."""
@@ -55,6 +56,7 @@ class Prefetch(ConformanceTestCase):
             ["prefetches-fewer", "runs-forward-twice", "reference-runs-forward-twice"]
             + ["reverses-prefetch-lists"] * (values["length"] > 1)
         ),
+        live="the body looks at the wrapped module",
     )
     def test_lists_are_followed(self, world_size: int, length: int) -> None:
         """With a list of one or two units, these are gathered ahead of computation, in the order of the list."""
@@ -122,6 +124,7 @@ class AsyncUnshard(ConformanceTestCase):
         axes={"world_size": (2, 3), "waited": ("waited", "never")},
         needs=("async_unshard",),
         kills=lambda values: ["async-unshard-does-nothing" if values["waited"] == "waited" else "no-reduction"],
+        live="functions of the body note what the engine does with its model",
     )  # fmt: skip
     def test_unshard_by_hand(self, world_size: int, waited: str) -> None:
         """

@@ -59,6 +59,7 @@ class LowPrecision(ConformanceTestCase):
             "confuses-half-precisions",
             "reference-confuses-half-precisions",
         ),
+        live="the body looks at the wrapped module",
     )
     def test_dtypes_in_forward(self) -> None:
         """In forward, parameters are in bfloat16, and integer inputs keep their dtype."""
@@ -89,6 +90,7 @@ class LowPrecision(ConformanceTestCase):
             "has-no-full-precision",
             "reference-has-no-full-precision",
         ),
+        live="functions of the body note what the engine does with its model",
     )
     def test_dtypes_for_the_optimizer(self, optimizer: str) -> None:
         """After backward, and between steps, parameters, gradients and optimizer state are in float32."""
@@ -207,6 +209,7 @@ class LowPrecision(ConformanceTestCase):
             "detaches-inputs",
             "reference-detaches-inputs",
         ),
+        live="functions of the body note what the engine does with its model",
     )
     def test_gradients_of_inputs(self) -> None:
         """A float32 input receives a float32 gradient from a forward in bfloat16."""

@@ -111,6 +111,7 @@ class Nesting(ConformanceTestCase):
         axes={"world_size": (2,)},
         needs=("rewrap",),
         kills=("rewrap-resets", "reference-sums-gradients"),
+        live="the body looks at the wrapped module",
     )
     def test_wrapped_again(self, world_size: int) -> None:
         """
@@ -157,6 +158,7 @@ class Nesting(ConformanceTestCase):
         axes={"world_size": (2,)},
         needs=("multi_module_unit", "zero3"),
         kills=("wraps-modules-one-by-one",),
+        live="the body looks at the wrapped module",
     )
     def test_gathered_together(self, world_size: int) -> None:
         """Modules that form one unit are all gathered when the first of them computes, and the unit only once."""

@@ -40,6 +40,7 @@ class ParameterOffload(ConformanceTestCase):
             "ignores-offload",
             "offloaded-step-lost",
         ),
+        live="the body looks at the wrapped module",
     )
     def test_lives_on_the_cpu(self, world_size: int, offload: str) -> None:
         """Between steps, parameters and gradients are on the CPU; units compute on the device; parity holds."""

@@ -171,6 +171,7 @@ class OptimizerStateDicts(ConformanceTestCase):
             "gives-no-reasons",
             "reference-breaks-down-at-every-error",
         ),
+        live="functions of the body note what the engine does with its model",
     )
     def test_state_that_one_rank_lacks(self) -> None:
         """State that is missing on rank 1 raises on every rank."""

@@ -161,6 +161,7 @@ class StockOptimizers(ConformanceTestCase):
             "fsdp1-hides-gathered-parameters",
             "reference-shows-copies-of-the-root",
         ),
+        live="user code raises, or stops, inside a call of the engine",
     )
     def test_made_after_a_forward(self, mode: str, world_size: int) -> None:
         """

@@ -34,6 +34,7 @@ class ShardedStateDicts(ConformanceTestCase):
         only=lambda values: (values["workload"] == "exact-tiny") == (values["world_size"] == 3),
         needs=("sharded_state_dict",),
         kills=("sharded-state-is-old", "sharded-state-of-another-rank"),
+        live="a sharded state dict holds the engine's own objects",
     )
     def test_values(self, workload: str, world_size: int) -> None:
         """
@@ -65,6 +66,7 @@ class ShardedStateDicts(ConformanceTestCase):
         axes={"world_size": (2, 3)},
         needs=("sharded_state_dict",),
         kills=("sharded-state-is-gathered", "sharded-state-is-copied"),
+        live="a sharded state dict holds the engine's own objects",
     )
     def test_neither_communicates_nor_copies(self, world_size: int) -> None:
         """It issues no collective, and its values lie in the storage that the rank holds."""
@@ -86,6 +88,7 @@ class ShardedStateDicts(ConformanceTestCase):
         axes={"world_size": (2, 3)},
         needs=("sharded_state_dict",),
         kills=("sharded-load-replaces-storage", "sharded-load-does-nothing"),
+        live="a sharded state dict holds the engine's own objects",
     )
     def test_loads_in_place(self, world_size: int) -> None:
         """What torch.distributed.checkpoint loads into it is in the model afterwards, in the same storage."""

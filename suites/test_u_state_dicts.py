@@ -333,6 +333,7 @@ class ReadingChangesNothing(ConformanceTestCase):
         chapter="U",
         axes={"world_size": (2, 3)},
         kills=("reading-leaves-a-hook", "reading-drops-gradients", "reading-keeps-parameters-gathered"),
+        live="the body looks at the wrapped module",
     )
     def test_parameters_and_module(self, world_size: int) -> None:
         """
@@ -365,6 +366,7 @@ class ReadingChangesNothing(ConformanceTestCase):
                 "optimizer": "optimizer-state-steps",
             }[values["kind"]]
         ],
+        live="the body looks at the wrapped module",
     )
     def test_state_dicts(self, kind: str) -> None:
         """A state dict of this kind, taken after setup, between backward and step, and after each step, likewise."""

@@ -42,6 +42,7 @@ class Hooks(ConformanceTestCase):
             + ["runs-forward-twice", "reference-runs-forward-twice"]
             + ["drops-earlier-hooks"] * (values["registered"] == "before")
         ),
+        live="the body looks at the wrapped module",
     )
     def test_fire_as_often(self, registered: str, called: str, world_size: int) -> None:
         """A user's hooks on modules and tensors, registered before or after wrapping, fire as often as under DDP."""
@@ -77,6 +78,7 @@ class Hooks(ConformanceTestCase):
             "hoards-parameters",
             "reference-hoards-parameters",
         ),
+        live="the body looks at the wrapped module",
     )
     def test_internal_hooks(self, world_size: int) -> None:
         """After the first iteration, the number of hooks on modules and parameters stays the same."""
@@ -118,6 +120,7 @@ class Hooks(ConformanceTestCase):
             "reference-hooks-in-pieces",
             "reference-ignores-the-hook",
         ),
+        live="functions of the body note what the engine does with its model",
     )
     def test_hook_averages(self, world_size: int) -> None:
         """A hook that is registered once sees every unit's whole gradient and a shard, and replaces the average."""

@@ -62,6 +62,7 @@ class OneRankFails(ConformanceTestCase):
         ),
         timeout_s=40,
         starts_early=True,
+        live="user code raises, or stops, inside a call of the engine",
     )
     def test_exception_reaches_the_caller(self, place: str, world_size: int) -> None:
         """
@@ -97,6 +98,7 @@ class Recovery(ConformanceTestCase):
         only=lambda values: values["world_size"] == 2 or values["place"] == "backward",
         needs=lambda values: ["exception_recovery", *(["no_sync"] if values["place"] == "accumulation" else [])],
         kills=lambda values: _RECOVERY_KILLS[values["place"]],
+        live="user code raises, or stops, inside a call of the engine",
     )
     def test_training_continues(self, place: str, world_size: int) -> None:
         """
@@ -116,6 +118,7 @@ class Recovery(ConformanceTestCase):
         axes={"kind": ("exception", "early-stop", "incomplete"), "world_size": (2,)},
         needs=("exception_recovery",),
         kills=lambda values: _RECOMPUTE_KILLS[values["kind"]],
+        live="user code raises, or stops, inside a call of the engine",
     )
     def test_recomputation_is_interrupted(self, kind: str, world_size: int) -> None:
         """

@@ -34,6 +34,7 @@ from fsdp_conformance.adapters.components import (
 )
 from fsdp_conformance.adapters.names import cleaned_parameters
 from fsdp_conformance.errors import Unsupported
+from fsdp_conformance.history.transfer import carry
 from fsdp_conformance.plan import Plan, flags_of_names
 
 ModelFn = Callable[[], nn.Module]
@@ -44,6 +45,7 @@ CommunicationHook = Callable[[Tensor, Tensor], None]
 """Fills this rank's shard of a unit's reduced gradients, from the unit's gradients on this rank."""
 
 
+@carry
 class LoadedKeys(NamedTuple):
     """The keys that a non-strict load left out, under original names."""
 

@@ -11,6 +11,8 @@ The parts, which exist only in a rank:
     rank           the rank itself, which all parts share, and who is to blame for an exception
     training       the adapters of a case, and its trainings
     references     the references of a case, trained or taken from the store
+    observed       a rank with a referee: the same trainings, with everything sent that the body gets to see
+    referee        its counterpart, in a process that no engine code enters: the same body, on what was sent
     checks         comparisons, expectations and refusals
     worlds         smaller worlds inside a case, and a directory that all of its ranks see
     places         the devices of this machine that cases can run on

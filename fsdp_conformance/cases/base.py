@@ -43,8 +43,11 @@ from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cases.checks import CaseChecks
 from fsdp_conformance.cases.declaration import DeclaresCases
 from fsdp_conformance.cases.device import CaseDevice
+from fsdp_conformance.cases.observed import Observations, ObservedTraining, SilentChecks, comes_from_engine
 from fsdp_conformance.cases.rank import CaseRank
+from fsdp_conformance.cases.referee import OF_SUITE, RefereeTraining, Replay
 from fsdp_conformance.cases.references import CaseReferences
+from fsdp_conformance.cases.refusal import ReportedError
 from fsdp_conformance.cases.training import CaseTraining
 from fsdp_conformance.cases.worlds import CaseWorlds
 from fsdp_conformance.checks.result import comparison
@@ -55,9 +58,16 @@ from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
-from fsdp_conformance.harness.order import FirstGroup
+from fsdp_conformance.harness.observations import (
+    ObservationLog,
+    ObservationReader,
+    ObservationsEnded,
+    decisions_directory,
+)
+from fsdp_conformance.harness.order import CaseOrder, FirstGroup, Refereed, Role
 from fsdp_conformance.harness.rank_startup import make_first_group
 from fsdp_conformance.harness.recording import process_group
+from fsdp_conformance.harness.simulated_ranks import scheduler
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome.records import CaseRecord, RankError, RankExit, RankReport
@@ -69,7 +79,7 @@ from fsdp_conformance.workload.events import Action
 
 if TYPE_CHECKING:
     from fsdp_conformance.adapters.registry import AdapterDescription
-    from fsdp_conformance.cases.controller import Admission
+    from fsdp_conformance.cases.controller import Admission, Referee
     from fsdp_conformance.cases.stress import Stress
 
 P = ParamSpec("P")
@@ -106,6 +116,8 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
     checks_type: ClassVar[type[CaseChecks]] = CaseChecks
 
     record: CaseRecord | None = None
+    referee: Referee | None = None
+    """In the controller: the referee of the case, if it has one."""
     began: float = 0.0
     """In the controller: when the ranks were started, on the monotonic clock."""
     _stress: Stress | None = None
@@ -175,6 +187,17 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         # Compiling the simulated accelerator, which is over now, does not count as the case's time.
         self.began = time.monotonic()
 
+    def _case_order(self) -> CaseOrder:
+        """The order for the ranks. If they have a referee, it is started first."""
+        from fsdp_conformance.cases import controller
+
+        order = super()._case_order()
+        self.referee = controller.referee_of(self.case, order)
+        if self.referee is None:
+            return order
+        self.addCleanup(self.referee.close)
+        return self.referee.observed
+
     def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
         """Judge the case, keep the record, and tell pytest."""
         from fsdp_conformance.cases import controller
@@ -183,13 +206,14 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
             self.skipTest("the first worker judges the case")
         self.record = controller.judged(
             self.case,
-            reports,
+            reports if self.referee is None else self.referee.judged(reports),
             exits,
             order=self.order,
             declared=self.description.declared(self.order.device),
             seconds=time.monotonic() - self.began,
             directory=Path(self._directory.name),
         )
+        self.record.refereed = self.referee is not None
         controller.tell_pytest(self.record)
 
     @property
@@ -216,24 +240,110 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
     @cached_property
     def case_references(self) -> CaseReferences:
         """The references that the case has trained or read."""
-        return CaseReferences(self.here, self.order.references)
+        return CaseReferences(self.here, self.order.references if self.role is Role.REFEREE else None)
 
     @cached_property
     def training(self) -> CaseTraining:
         """The implementation under test."""
-        return CaseTraining(
-            self.here,
-            self.order.settings.implementation,
-            references=self.case_references,
-            new_directory=self.shared_directory,
-            check=self.check,
-            hazards=self.hazard_requirements,
+        options: dict[str, Any] = {
+            "references": self.case_references,
+            "new_directory": self._new_directory,
+            "check": self.check,
+            "hazards": self.hazard_requirements,
+        }
+        name = self.order.settings.implementation
+        if self.role is Role.REFEREE:
+            return RefereeTraining(self.here, name, self._replay, **options)
+        if self.role is Role.OBSERVED:
+            return ObservedTraining(self.here, name, self._observations, **options)
+        return CaseTraining(self.here, name, **options)
+
+    @property
+    def role(self) -> Role:
+        """The part of this process in the judgement of the case."""
+        return context.running().order.case.role
+
+    @cached_property
+    def _observations(self) -> Observations:
+        """On an observed rank: to the referee."""
+        refereed = self._refereed
+        log = ObservationLog(refereed.directory, self.rank, refereed.nonce)
+        return Observations(log, self.here, self.describe_error)
+
+    @cached_property
+    def _replay(self) -> Replay:
+        """In the referee: from the rank."""
+        refereed, deadline_s = self._refereed, context.running().order.case.goodbye_timeout_s
+        # The ranks of a referee take turns: one that waits for the engine must not keep the others.
+        pause = scheduler.running().pause
+        reader = ObservationReader(refereed.directory, self.rank, refereed.nonce, deadline_s=deadline_s, pause=pause)
+        return Replay(reader, self.here)
+
+    @cached_property
+    def _decisions(self) -> ObservationLog:
+        """In the referee: to the rank."""
+        return ObservationLog(decisions_directory(self._refereed.directory), self.rank, self._refereed.nonce)
+
+    @cached_property
+    def _instructions(self) -> ObservationReader:
+        """On an observed rank: from the referee."""
+        refereed, deadline_s = self._refereed, context.running().order.case.goodbye_timeout_s
+        return ObservationReader(
+            decisions_directory(refereed.directory), self.rank, refereed.nonce, deadline_s=deadline_s
         )
+
+    @property
+    def _refereed(self) -> Refereed:
+        refereed = context.running().order.case.refereed
+        if refereed is None:
+            raise SuiteError(f"the ranks judge this case alone [{self.case.id}]")
+        return refereed
+
+    def observe(self, name: str, look: Callable[[], R]) -> R:
+        """
+        Look at something that only the engine's process has: its memory, a live module, the log of collectives.
+
+        Returns the result of `look`. A referee runs the body as well, and gets the same result there. It must be data:
+        see `history.transfer`.
+        """
+        if self.role is Role.REFEREE:
+            value: R = self._replay.result(name)
+            return value
+        return self._observations.of(name, look) if self.role is Role.OBSERVED else look()
+
+    def decide(self, name: str, choose: Callable[[], R]) -> R:
+        """
+        Let the referee choose, if there is one: for a choice that takes references.
+
+        Returns the result of `choose`, which must be data. The rank waits for it.
+        """
+        if self.role is Role.OBSERVED:
+            _, content = self._instructions.next()
+            if content.get("name") != name:
+                raise SuiteError(f"the referee must decide {name!r}, got {content.get('name')!r} [{self.case.id}]")
+            value: R = content["value"]
+            return value
+        value = choose()
+        if self.role is Role.REFEREE:
+            self._decisions.send("decided", name=name, value=value)
+        return value
+
+    @property
+    def judges(self) -> bool:
+        """False on a rank that a referee judges: references and comparisons are of no use there."""
+        return self.role is not Role.OBSERVED
+
+    def finish_body(self) -> None:
+        if self.role is Role.OBSERVED:
+            self._observations.finish()
+        elif self.role is Role.REFEREE:
+            self._replay.finish()
 
     @cached_property
     def checks(self) -> CaseChecks:
         """The checks of the body."""
-        return self.checks_type(self.here, references=self.references, examine=self.examine)
+        kind = SilentChecks if self.role is Role.OBSERVED else self.checks_type
+        return kind(self.here, references=self.references, examine=self.examine, observe=self.observe)
 
     @cached_property
     def worlds(self) -> CaseWorlds:
@@ -285,10 +395,19 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
 
     def describe_error(self, error: BaseException) -> RankError:
         """An exception of the body, with the part whose code raised it."""
+        if isinstance(error, ReportedError):
+            return error.described
         described = super().describe_error(error)
+        if isinstance(error, ObservationsEnded):
+            return replace(described, blame=self.here.blame or "suite")
+        if self.role is Role.OBSERVED and isinstance(error, OF_SUITE) and comes_from_engine(error):
+            # Code under test says nothing about the suite or the machine.
+            return replace(described, blame="adapter" if self.here.blame == "adapter" else "implementation")
         if isinstance(error, ConformanceError):
             return described
-        # An exception between two calls of the implementation is the suite's fault.
+        # An exception between two calls of the implementation is the suite's fault, and so is any of the referee's own.
+        if self.role is Role.REFEREE:
+            return replace(described, blame="suite")
         return replace(described, blame=self.here.blame or "suite")
 
     def examine(self, error: BaseException) -> None:
@@ -361,7 +480,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
     # --- worlds and the device ---------------------------------------------------------------------------------------
 
     in_world = _of("worlds", CaseWorlds.in_world)
-    shared_directory = _of("worlds", CaseWorlds.shared_directory)
+    _new_directory = _of("worlds", CaseWorlds.shared_directory)
     placed = _of("case_device", CaseDevice.placed)
     allocated_bytes = _of("case_device", CaseDevice.allocated_bytes)
     allocated_bytes_without_backend = _of("case_device", CaseDevice.allocated_bytes_without_backend)
@@ -369,6 +488,10 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
     another_device = _of("case_device", CaseDevice.another_device)
     no_garbage_collection = _of("case_device", CaseDevice.no_garbage_collection)
     poisoned_allocations = _of("case_device", CaseDevice.poisoned_allocations)
+
+    def shared_directory(self) -> Path:
+        """A new directory that every rank sees and that goes away with the case. Collective."""
+        return self.observe("shared directory", self._new_directory)
 
     # --- verbs that train and check ----------------------------------------------------------------------------------
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.checks import bystanders
+from fsdp_conformance.checks.result import CheckResult
+from fsdp_conformance.harness.order import Role
 
 if TYPE_CHECKING:
     from fsdp_conformance.cases.base import ConformanceTestCase
@@ -35,35 +38,47 @@ class BystanderWatch:
         """Take the settings from before a model is wrapped. `begin` compares them."""
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        if self._case.order.settings.ranks != "simulated":
+        if self._case.order.settings.ranks != "simulated" and self._case.role is not Role.REFEREE:
             # The suite has switched them on: an engine that does so for good would change nothing. Ranks that share a
             # process share its settings, too.
             torch.use_deterministic_algorithms(False)
-        self._settings = bystanders.settings()
+        self._settings = self._case.observe("settings", bystanders.settings)
 
     def begin(self, adapter: Adapter) -> None:
         """Compare the settings, and take the state from before training; call it when the model is wrapped."""
         where: dict[str, Any] = {"rank": self._case.rank, "step": None, "requirement": REQUIREMENT}
-        self._case.check(bystanders.left_alone(self._settings, bystanders.settings(), **where))
+        now = self._case.observe("settings", bystanders.settings)
+        self._case.check(bystanders.left_alone(self._settings, now, **where))
         torch.use_deterministic_algorithms(self._deterministic, warn_only=self._only_warns)
+        self._case.observe("parameters of the user", lambda: self._attach(adapter))
+        self._surroundings = self._case.observe("surroundings", bystanders.surroundings)
+
+    def _attach(self, adapter: Adapter) -> None:
+        """Note the user's parameters, if the engine leaves them in place."""
         if self._case.declares("orig_params"):
             self._attached = bystanders.Attached(dict(adapter.parameters()))
-        self._surroundings = bystanders.surroundings()
 
     def look(self, adapter: Adapter, step: int, *, draws: bool = False, is_gathered: bool = False) -> None:
         """
         Compare after a step. `draws`: the model itself draws random numbers of torch; `is_gathered`: a forward that no
         backward follows may have left units gathered, with other parameters in their place.
         """
-        now = bystanders.surroundings()
+        now = self._case.observe("surroundings", bystanders.surroundings)
         if draws:
             now.pop("torch's random numbers")
         where: dict[str, Any] = {"rank": self._case.rank, "step": step, "requirement": REQUIREMENT}
         self._case.check(bystanders.left_alone(self._surroundings, now, **where))
-        if self._attached is not None and not is_gathered:
-            self._case.check(self._attached.judged(adapter.parameters(), **where))
+        if is_gathered:
+            return
+        result = self._case.observe("parameters of the user", lambda: self._judged(adapter, where))
+        if result is not None:
+            self._case.check(result)
+
+    def _judged(self, adapter: Adapter, where: Mapping[str, Any]) -> CheckResult | None:
+        return None if self._attached is None else self._attached.judged(adapter.parameters(), **where)
 
     def note_replaced(self) -> None:
         """Note in the report which functions of torch the engine has replaced."""
-        if names := bystanders.replaced(self._functions):
+        names = self._case.observe("functions of torch", lambda: bystanders.replaced(self._functions))
+        if names:
             self._case.report.notes.append(f"functions that the engine has replaced: {', '.join(names[:8])}")

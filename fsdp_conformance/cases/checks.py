@@ -41,7 +41,8 @@ class CaseChecks:
     """
     The checks of a case, on one rank.
 
-    `references` returns the references for a workload; `examine` lets a person who debugs this rank look at an
+    `references` returns the references for a workload, `observe` what a function returns where the engine is
+    (`ConformanceTestCase.observe`); `examine` lets a person who debugs this rank look at an
     exception that a check has caught (`RankRun.examine`).
     """
 
@@ -51,11 +52,13 @@ class CaseChecks:
         *,
         references: Callable[[Workload, Regime | None], References],
         examine: Callable[[BaseException], object],
+        observe: Callable[[str, Callable[[], Any]], Any],
     ) -> None:
         self._here = here
         self._report = here.report
         self._references = references
         self._examine = examine
+        self._observe = observe
 
     def check(self, result: CheckResult) -> None:
         """Add a check's findings, counts and figures to the report."""
@@ -268,12 +271,15 @@ class CaseChecks:
 
     def check_devices(self, requirement: str, adapter: Adapter, device: torch.device) -> None:
         """Every parameter and buffer that user code sees is on the device."""
-        with self._here.blaming("implementation"):
-            module = adapter.module()
-            tensors = [*module.named_parameters(), *module.named_buffers()]
-        for name, tensor in tensors:
-            right = tensor.device.type == device.type and device.index in (None, tensor.device.index)
-            message = comparison("device", expected=device, got=tensor.device)
+
+        def devices() -> dict[str, torch.device]:
+            with self._here.blaming("implementation"):
+                module = adapter.module()
+                return {name: tensor.device for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+        for name, got in self._observe("devices", devices).items():
+            right = got.type == device.type and device.index in (None, got.index)
+            message = comparison("device", expected=device, got=got)
             self.expect(right, requirement, message, fqn=name, phase="init", check="placement")
 
     def check_resharded(

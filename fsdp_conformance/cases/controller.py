@@ -7,6 +7,7 @@ No rank imports this module: `ConformanceTestCase` does when a case is set up.
 from __future__ import annotations
 
 import os
+import secrets
 import unittest
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,13 @@ from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.contract.gate import Gated, gate
 from fsdp_conformance.errors import RequirementFailed
+from fsdp_conformance.harness import devices
+from fsdp_conformance.harness.accounting import Part
+from fsdp_conformance.harness.observations import decisions_directory, note_ended
+from fsdp_conformance.harness.order import CaseOrder, Refereed, Role
+from fsdp_conformance.harness.processes.launcher import RefereeLaunch
 from fsdp_conformance.harness.processes.stacks import is_alive
-from fsdp_conformance.judge import Observed, drilled, judge, keep_evidence
+from fsdp_conformance.judge import Observed, drilled, judge, keep_evidence, refereed_report
 from fsdp_conformance.outcome.records import CaseRecord, RankExit, RankReport
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.references.sharing import offered
@@ -55,7 +61,7 @@ def admission(case: Case, *, shares_references: bool) -> Admission | CaseRecord:
     gated = _gated(case, description, settings)
     if gated.record is not None:
         return gated.record
-    references = _offered_references(settings, gated.device) if shares_references else None
+    references = _offered_references(settings) if shares_references else None
     order = RunOrder(
         settings=settings, description=codec.plain(description), device=gated.device, references=references
     )
@@ -70,18 +76,57 @@ def _gated(case: Case, description: AdapterDescription, settings: RunSettings) -
     return gated
 
 
-def _offered_references(settings: RunSettings, device: str) -> dict[str, Any] | None:
-    """
-    The store of references, where they depend on nothing that the store's keys leave out.
-
-    They do on other devices than the CPU, on ranks that have run other cases, on simulated ones, on other hosts, and
-    under stress.
-    """
-    usual = settings.ranks == "processes" and not settings.reuse_ranks and settings.stress_seed is None
-    if not usual or device != "cpu":
-        return None
+def _offered_references(settings: RunSettings) -> dict[str, Any] | None:
+    """The store of references, for a referee: see `CaseReferences`."""
     offer = offered(suite_sha256(), cache_directory(), run=settings.report_dir)
     return None if offer is None else codec.plain(offer)
+
+
+class Referee:
+    """The referee of a case, in the controller."""
+
+    def __init__(self, order: CaseOrder) -> None:
+        """Start the referee of ranks that get `order`. Raises EnvironmentUnavailable if it cannot be started."""
+        directory = Path(decisions_directory(str(order.directory)))
+        directory.mkdir()
+        refereed = Refereed(role=Role.OBSERVED, directory=str(order.directory), nonce=secrets.token_hex(16))
+        self._directory = refereed.directory
+        of_device = dict(devices.preload_environment(order.device_type, shared=order.share_devices))
+        self.observed = replace(order, refereed=refereed)
+        self._launch = RefereeLaunch(
+            replace(
+                order,
+                refereed=replace(refereed, role=Role.REFEREE),
+                directory=directory,
+                file_name=str(directory / "store"),
+                simulated=True,
+                first_part=Part.SUITE,
+                # Nothing of the engine: neither its modules nor its variables.
+                engine=(),
+                preload_environment=of_device,
+                variables=of_device,
+            )
+        )
+
+    def judged(self, reports: Sequence[RankReport | None]) -> list[RankReport | None]:
+        """The reports of the ranks, which have ended, with the referee's judgement in place of their own."""
+        for rank in range(len(reports)):
+            note_ended(self._directory, rank)
+        judgements, exits = self._launch.wait()
+        return [
+            refereed_report(report, judgement, end)
+            for report, judgement, end in zip(reports, judgements, exits, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the referee if it still runs."""
+        self._launch.close()
+
+
+def referee_of(case: Case, order: CaseOrder) -> Referee | None:
+    """The referee of a case, started; None if its ranks judge alone."""
+    alone = case.live or order.worker or order.reuse or order.debugged or devices.is_scarce(order.device_type)
+    return None if alone or run_settings.current().stress_seed is not None else Referee(order)
 
 
 def judged(

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from parameterized import parameterized
 
 from fsdp_conformance.contract.case import CASE_ATTRIBUTE, TIMEOUT_S, Case
+from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS
 from fsdp_conformance.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +41,7 @@ def conformance_case(
     timeout_s: float = TIMEOUT_S,
     starts_early: bool = False,
     processes: str = "",
+    live: str = "",
 ) -> Callable[[F], F]:
     """
     Bind a test method of a `DeclaresCases` to requirements, and expand it over its axes.
@@ -82,6 +84,7 @@ def conformance_case(
                 timeout_s=timeout_s,
                 starts_early=starts_early,
                 processes=processes,
+                live=live or ("a component is an object of the engine" if chapter in COMPONENT_CHAPTERS else ""),
                 axes=tuple(values.items()),
             )
 

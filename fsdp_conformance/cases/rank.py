@@ -34,8 +34,6 @@ class CaseRank:
     report: RankReport
     subjects: list[Adapter] = field(default_factory=list)
     """Adapters that are open."""
-    engine_entered: bool = False
-    """True once code under test has been loaded in this process."""
     steps_trained: int = 0
     """Optimizer steps since the last `refusal` began."""
     blame: str | None = None

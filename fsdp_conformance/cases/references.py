@@ -4,9 +4,8 @@ The references of a case: trained, or taken from the store of references.
     CaseReferences  the references that a case has trained or read so far
     _Source         where references of one scenario come from, and go to
 
-References are usually needed after the engine has trained, in a process that the engine has entered. Such a process
-never writes an entry: it marks the entry as wanted. The next case that is about to train the same scenario, on ranks
-that no engine has entered yet, trains the references first and writes them.
+Only a referee uses the store: no code under test has entered it. A case on ranks that judge alone trains its references
+itself.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ import torch.distributed as dist
 from fsdp_conformance import codec
 from fsdp_conformance.cases.rank import CaseRank
 from fsdp_conformance.errors import ReferencesDisagree, SuiteError
-from fsdp_conformance.harness import context
 from fsdp_conformance.harness.processes import preload
-from fsdp_conformance.harness.rank import FRESH
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.outcome.records import REFERENCES, RankReport
 from fsdp_conformance.references.reference_set import References, from_histories, train_references
@@ -62,29 +59,10 @@ class CaseReferences:
         """Forget the references that were trained or read."""
         self._trained.clear()
 
-    def before_engine(self, workload: Workload, regime: Regime | None) -> None:
-        """
-        Called when the case is about to train. While no engine has entered: train references that are wanted, and
-        train a sample of those in the store again. Collective.
-
-        Raises SuiteError if the store has other references.
-        """
-        if self._offer is None or self._here.engine_entered:
-            return
-        regime = (regime or Regime()).for_references()
-        identity = _identity(workload, regime)
-        if identity in self._trained:
-            return
-        source = self._source(workload, regime)
-        if source.is_sampled(self._here.case.id):
-            with process_group.log().phase("observe"), self._here.blaming("suite"):
-                self._trained[identity] = workload, source.checked()
-        elif source.is_wanted():
-            self.of(workload, regime)
-
     def _source(self, workload: Workload, regime: Regime) -> _Source:
         here = self._here
         return _Source(
+            case=here.case.id,
             workload=workload,
             regime=regime,
             rank=here.rank,
@@ -92,7 +70,6 @@ class CaseReferences:
             device=here.reference_device,
             report=here.report,
             offer=None if self._offer is None else codec.typed(Offer, self._offer),
-            fresh=not here.engine_entered and context.running().start in FRESH,
         )
 
 
@@ -109,21 +86,11 @@ def _identity(workload: Workload, regime: Regime) -> Hashable:
         return id(workload), regime
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Agreement:
-    """Facts that hold on every rank of the case."""
-
-    found: bool
-    """Each of them has its part of one entry."""
-    untouched: bool
-    """No engine has entered any of them."""
-    one_key: bool
-
-
 @dataclass(kw_only=True, slots=True)
 class _Source:
     """Where the references of one workload and regime come from, on one rank."""
 
+    case: str
     workload: Workload
     regime: Regime
     rank: int
@@ -131,8 +98,6 @@ class _Source:
     device: str
     report: RankReport
     offer: Offer | None
-    fresh: bool
-    """True if no engine has run in this process."""
     key: dict[str, str] | None = field(init=False)
     name: str = field(init=False)
 
@@ -140,42 +105,39 @@ class _Source:
         self.key = None if self.offer is None else self.offer.key(self.workload, self.regime, self.world_size)
         self.name = "" if self.key is None else entry_name(self.key)
 
-    def is_sampled(self, case: str) -> bool:
-        """
-        True if there is an entry, and this case trains it again.
-
-        Also where an engine's modules were imported: its cases would otherwise use entries that are never checked.
-        """
+    def _is_sampled(self) -> bool:
+        """True if there is an entry, and this case trains it again."""
         if self.offer is None or self.key is None or self.name not in self.offer.known:
             return False
-        return self.fresh and self.offer.is_sampled(case, self.key)
-
-    def is_wanted(self) -> bool:
-        """True if there is no entry, a case would have used one, and this process may write it."""
-        return self.offer is not None and self.name in self.offer.wanted - self.offer.known and self._is_untouched()
+        return self.offer.is_sampled(self.case, self.key)
 
     def obtained(self) -> References:
-        """From the store if every rank finds them there; otherwise trained, and left there if they may be."""
+        """
+        From the store if every rank finds them there; otherwise trained, and left there. Collective.
+
+        A sample of what is there is trained again: raises SuiteError if that gives other references.
+        """
         if self.offer is None:
             return self._computed()
+        if self._is_sampled():
+            return self._checked()
         references = self._read()
-        agreed = self._agreement(references is not None)
-        if references is not None and agreed.found:
+        if self._everywhere(references is not None) and references is not None:
             self._count(SHARED)
             return references
         references = self._computed()
-        if self.key is not None and agreed.one_key and self.name not in self.offer.known:
-            self._leave(self.offer, self.key, references, may_write=agreed.untouched)
+        if self.key is not None and self.name not in self.offer.known and self._is_untouched():
+            self._leave(self.offer, self.key, references)
         return references
 
-    def checked(self) -> References:
+    def _checked(self) -> References:
         """The references, trained here and compared with the entry, bit for bit. Collective."""
         references = self._computed()
         entry = self._bytes()
         is_same = entry is None or entry == _section(references)
         if entry is not None:
             self._count(CHECKED)
-        if not self._agreement(is_same).found and self.offer is not None:
+        if not self._everywhere(is_same) and self.offer is not None:
             self.offer.store.remove(self.name)
             raise SuiteError(
                 f"shared references {self.offer.store.path(self.name)}: expected what the ranks train, got "
@@ -186,8 +148,8 @@ class _Source:
         return references
 
     def _is_untouched(self) -> bool:
-        """True if this process has run nothing but the suite, and imported nothing else either."""
-        return self.fresh and not preload.failures and is_untouched(preload.loaded)
+        """True if this process has imported nothing but the suite."""
+        return not preload.failures and is_untouched(preload.loaded)
 
     def _computed(self) -> References:
         references = train_references(
@@ -233,12 +195,8 @@ class _Source:
             path = self.offer.store.path(self.name)
             self.report.notes.append(f"shared references {path} were refused and removed: {reason}")
 
-    def _leave(self, offer: Offer, key: Mapping[str, str], references: References, *, may_write: bool) -> None:
-        """Write the entry, or mark it as wanted. Collective if it may be written."""
-        if not may_write:
-            if self.rank == 0 and self.name not in offer.wanted:
-                offer.store.want(self.name)
-            return
+    def _leave(self, offer: Offer, key: Mapping[str, str], references: References) -> None:
+        """Write the entry. Collective."""
         try:
             mine: bytes | None = _section(references)
         except NotShared:
@@ -249,14 +207,11 @@ class _Source:
         if self.rank == 0 and len(sections) == self.world_size:
             offer.store.write(key, sections)
 
-    def _agreement(self, holds: bool) -> _Agreement:
-        """The facts that hold on every rank: an engine may have changed only some of them. Collective."""
-        number = int(self.name[:15] or "0", 16)
-        least = torch.tensor([holds, self._is_untouched(), number, -number], dtype=torch.int64, device="cpu")
+    def _everywhere(self, holds: bool) -> bool:
+        """True if it holds on every rank. Collective."""
+        least = torch.tensor(int(holds), dtype=torch.int64, device="cpu")
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        everywhere, untouched, lowest, highest = least.tolist()
-        one_key = lowest == -highest
-        return _Agreement(found=bool(everywhere) and one_key, untouched=bool(untouched), one_key=one_key)
+        return bool(least)
 
     def _count(self, how: str) -> None:
         counts = self.report.measurements.setdefault(REFERENCES, {COMPUTED: 0, SHARED: 0, CHECKED: 0})
@@ -265,4 +220,4 @@ class _Source:
 
 def _section(references: References) -> bytes:
     """One rank's part of an entry."""
-    return section({"histories": references.histories, "absent": references.absent})
+    return section(references.histories, references.absent)

@@ -13,12 +13,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_conformance.errors import Unsupported
+from fsdp_conformance.outcome.records import RankError
 
 #: Errors of Python itself that mean broken code. Classes of an engine that derive from them are deliberate.
 BREAKDOWNS = (
     AttributeError, LookupError, NameError, ArithmeticError, ImportError, RecursionError, MemoryError, SystemError,
     StopIteration, OSError, BufferError, EOFError,
 )  # fmt: skip
+
+
+class ReportedError(Exception):
+    """An exception that a rank has raised, in the referee: also of the class that it has there, with its text."""
+
+    described: RankError
+    is_explicit: bool
+
+    def __str__(self) -> str:
+        return self.described.message
 
 
 @dataclass(slots=True)
@@ -51,11 +62,14 @@ def _is_breakdown(error: Exception) -> bool:
     if type(error).__module__ != "builtins":
         return False
     if isinstance(error, TypeError):
-        return not _is_raised_explicitly(error)
+        return not is_raised_explicitly(error)
     return isinstance(error, BREAKDOWNS)
 
 
-def _is_raised_explicitly(error: Exception) -> bool:
+def is_raised_explicitly(error: BaseException) -> bool:
+    """True if a `raise` statement raised the exception, rather than an operation."""
+    if isinstance(error, ReportedError):
+        return error.is_explicit
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

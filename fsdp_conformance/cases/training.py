@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from fsdp_conformance.faults.fault import Fault
 
 #: The hooks of an observer, which a body names like other options of a training.
-_HOOKS = frozenset(field.name for field in fields(Observer))
+_OF_OBSERVER = frozenset(field.name for field in fields(Observer))
+#: All functions of a body that a training calls.
+HOOKS = _OF_OBSERVER | {"on_step"}
 
 
 class CaseTraining:
@@ -60,7 +62,6 @@ class CaseTraining:
         from fsdp_conformance.adapters import cuda_names, registry
 
         here = self._here
-        here.engine_entered = True
         with here.blaming("adapter"):
             chosen = registry.load(self._implementation)
             cuda_names.provide(chosen, here.device_type)
@@ -118,8 +119,6 @@ class CaseTraining:
         no collective that it could have struck, the report says so; otherwise raises SuiteError.
         """
         here = self._here
-        if adapter is None and not faults:
-            self._references.before_engine(workload, regime)
         plan = plan or here.plan(workload)
         observer, conditions = _split(options)
 
@@ -127,11 +126,10 @@ class CaseTraining:
             here.steps_trained += 1
             observer.after_step(trained, step)
 
-        flags = plan.capabilities() | workload.capabilities
-        here.report.asked += sorted(flags - set(here.report.asked))
+        self._note_asked(workload, plan)
         with here.blaming("implementation"):
             run = session.train(
-                adapter or self.subject(),
+                adapter or CaseTraining.subject(self),
                 workload,
                 plan,
                 regime or Regime(),
@@ -139,19 +137,29 @@ class CaseTraining:
                 replace(observer, after_step=after_step),
                 Conditions(**{"new_directory": self._new_directory, **conditions, "faults": faults}),
             )
-        here.report.schedule += [record.line() for record in run.collectives]
         self._require_strikes(faults, run)
-        here.report.seconds["training"] = here.report.seconds.get("training", 0.0) + run.seconds
+        self._note_run(run)
+        return run
+
+    def _note_asked(self, workload: Workload, plan: Plan) -> None:
+        """Note in the report which flags a training asks for."""
+        asked = self._here.report.asked
+        asked += sorted((plan.capabilities() | workload.capabilities) - set(asked))
+
+    def _note_run(self, run: TrainingHistory) -> None:
+        """Note in the report what belongs to every training."""
+        report = self._here.report
+        report.schedule += [record.line() for record in run.collectives]
+        report.seconds["training"] = report.seconds.get("training", 0.0) + run.seconds
         if run.checked_accesses is not None:
             self._check(stream_safety(run, self._hazards))
-        return run
 
     def training_beside(self, workload: Workload, plan: Plan, regime: Regime) -> AbstractContextManager[session.Steps]:
         """A second training, through a new adapter, whose steps are trained between those of another one."""
         here = self._here
         conditions = Conditions(new_directory=self._new_directory, beside=True)
         world = World(rank=here.rank, size=here.world_size)
-        return session.training(self.subject(), workload, plan, regime, world, conditions=conditions)
+        return session.training(CaseTraining.subject(self), workload, plan, regime, world, conditions=conditions)
 
     def _require_strikes(self, faults: Sequence[Fault], run: TrainingHistory) -> None:
         """Raise SuiteError for a fault that never struck; report one that had no collective to strike."""
@@ -174,7 +182,7 @@ class CaseTraining:
         observer, conditions = _split(options)
         with checker.without_waits(here.device.index), here.blaming("implementation"):
             return session.train(
-                self.subject(),
+                CaseTraining.subject(self),
                 workload,
                 plan or here.plan(workload),
                 (regime or Regime()).undisturbed(steps=1),
@@ -186,8 +194,8 @@ class CaseTraining:
 
 def _split(options: Mapping[str, Any]) -> tuple[Observer, dict[str, Any]]:
     """The hooks among the options of a training, and its conditions. A hook that is None is left out."""
-    observer = Observer(**{name: hook for name, hook in options.items() if name in _HOOKS and hook is not None})
-    conditions = {name: value for name, value in options.items() if name not in _HOOKS}
+    observer = Observer(**{name: hook for name, hook in options.items() if name in _OF_OBSERVER and hook is not None})
+    conditions = {name: value for name, value in options.items() if name not in _OF_OBSERVER}
     on_step = conditions.pop("on_step", None)
     if on_step is None:
         return observer, conditions

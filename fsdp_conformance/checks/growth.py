@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from fsdp_conformance.checks.result import CheckResult, Tally
+from fsdp_conformance.history.transfer import carry
 
 #: Packages of the suite whose objects may hold tensors.
 _OWN = tuple(
@@ -42,6 +43,7 @@ _HOOKS = (
 )  # fmt: skip
 
 
+@carry
 @dataclass(frozen=True, slots=True)
 class Held:
     """The tensors and other things that a rank holds at one moment."""

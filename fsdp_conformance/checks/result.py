@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_conformance.errors import NothingCompared
+from fsdp_conformance.history.transfer import carry
 from fsdp_conformance.outcome.records import CheckCount, Finding, RankReport
 
 
@@ -15,6 +16,7 @@ def comparison(what: str, *, expected: object, got: object, details: str = "") -
     return f"{what}: expected {expected}, got {got}" + (f"; {details}" if details else "")
 
 
+@carry
 @dataclass(kw_only=True, slots=True)
 class CheckResult:
     """One oracle's answer about one rank's history."""

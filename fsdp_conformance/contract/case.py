@@ -49,6 +49,8 @@ class Case:
     """Some engines make ranks wait for the deadline: start the case first, so that others run while it waits."""
     processes: str = ""
     """Why the ranks of this case must be processes; empty if they can be simulated."""
+    live: str = ""
+    """Why the ranks of this case judge by themselves; empty if a referee judges what they observe."""
     axes: tuple[tuple[str, Any], ...] = ()
     """The arguments of the test method, by name."""
 

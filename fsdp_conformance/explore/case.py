@@ -36,7 +36,7 @@ from fsdp_conformance.driver.task import World
 from fsdp_conformance.errors import SuiteError, Unsupported
 from fsdp_conformance.explore.example import Example, Initial, asks, shard_group_size, uses_all
 from fsdp_conformance.explore.needs import FORWARDS, needs_of
-from fsdp_conformance.explore.references import Prepared, Trained, shared
+from fsdp_conformance.explore.references import Prepared, Trained, shared, untrained
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome.records import DECLINED, CaseRecord
@@ -106,7 +106,7 @@ class ScenarioCase(ConformanceTestCase):
 
     def check_scenario(self, scenario: Scenario) -> None:
         """Train the scenario, and check everything that it shows."""
-        example, expected, self._second = prepared.get(scenario.digest) or self._train_references(scenario)
+        example, expected, self._second = prepared.get(scenario.digest) or self._references_of(scenario)
         workload = expected.workload
         plan = self.placed_plan(example, workload)
         self._watch = BystanderWatch(self)
@@ -117,11 +117,13 @@ class ScenarioCase(ConformanceTestCase):
             return
         self._watch.note_replaced()
         run = trained.history
-        self.case_references.use(workload, example.regime, expected.of_rank(self.rank))
+        if self.judges:
+            self.case_references.use(workload, example.regime, expected.of_rank(self.rank))
         self._check_values(example, trained, workload)
         if self._second is not None and self._beside is not None:
             other, others_expected = self._second
-            self.case_references.use(others_expected.workload, other.regime, others_expected.of_rank(self.rank))
+            if self.judges:
+                self.case_references.use(others_expected.workload, other.regime, others_expected.of_rank(self.rank))
             self.check_parity(self._beside.history, others_expected.workload, other.regime)
         self._check_left_gathered(example, run, trained.plan)
         self._check_kept_outputs(run)
@@ -131,10 +133,17 @@ class ScenarioCase(ConformanceTestCase):
         self._check_sharding(example, trained, workload)
         self._check_growth(example, trained.adapter)
 
-    def _train_references(self, scenario: Scenario) -> Trained:
+    def _references_of(self, scenario: Scenario) -> Trained:
         """The references, before any code of the engine is in this process. Collective."""
+        of_referee: list[Trained] = []
+
+        def salt() -> int:
+            of_referee.append(shared(scenario, rank=self.rank))
+            return of_referee[0].example.model.salt
+
         with process_group.log().phase("observe"), self.blaming("suite"):
-            return shared(scenario, rank=self.rank)
+            chosen = self.decide("the model's numbers", salt)
+            return of_referee[0] if of_referee else untrained(scenario, chosen)
 
     def placed_plan(self, example: Example, workload: Workload) -> Plan:
         """The plan of the example on this case's device."""
@@ -234,14 +243,22 @@ class ScenarioCase(ConformanceTestCase):
         """Check that a step has set gradients to None, unless the user keeps them."""
         keeps = example.regime.happens(Action.ZEROS, Action.SKIP) or example.regime.clearing != "optimizer"
         if self.declares("orig_params") and not keeps:
-            left = [name for name, parameter in adapter.parameters().items() if parameter.grad is not None]
+            left = self.observe(
+                "gradients",
+                lambda: [name for name, parameter in adapter.parameters().items() if parameter.grad is not None],
+            )
             self.expect_equal("R040", "parameters with a gradient after a step", left, [], step=step, check="cleared")
 
     def _look_at_attributes(self, example: Example, adapter: Adapter, step: int | None) -> None:
         """Check that parameters have what the user gave to them before wrapping, if the engine keeps it."""
         keeps = example.attributes and self.declares("param_attributes")
-        for name, parameter in adapter.parameters().items() if keeps else ():
-            got = getattr(parameter, _ATTRIBUTE, None)
+        if not keeps:
+            return
+        attributes = self.observe(
+            "attributes",
+            lambda: {name: getattr(parameter, _ATTRIBUTE, None) for name, parameter in adapter.parameters().items()},
+        )
+        for name, got in attributes.items():
             self.expect_equal("R189", f"{_ATTRIBUTE} of {name}", got, name, step=step, check="attributes of parameters")
 
     def _check_values(self, example: Example, trained: _Run, workload: Workload) -> None:
@@ -250,6 +267,14 @@ class ScenarioCase(ConformanceTestCase):
         # The rounding of a norm in low precision is not determined.
         seen = run if example.plan.param_dtype is None else run.without_norms()
         self.check_parity(seen, workload, example.regime, none_or_zero=lenient)
+        # A state dict has one value of a parameter, also if it differs between ranks.
+        has_state = self.declares("full_optim_state") and not lenient and not example.model.local_params()
+        has_state = has_state and not example.regime.optimizer_in_backward
+        if has_state:
+            with self.blaming("implementation"):
+                state = adapter.full_optim_state()
+        if not self.judges:
+            return
         references = self.references(workload, example.regime)
         if example.regime.happens(Action.RAISE):
             caught = references.expected.caught
@@ -259,10 +284,7 @@ class ScenarioCase(ConformanceTestCase):
         if example.regime.optimizer_in_backward:
             if all(grad is not None for record in references.expected.steps for grad in (record.grads or {}).values()):
                 self.check(stepped_once(run, requirement="R142"))
-        # A state dict has one value of a parameter, also if it differs between ranks.
-        elif self.declares("full_optim_state") and not lenient and not example.model.local_params():
-            with self.blaming("implementation"):
-                state = adapter.full_optim_state()
+        elif has_state:
             self.check(same_state(state, references, requirement="R140"))
 
     def _check_kept_outputs(self, run: TrainingHistory) -> None:
@@ -325,18 +347,22 @@ class ScenarioCase(ConformanceTestCase):
             return
         world = World(rank=self.rank, size=example.world_size)
         last = example.regime.steps + _STEPS_ON - 1
-        module, held = _module(adapter), None
         # Of the usual batches, activations are smaller than the model.
         workload = example.workload(growth.LARGE)
-        with growth.youngest_alone(), process_group.log().phase("observe"):
-            for step in range(example.regime.steps, last + 1):
-                with self.blaming("implementation"):
-                    further_step(adapter, workload, example.regime, world, step)
-                # What differs from step to step is the same in every second one.
-                if step == last - 2:
-                    held = growth.Held.now(module)
-            assert held is not None, "more than two steps are trained"
-            later = growth.Held.settled(module, held)
+
+        def train_on() -> tuple[growth.Held, growth.Held]:
+            module, held = _module(adapter), None
+            with growth.youngest_alone(), process_group.log().phase("observe"):
+                for step in range(example.regime.steps, last + 1):
+                    with self.blaming("implementation"):
+                        further_step(adapter, workload, example.regime, world, step)
+                    # What differs from step to step is the same in every second one.
+                    if step == last - 2:
+                        held = growth.Held.now(module)
+                assert held is not None, "more than two steps are trained"
+                return held, growth.Held.settled(module, held)
+
+        held, later = self.observe("what is held", train_on)
         requirements = {"bytes": "R039", "hooks": "R189", "groups": "R189", "threads": "R189"}
         self.check(growth.no_more(held, later, rank=self.rank, step=last, requirements=requirements))
         size = sum(4 * math.prod(shape) for shape in example.model.shapes().values())

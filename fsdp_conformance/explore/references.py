@@ -175,6 +175,19 @@ def trained(scenario: Scenario) -> Trained:
     return Trained(example, prepared, (other, prepare(other)))
 
 
+def untrained(scenario: Scenario, salt: int) -> Trained:
+    """The same for a rank that needs no references, only what they belong to. `salt` is that of `trained`'s model."""
+    example = example_of(scenario.choice, salt=salt)
+    second = second_model(example) if example.second else None
+    return Trained(
+        example, _without_histories(example), None if second is None else (second, _without_histories(second))
+    )
+
+
+def _without_histories(example: Example) -> Prepared:
+    return Prepared(workload=remembering(example.workload()), regime=example.regime, histories=())
+
+
 def shared(scenario: Scenario, *, rank: int) -> Trained:
     """
     The references that rank 0 has `trained`, for all ranks, which would otherwise repeat the same work. Collective.

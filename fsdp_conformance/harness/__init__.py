@@ -15,6 +15,7 @@ Ranks: starting them, watching them, ending them.
 
     order                what the controller tells the ranks of a case
     rank                 one case on one rank: run the body, report, wait for the goodbye
+    observations         what a rank shows its referee, as data in a file
     context              what belongs to the rank that is running: its case and its log of collectives
     environment          variables, seeds, threads and determinism of a rank
     single_process_world  a world in which only this process exists

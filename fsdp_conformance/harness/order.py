@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,28 @@ class FirstGroup:
     """Its only backend; empty: those of the device."""
 
 
+class Role(StrEnum):
+    """The part of a process in the judgement of a case."""
+
+    ALONE = "alone"
+    """It drives the engine and judges it."""
+    OBSERVED = "observed"
+    """It drives the engine, and sends what it observes to the referee."""
+    REFEREE = "referee"
+    """It judges what the ranks observe. No engine code ever enters it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refereed:
+    """How the ranks of a case and its referee belong together."""
+
+    role: Role
+    directory: str
+    """Where the ranks write what they observe."""
+    nonce: str
+    """Of this case alone."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseOrder:
     """The code to run, the number of ranks, and how to start them."""
@@ -74,6 +97,8 @@ class CaseOrder:
     """Set in every rank, on top of the controller's environment."""
     preload: tuple[str, ...] = ()
     """The modules that the warm process imports, besides those that every rank needs."""
+    engine: tuple[str, ...] = ()
+    """The modules of the code under test that it imports as well."""
     preload_environment: dict[str, str] = field(default_factory=dict)
     """Set when the warm process imports."""
     imports_main: bool = False
@@ -98,8 +123,15 @@ class CaseOrder:
     """Whose code a rank runs until it says otherwise (`harness.accounting`)."""
     name: str = ""
     """Under torchrun: a name that no other case of the run has."""
+    refereed: Refereed | None = None
+    """None: each rank judges alone."""
     worker: TorchrunWorker | None = None
     """The torchrun worker that starts one of the ranks; its peers may be on other hosts."""
+
+    @property
+    def role(self) -> Role:
+        """The part of these processes in the judgement."""
+        return Role.ALONE if self.refereed is None else self.refereed.role
 
     def is_debugged(self, rank: int) -> bool:
         """True if it is the rank that has the terminal."""

@@ -42,9 +42,6 @@ from fsdp_conformance.harness.order import RankOrder
 from fsdp_conformance.harness.processes import preload
 from fsdp_conformance.outcome.records import RankError, RankReport
 
-#: How a rank came to be that has run nothing before its case.
-FRESH = frozenset({"forkserver", "prepared"})
-
 #: Exit code of a rank whose report carries an error; MultiProcessTestCase.TEST_ERROR_EXIT_CODE.
 ERROR_EXIT_CODE = 10
 #: Exit code of a rank that failed after it had reported.
@@ -57,6 +54,8 @@ class RankCase(Protocol):
     """The attributes of a test case that a rank needs."""
 
     def init_rank(self) -> None: ...
+
+    def finish_body(self) -> None: ...
 
     def describe_error(self, error: BaseException) -> RankError: ...
 
@@ -128,6 +127,7 @@ class RankRun:
             vars(case)["examine"] = self.examine
             case.init_rank()
             getattr(case, test_name)()
+            case.finish_body()
         except SystemExit as leaving:
             skip = skip_message(leaving.code)
             if skip is None:
@@ -265,7 +265,7 @@ def blame_of(error: BaseException) -> str:
     """Who should look at an exception, from its class. Any class that is not ours is the implementation's."""
     if isinstance(error, AdapterError):
         return "adapter"
-    if isinstance(error, SuiteError | UsageError):
+    if isinstance(error, SuiteError | UsageError | ReferencesDisagree):
         return "suite"
     if isinstance(error, EnvironmentUnavailable):
         return "environment"

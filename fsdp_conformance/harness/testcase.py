@@ -161,7 +161,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
             deadlines=self.deadlines,
             determinism=self.determinism,
             variables={**self.preload_environment, **self.rank_environment},
-            preload=(*devices.preload(self.device_type), owner.__module__, *self.preload),
+            preload=(*devices.preload(self.device_type), owner.__module__),
+            engine=self.preload,
             preload_environment={
                 **self.preload_environment,
                 **devices.preload_environment(self.device_type, shared=self.share_devices),
@@ -245,6 +246,9 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         """Runs in a rank before the test method: selects the rank's device. The process group is left to the test."""
         devices.activate(self.device_type)
         devices.use_device(self.device)
+
+    def finish_body(self) -> None:
+        """Runs in a rank after a test method that has returned."""
 
     def shutdown_rank(self) -> None:
         """Runs in a rank after the goodbye, when no peer communicates any more."""

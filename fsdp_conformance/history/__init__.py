@@ -5,5 +5,6 @@ Observations in a rank, as data.
     collective    one collective call
     memory        bytes allocated on the accelerator at a point of the training loop
     overlap       what operations of a device wait for
+    transfer      values as bytes and back
     hazard        two accesses to the same memory that nothing orders
 """

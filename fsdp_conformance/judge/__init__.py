@@ -4,6 +4,7 @@ The verdict on one case, derived from the reports of its ranks and the ends of t
     verdicts    after a case ran: the record with its verdict
     findings    the findings of all ranks as one list
     drill       a case in which a rank was made to fail: is the failure reported as what it is?
+    referee     the report of a rank with the judgement of the referee
     evidence    the parts of the reports that a record keeps, and whether its verdict follows from them
 
 Everything here is pure: no torch, no clock, no file but the contract. `contract.gate` decides before a case whether it
@@ -16,6 +17,7 @@ another rank's ending explains ("connection closed by peer"); it is never the he
 
 from fsdp_conformance.judge.drill import drilled
 from fsdp_conformance.judge.evidence import contradictions, keep_evidence
+from fsdp_conformance.judge.referee import refereed_report
 from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFUSAL, Observed, judge
 
 __all__ = [
@@ -27,4 +29,5 @@ __all__ = [
     "drilled",
     "judge",
     "keep_evidence",
+    "refereed_report",
 ]

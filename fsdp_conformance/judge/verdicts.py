@@ -221,7 +221,7 @@ def _judge_ending(record: CaseRecord, evidence: Evidence, headline: RankEnding) 
 
 def _blame(error: RankError) -> str:
     """Who is to blame for an exception; references that disagree blame no one."""
-    return "references" if class_of(error) == "ReferencesDisagree" else error.blame
+    return "references" if class_of(error) == "ReferencesDisagree" and error.blame == "suite" else error.blame
 
 
 def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding) -> Finding:

@@ -222,6 +222,8 @@ class CaseRecord:
     world_size: Annotated[int, Meta(extra_json_schema={"minimum": 1})] = 0
     device: str = ""
     ranks: str = "processes"
+    refereed: bool = False
+    """True if a referee judged the case, a process that no code under test has entered, and not its ranks."""
     comparisons: _Count = 0
     elements: _Count = 0
     notes: list[str] = field(default_factory=list)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_conformance.history.transfer import tensor_bytes
 from fsdp_conformance.workload.definition import Regime, Workload
 
 #: Prefixes of the variables that libraries of numerics and of communication read.
@@ -224,10 +225,3 @@ class _Digest:
 
     def _note(self, kind: str, text: str) -> None:
         self._hash.update(f"{kind} {len(text)} {text}\n".encode())
-
-
-def tensor_bytes(value: Tensor) -> bytes:
-    """The elements of a dense tensor on the CPU, in order."""
-    flat = value.detach().contiguous().reshape(-1)
-    content: bytes = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return content

@@ -53,8 +53,6 @@ class Offer:
     run: str
     known: frozenset[str]
     """Names of entries."""
-    wanted: frozenset[str]
-    """Names of entries that some case would have used."""
 
     @property
     def store(self) -> ReferenceStore:
@@ -91,14 +89,12 @@ def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer 
         return None
     directory = Path(setting).absolute() if setting else cache / "references"
     limit = _limit()
-    known, wanted = ReferenceStore(directory, limit).names()
     return Offer(
         directory=str(directory),
         limit=limit,
         origin={"suite": suite_sha256, **machine()},
         run=run or _RUN,
-        known=known,
-        wanted=wanted,
+        known=ReferenceStore(directory, limit).names(),
     )
 
 

@@ -8,8 +8,6 @@ JSON, in which tensors are places in the bytes after it. Nothing in it is ever e
 Whatever is not as it was written is refused: another key, another hash, a missing end. An entry is written to a file of
 its own and renamed, so that a reader sees all of it or nothing, whoever else is writing. Above the limit, the entries
 that were not used for longest are removed.
-
-A mark is an empty file with the name of an entry that some case would have used: the next case that can trains it.
 """
 
 from __future__ import annotations
@@ -18,22 +16,18 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fsdp_conformance.history.training import StepRecord, TrainingHistory
-from fsdp_conformance.references.scenario import NotShared, tensor_bytes
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.history.transfer import NotData, Unreadable, from_bytes, to_bytes
+from fsdp_conformance.references.scenario import NotShared
 
 _MAGIC = b"fsdp-conformance references, format 1\n"
 _ENTRY = ".references"
-_MARK = ".wanted"
 _PARTIAL = ".partial"
 
 #: Letters of a name: a case is sent the names of all entries.
@@ -42,10 +36,6 @@ _NAME = 24
 #: An entry that takes more than this part of the limit is not kept, and a full store is emptied down to the second.
 _LARGEST = 0.25
 _FULL = 0.8
-#: The most marks that are kept.
-MAX_MARKS = 4096
-
-_RECORDS = {kind.__name__: kind for kind in (TrainingHistory, StepRecord)}
 
 
 class Refused(Exception):
@@ -57,28 +47,25 @@ def entry_name(key: Mapping[str, str]) -> str:
     return hashlib.sha256(_line(dict(key))).hexdigest()[:_NAME]
 
 
-def section(content: Any) -> bytes:
+def section(histories: Mapping[str, TrainingHistory], absent: Mapping[str, str]) -> bytes:
     """
     One rank's part of an entry, as bytes: equal for equal content. Raises NotShared for what cannot be written.
 
     The wall time of a training is left out.
     """
-    pieces: list[bytes] = []
-    structure = _encoded(content, pieces)
-    return _line(structure) + b"".join(pieces)
+    timeless = {name: dataclasses.replace(history, seconds=0.0) for name, history in histories.items()}
+    try:
+        return to_bytes({"histories": timeless, "absent": dict(absent)})
+    except NotData as error:
+        raise NotShared(str(error)) from error
 
 
 def content_of(data: bytes) -> Any:
-    """The inverse of `section`. Raises Refused."""
-    line, _, rest = data.partition(b"\n")
+    """The content of a section, by "histories" and "absent". Raises Refused."""
     try:
-        reader = _Reader(rest)
-        value = reader.decoded(json.loads(line))
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise Refused(f"its structure cannot be read: {type(error).__name__}: {error}") from error
-    if reader.position != len(rest):
-        raise Refused(f"expected {reader.position} bytes of tensors, got {len(rest)}")
-    return value
+        return from_bytes(data)
+    except Unreadable as error:
+        raise Refused(str(error)) from error
 
 
 class ReferenceStore:
@@ -92,13 +79,12 @@ class ReferenceStore:
         """The file of an entry."""
         return self.directory / f"{name}{_ENTRY}"
 
-    def names(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The entries, and the marks."""
-        names: dict[str, set[str]] = {_ENTRY: set(), _MARK: set()}
-        with contextlib.suppress(OSError):
-            for path in self.directory.iterdir():
-                names.get(path.suffix, set()).add(path.stem)
-        return frozenset(names[_ENTRY]), frozenset(names[_MARK])
+    def names(self) -> frozenset[str]:
+        """The names of the entries."""
+        try:
+            return frozenset(path.stem for path in self.directory.iterdir() if path.suffix == _ENTRY)
+        except OSError:
+            return frozenset()
 
     def read(self, key: Mapping[str, str], rank: int) -> bytes | None:
         """A rank's section of the entry with this key; None if there is no entry. Raises Refused."""
@@ -148,26 +134,15 @@ class ReferenceStore:
             except BaseException:
                 Path(partial).unlink(missing_ok=True)
                 raise
-            self._mark(name).unlink(missing_ok=True)
         except OSError:
             return False
         self._trim()
         return True
 
-    def want(self, name: str) -> None:
-        """Mark an entry that is missing."""
-        with contextlib.suppress(OSError):
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if len(self.names()[1]) < MAX_MARKS:
-                self._mark(name).touch()
-
     def remove(self, name: str) -> None:
         """Remove an entry."""
         with contextlib.suppress(OSError):
             self.path(name).unlink(missing_ok=True)
-
-    def _mark(self, name: str) -> Path:
-        return self.directory / f"{name}{_MARK}"
 
     def _trim(self) -> None:
         """Remove the entries that were not used for longest, and what writers that were killed have left."""
@@ -190,63 +165,3 @@ class ReferenceStore:
 
 def _line(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
-
-
-def _encoded(value: Any, pieces: list[bytes]) -> Any:
-    """The value as JSON: plain values as they are, the rest as a list that begins with its kind."""
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return ["float", value.hex()]
-    if kind in (list, tuple):
-        return [kind.__name__, *(_encoded(item, pieces) for item in value)]
-    if kind is dict and all(type(name) is str for name in value):
-        return ["dict", *([name, _encoded(item, pieces)] for name, item in value.items())]
-    if kind is Tensor and value.layout is torch.strided and value.device.type == "cpu" and not value.requires_grad:
-        data = tensor_bytes(value)
-        pieces.append(data)
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
-    if kind.__name__ in _RECORDS and kind is _RECORDS[kind.__name__]:
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        if kind is TrainingHistory:
-            fields["seconds"] = 0.0
-        return ["record", kind.__name__, _encoded(fields, pieces)]
-    raise NotShared(f"the history has a {kind.__module__}.{kind.__qualname__}, which is not written down")
-
-
-class _Reader:
-    """Decodes a structure, and takes the tensors from the bytes in the order in which they were written."""
-
-    def __init__(self, data: bytes) -> None:
-        self.bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        self.position = 0
-
-    def decoded(self, value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        kind, *rest = value
-        if kind == "float":
-            return float.fromhex(rest[0])
-        if kind in ("list", "tuple"):
-            items = [self.decoded(item) for item in rest]
-            return items if kind == "list" else tuple(items)
-        if kind == "dict":
-            return {name: self.decoded(item) for name, item in rest}
-        if kind == "tensor":
-            return self._tensor(rest[0], rest[1])
-        if kind == "record":
-            return _RECORDS[rest[0]](**self.decoded(rest[1]))
-        raise ValueError(f"unknown kind {kind!r}")
-
-    def _tensor(self, dtype_name: str, shape: list[int]) -> Tensor:
-        dtype = getattr(torch, dtype_name)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{dtype_name!r} is not a dtype")
-        size = math.prod(shape) * dtype.itemsize
-        # A copy, because the bytes of a tensor need not begin where its dtype may.
-        data = self.bytes[self.position : self.position + size].clone()
-        if len(data) != size or min(shape, default=0) < 0:
-            raise ValueError(f"expected {size} bytes of a tensor of shape {shape}, got {len(data)}")
-        self.position += size
-        return data.view(dtype).view(shape)

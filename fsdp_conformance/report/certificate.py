@@ -477,6 +477,10 @@ def _remarks(run: RunFile) -> list[str]:
     simulated = sum(record.device == SIMULATED and record.comparisons > 0 for record in run.records)
     if simulated and settings.device != SIMULATED:
         remarks.append(f"{simulated} case{'s' if simulated > 1 else ''} ran on the simulated accelerator")
+    judged = [record for record in run.records if record.comparisons > 0]
+    refereed = sum(record.refereed for record in judged)
+    if refereed < len(judged):
+        remarks.append(f"{len(judged) - refereed} of {len(judged)} cases were judged by their own ranks, not a referee")
     remarks += [note["text"] for note in run.notes if not note.get("refuses")]
     return remarks
 

@@ -65,6 +65,9 @@ class ScriptRank:
         log().observers.append(_Forgetful())
         log().issuer = functools.partial(recorded_calls.issue, agreement, rank)
 
+    def finish_body(self) -> None:
+        """A script has no referee to be told."""
+
     def run_script(self) -> None:
         """Run the script; the observations go into the report, however it ends."""
         if self._observer is None:

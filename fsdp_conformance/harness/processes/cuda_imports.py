@@ -22,15 +22,22 @@ WITHOUT = "FSDP_CONFORMANCE_WARM_WITHOUT"
 _known: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], str | None] = {}
 
 
-def server_without_cuda(modules: tuple[str, ...], variables: Mapping[str, str]) -> WarmServer:
+def server_without_cuda(
+    modules: tuple[str, ...], variables: Mapping[str, str], *, engine: tuple[str, ...] = ()
+) -> WarmServer:
     """
-    A server that has imported `modules`, except those that start CUDA.
+    A server that has imported `modules`, and those of the engine, except those that start CUDA.
 
     What every rank needs is not left out: if torch itself starts the driver, the ranks report it.
     """
-    harmless, left_out = modules, ""
+    everything = harmless = (*modules, *engine)
+    left_out = ""
     while True:
-        server = server_for(harmless, {**variables, WITHOUT: left_out} if left_out else variables)
+        server = server_for(
+            tuple(name for name in modules if name in harmless),
+            {**variables, WITHOUT: left_out} if left_out else variables,
+            engine=tuple(name for name in engine if name in harmless),
+        )
         key = (harmless, frozenset(variables.items()))
         if key not in _known:
             _known[key] = _ask(server)
@@ -38,7 +45,7 @@ def server_without_cuda(modules: tuple[str, ...], variables: Mapping[str, str]) 
         if culprit is None or culprit not in harmless:
             return server
         harmless = tuple(name for name in harmless if name != culprit)
-        left_out = ",".join(name for name in modules if name not in harmless)
+        left_out = ",".join(name for name in everything if name not in harmless)
 
 
 def _ask(server: WarmServer) -> str | None:

@@ -488,15 +488,18 @@ def _prove_key(client: socket.socket, key: bytes) -> None:
 
 
 class _Servers:
-    """The servers of this process: one base per environment, and at most one grown from each."""
+    """
+    The servers of this process: one base per environment, and at most two grown from each, of which one has modules of
+    code under test. The others never import any: a referee comes from them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bases: dict[frozenset[tuple[str, str]], WarmServer] = {}
-        self._grown: dict[frozenset[tuple[str, str]], GrownServer] = {}
+        self._grown: dict[tuple[frozenset[tuple[str, str]], bool], GrownServer] = {}
         self._retired: list[WarmServer] = []
 
-    def get(self, modules: Iterable[str], variables: Mapping[str, str]) -> WarmServer:
+    def get(self, modules: Iterable[str], variables: Mapping[str, str], engine: Iterable[str]) -> WarmServer:
         key = frozenset(variables.items())
         requested = tuple(dict.fromkeys(name for name in modules if name != "__main__"))
         with self._lock:
@@ -507,16 +510,17 @@ class _Servers:
                     self._retire(next(iter(self._bases)))
                 base = WarmServer((*preload.BASE, *preload.OPTIONAL, *requested), variables)
             self._bases[key] = base  # the most recently used one is last
-            missing = tuple(name for name in requested if name not in base.modules)
+            missing = tuple(name for name in dict.fromkeys((*requested, *engine)) if name not in base.modules)
             if not missing:
                 return base
-            grown = self._grown.get(key)
+            kind = key, bool(tuple(engine))
+            grown = self._grown.get(kind)
             if grown is None or not set(missing) <= set(grown.modules):
                 if grown is not None:
                     grown.retire()
                     self._retired.append(grown)
                 loaded = grown.modules if grown is not None else ()
-                grown = self._grown[key] = GrownServer(base, dict.fromkeys((*loaded, *missing)))
+                grown = self._grown[kind] = GrownServer(base, dict.fromkeys((*loaded, *missing)))
             return grown
 
     def put(self, base: WarmServer) -> None:
@@ -525,7 +529,8 @@ class _Servers:
 
     def _retire(self, key: frozenset[tuple[str, str]]) -> None:
         # The grown server first: it keeps its base alive.
-        for server in (self._grown.pop(key, None), self._bases.pop(key, None)):
+        grown = (self._grown.pop((key, of_engine), None) for of_engine in (True, False))
+        for server in (*grown, self._bases.pop(key, None)):
             if server is not None:
                 server.retire()
                 self._retired.append(server)
@@ -546,14 +551,18 @@ class _Servers:
 _servers = _Servers()
 
 
-def server_for(modules: Iterable[str] = (), variables: Mapping[str, str] | None = None) -> WarmServer:
+def server_for(
+    modules: Iterable[str] = (), variables: Mapping[str, str] | None = None, *, engine: tuple[str, ...] = ()
+) -> WarmServer:
     """
     A server that has imported `modules` (names, or paths of files) under the environment `variables`.
+
+    `engine` are modules of code under test. A server that is asked for without any has never imported one.
 
     The first call for an environment decides what its base server imports. A later call that needs more gets a server
     grown from it, and the one grown before is retired.
     """
-    return _servers.get(modules, variables or {})
+    return _servers.get(modules, variables or {}, engine)
 
 
 def import_and_fork() -> None:

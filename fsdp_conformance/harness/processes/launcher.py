@@ -99,7 +99,7 @@ def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
     shared_before = shared_memory()  # before the first rank can make any
     key = (case.world_size, case.device_type, frozenset(case.preload_environment.items()))
     find = server_without_cuda if case.device_type == "cuda" else server_for
-    server = find(case.preload, case.preload_environment)
+    server = find(case.preload, case.preload_environment, engine=case.engine)
     if case.reuse:
         ready = pool.take(key, case.device_type, slots=case.slots_per_device)
     else:
@@ -120,6 +120,45 @@ def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
     if meeting is None:
         prepared.begin(case, server, ranks.lease)
     return started
+
+
+class RefereeLaunch:
+    """
+    The process that judges a case: simulated ranks that see what the real ones observe (`cases.referee`).
+
+    It starts with the ranks, but its time counts from when they have ended.
+    """
+
+    def __init__(self, case: CaseOrder) -> None:
+        self._case = case
+        shared_before = shared_memory()
+        server = server_for(case.preload, case.preload_environment)
+        members = fork_ranks(rank_host.main, 1, server, case.directory, case.imports_main)
+        self._orders = case.for_ranks({})
+        send_orders(members[0][1], self._orders)
+        self._ranks = RankSet(
+            key=(), members=members, lease=Lease(), shared_before=shared_before, resources=ExitStack()
+        )
+        self._launch: Launch | None = None
+
+    def wait(self) -> tuple[list[RankReport | None], list[RankExit]]:
+        """The report of the referee on each rank, and how the referee ended."""
+        ((process, connection),) = self._ranks.members
+        files = tuple(order.files for order in self._orders)
+        seat = rank_host.HostSeat(
+            0, process, Mailbox(connection), files[0], rank_files=files, part=self._case.first_part
+        )
+        self._launch = Launch(self._case, [seat], self._ranks, shared_before=self._ranks.shared_before, meeting=None)
+        return self._launch.wait()
+
+    def close(self) -> None:
+        """End it if it still runs."""
+        if self._launch is not None:
+            self._launch.close()
+            return
+        ((process, _),) = self._ranks.members
+        process.kill()
+        self._ranks.end()
 
 
 def _start(case: CaseOrder, key: tuple[Any, ...], server: WarmServer, meeting: CaseMeeting | None) -> RankSet:

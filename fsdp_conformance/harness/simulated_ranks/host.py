@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from fsdp_conformance import codec
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.accounting import Part
-from fsdp_conformance.harness.order import RankFiles, RankOrder
+from fsdp_conformance.harness.order import RankFiles, RankOrder, Role
 from fsdp_conformance.harness.processes import rank_process
 from fsdp_conformance.harness.processes.stacks import last_collectives
 from fsdp_conformance.harness.processes.supervisor import Seat
@@ -35,7 +35,14 @@ from fsdp_conformance.outcome.records import RankExit, RankReport
 class _SimulatedRankRun(RankRun):
     """One case on one simulated rank."""
 
-    start = "simulated"
+    @property
+    def start(self) -> str:  # type: ignore[override]
+        """How the rank came to be."""
+        return "referee" if self.order.case.role is Role.REFEREE else "simulated"
+
+    def turn_to(self, part: Part) -> Part:
+        """Tell the controller whose code this rank runs. In a referee it is always the suite's."""
+        return self.part if self.order.case.role is Role.REFEREE else super().turn_to(part)
 
     def prepare(self) -> None:
         """Open this rank's trace. The process was prepared for all ranks."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from fsdp_conformance.cases.references import _section, _Source
@@ -27,19 +25,18 @@ def _world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _source(directory: Path, *, fresh: bool = True, workload: Workload | None = None) -> _Source:
+def _source(directory: Path, *, workload: Workload | None = None) -> _Source:
     """The offer is made again, as for another case."""
-    offer = Offer(directory=str(directory), limit=2**30, origin={}, run="", known=frozenset(), wanted=frozenset())
-    known, wanted = offer.store.names()
+    offer = Offer(directory=str(directory), limit=2**30, origin={}, run="", known=frozenset())
     return _Source(
+        case="R001/exact-probe-ws2",
         workload=workload or probes.exact_mlp(),
         regime=Regime(steps=1),
         rank=0,
         world_size=1,
         device="cpu",
         report=RankReport(rank=0),
-        offer=replace(offer, known=known, wanted=wanted),
-        fresh=fresh,
+        offer=replace(offer, known=offer.store.names()),
     )
 
 
@@ -52,44 +49,25 @@ def _suffixes(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("workload", [probes.exact_mlp(), models.norm_mlp()], ids=lambda workload: workload.name)
-def test_marked_written_taken(tmp_path: Path, workload: Workload) -> None:
-    """By a case whose engine has run, by one whose engine has not, and by all after it; the same bits each time."""
-    marks = _source(tmp_path, fresh=False, workload=workload)
-    trained = marks.obtained()
-    assert (_counts(marks), _suffixes(tmp_path), marks.is_wanted()) == ((1, 0, 0), [".wanted"], False)
-
+def test_written_and_taken(tmp_path: Path, workload: Workload) -> None:
+    """By the first case that needs them, and by all after it; the same bits each time."""
     writes = _source(tmp_path, workload=workload)
-    assert writes.is_wanted()
-    writes.obtained()
+    trained = writes.obtained()
     assert (_counts(writes), _suffixes(tmp_path)) == ((1, 0, 0), [".references"])
 
-    takes = _source(tmp_path, fresh=False, workload=workload)
+    takes = _source(tmp_path, workload=workload)
+    takes.offer = replace(takes.offer, run=_unsampled(takes)) if takes.offer is not None else None
     obtained = takes.obtained()
-    assert (_counts(takes), takes.is_wanted()) == ((0, 1, 0), False)
+    assert _counts(takes) == (0, 1, 0)
     assert _section(obtained) == _section(trained)
 
 
-def test_ranks_that_differ_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine has changed the settings of one rank, so that it looks for another entry: all train, and none waits."""
-    _source(tmp_path).obtained()
-    before = _suffixes(tmp_path)
-
-    all_reduce = dist.all_reduce
-
-    def least(values: Tensor, **options: Any) -> None:
-        all_reduce(values, **options)
-        if values.numel() == 4 and values[2] > 1:
-            values[2] -= 1  # the other rank's number is smaller
-
-    monkeypatch.setattr(dist, "all_reduce", least)
-    takes = _source(tmp_path)
-    takes.obtained()
-    elsewhere = _source(tmp_path / "empty")
-    elsewhere.obtained()
-
-    assert (_counts(takes), _counts(elsewhere)) == ((1, 0, 0), (1, 0, 0))
-    assert _suffixes(tmp_path) == before
-    assert not (tmp_path / "empty").exists()
+def _unsampled(source: _Source) -> str:
+    """A run in which the case does not train the entry again."""
+    assert source.offer is not None
+    assert source.key is not None
+    offers = (replace(source.offer, run=str(number)) for number in range(1000))
+    return next(offer.run for offer in offers if not offer.is_sampled(source.case, source.key))
 
 
 def test_an_entry_whose_references_disagree_is_refused(tmp_path: Path) -> None:
@@ -100,7 +78,7 @@ def test_an_entry_whose_references_disagree_is_refused(tmp_path: Path) -> None:
     assert writes.key is not None
     content = content_of(writes.offer.store.read(writes.key, 0) or b"")
     content["histories"]["all-reduce"].steps[0].params["0.weight"] += 1.0
-    writes.offer.store.write(writes.key, [section(content)])
+    writes.offer.store.write(writes.key, [section(**content)])
 
     takes = _source(tmp_path)
     takes.obtained()

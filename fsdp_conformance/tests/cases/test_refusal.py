@@ -99,7 +99,7 @@ def test_what_is_no_refusal_is_shown_to_a_debugger(error: Exception, excused: bo
     """`debug --pdb` stops where the case has caught what it holds against the engine, and nowhere else."""
     here = _here()
     examined: list[BaseException] = []
-    checks = CaseChecks(here, references=_no_references, examine=examined.append)
+    checks = CaseChecks(here, references=_no_references, examine=examined.append, observe=lambda name, look: look())
 
     def refuse() -> None:
         raise error

@@ -28,7 +28,7 @@ REGIME = Regime()
 
 
 def _offer(**fields: Any) -> Offer:
-    given = {"directory": "", "limit": 1, "origin": machine(), "run": "1", "known": frozenset(), "wanted": frozenset()}
+    given = {"directory": "", "limit": 1, "origin": machine(), "run": "1", "known": frozenset()}
     return Offer(**{**given, **fields})
 
 
@@ -153,7 +153,7 @@ def test_settings_count_as_an_engine_has_left_them(change: Callable[[], None], b
 
 def test_an_offer_travels() -> None:
     """It reaches the ranks as JSON."""
-    offer = _offer(known=frozenset({"b", "a"}), wanted=frozenset({"c"}))
+    offer = _offer(known=frozenset({"b", "a"}))
 
     assert codec.typed(Offer, codec.plain(offer)) == offer
 

@@ -24,8 +24,10 @@ class Servers:
         self.culprits = culprits
         self.requests: list[tuple[tuple[str, ...], dict[str, str]]] = []
 
-    def find(self, modules: tuple[str, ...], variables: Mapping[str, str]) -> tuple[str, ...]:
-        return modules
+    def find(
+        self, modules: tuple[str, ...], variables: Mapping[str, str], *, engine: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        return modules + engine
 
     def ask(self, server: tuple[str, ...]) -> str | None:
         self.requests.append((server, {}))

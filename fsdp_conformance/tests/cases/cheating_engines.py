@@ -1,0 +1,227 @@
+"""
+Engines that are wrong, and do something about the process that they run in so that it does not show.
+
+Each of them trains with twice the loss, or with another Adam. Besides, they change torch, the suite, or the messages of
+their rank, on purpose or not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import unittest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance import codec, errors
+from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.cases import observed
+from fsdp_conformance.cases.checks import CaseChecks
+from fsdp_conformance.harness import context
+from fsdp_conformance.harness.observations import ObservationLog
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.outcome.records import CheckCount, RankReport
+from fsdp_conformance.plan import Plan
+
+
+class Doubles(TorchFSDP2):
+    """Trains with twice the loss, and hides nothing."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(2 * loss, retain_graph=retain_graph)
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        self.cheat()
+        super().setup(model_fn, optim_fn, plan)
+
+    def cheat(self) -> None:
+        """Change the process."""
+
+
+class PatchesAdam(TorchFSDP2):
+    """Installs an Adam of its own for the whole process, with other betas."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        stock = torch.optim.Adam.__init__
+
+        def init(self: torch.optim.Adam, *arguments: Any, **settings: Any) -> None:
+            stock(self, *arguments, **{**settings, "betas": (0.5, 0.5)})
+
+        torch.optim.Adam.__init__ = init  # type: ignore[method-assign]
+        super().setup(model_fn, optim_fn, plan)
+
+
+class PatchesComparisons(Doubles):
+    """Makes every comparison of tensors come out equal."""
+
+    def cheat(self) -> None:
+        torch.equal = lambda *tensors: True
+        torch.allclose = lambda *tensors, **options: True
+        Tensor.all = lambda self, *arguments, **options: torch.tensor(True)  # type: ignore[method-assign]
+        Tensor.any = lambda self, *arguments, **options: torch.tensor(False)  # type: ignore[method-assign]
+
+
+class DropsFindings(Doubles):
+    """Makes the checks in its process find nothing."""
+
+    def cheat(self) -> None:
+        for name in ("check", "expect", "check_parity", "check_equal", "check_bitwise"):
+            setattr(CaseChecks, name, lambda self, *arguments, **options: None)
+
+
+class ForgesReport(Doubles):
+    """Sends a report of its own, with many comparisons, and leaves."""
+
+    def close(self) -> None:
+        self.forge()
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        self.forge()
+        return None
+
+    def forge(self) -> None:
+        """Send the report, and end."""
+        run = context.running()
+        count = CheckCount(comparisons=1000, elements=100000)
+        checks = dict.fromkeys(("loss parity", "gradient parity", "parameter parity", "cross-rank equality"), count)
+        report = RankReport(rank=run.order.rank, checks=checks, environment=run.report.environment)
+        run.pipe.send_bytes(json.dumps({"report": codec.plain(report)}).encode())
+        run.wait_for_goodbye()
+        os._exit(0)
+
+
+class ForgesTheEnd(ForgesReport):
+    """Shows a training that it has not trained, as if the body had ended, and then sends its own report."""
+
+    def forge(self) -> None:
+        run = context.running()
+        refereed = run.order.case.refereed
+        assert refereed is not None, "the case has a referee"
+        log = ObservationLog(refereed.directory, run.order.rank, refereed.nonce)
+        empty = TrainingHistory(source="forged", rank=run.order.rank, world_size=run.order.case.world_size)
+        log.send("returned", name="train", steps=3, value=(empty, {}))
+        log.send("done", name="body", steps=3)
+        super().forge()
+
+
+class SendsGarbage(ForgesReport):
+    """Writes something that cannot be read where its observations belong."""
+
+    def forge(self) -> None:
+        refereed = context.running().order.case.refereed
+        assert refereed is not None, "the case has a referee"
+        with open(f"{refereed.directory}/rank{context.running().order.rank}.observations", "ab") as file:
+            file.write((40).to_bytes(8, "big") + b'["nest' + b"[" * 34)
+        super().forge()
+
+
+class ShowsLittle(Doubles):
+    """Shows trainings without their steps."""
+
+    def cheat(self) -> None:
+        send = ObservationLog.send
+
+        def send_less(self: ObservationLog, kind: str, **content: Any) -> None:
+            if kind == "returned" and content.get("name") == "train":
+                run, _ = content["value"]
+                run.steps = []
+            send(self, kind, **content)
+
+        ObservationLog.send = send_less  # type: ignore[method-assign]
+
+
+class SwallowsItsErrors(Doubles):
+    """Raises, and does not say so."""
+
+    def cheat(self) -> None:
+        observed.Observations.raised = lambda *arguments: None  # type: ignore[method-assign]
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        raise errors.EnvironmentUnavailable("no such device")
+
+
+class NoSuchDevice(Doubles):
+    """Says in its second step that the machine lacks something."""
+
+    excuse: BaseException = errors.EnvironmentUnavailable("no such device")
+    steps_done = 0
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        self.steps_done += 1
+        if self.steps_done == 2:
+            raise self.excuse
+        return super().step(max_norm, norm_type=norm_type)
+
+
+class NotToday(NoSuchDevice):
+    """Skips the test in which it is."""
+
+    excuse = unittest.SkipTest("not today")
+
+
+class LeavesByASkip(NoSuchDevice):
+    """Exits as torch's harness does for a test that is skipped."""
+
+    excuse = SystemExit(74)
+
+
+class BlamesTheReferences(NoSuchDevice):
+    """Says that the references disagree."""
+
+    excuse = errors.ReferencesDisagree("they do")
+
+
+class BlamesTheSuite(NoSuchDevice):
+    """Says that the suite is wrong."""
+
+    excuse = errors.SuiteError("not me")
+
+
+class RefusesLate(NoSuchDevice):
+    """Refuses something that the case does not ask for, once it has trained a step with wrong numbers."""
+
+    excuse = errors.Unsupported("tp", "on second thought")
+
+
+class RefusesOnOneRank(Doubles):
+    """Refuses on one rank only, before anything was trained."""
+
+    def cheat(self) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise errors.Unsupported("tp", "not on this rank")
+
+
+class RaisesSurrogates(NoSuchDevice):
+    """Raises an exception whose text cannot be written as UTF-8."""
+
+    excuse = RuntimeError("a lone surrogate \ud800, and an escape \x1b[2J")
+
+
+class ExitsQuietly(Doubles):
+    """Ends its process in the second step, with the exit code of success."""
+
+    steps_done = 0
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        self.steps_done += 1
+        if self.steps_done == 2:
+            sys.stdout.flush()
+            os._exit(0)
+        return super().step(max_norm, norm_type=norm_type)
+
+
+class KeepsStockAdam(TorchFSDP2):
+    """Correct: replaces a function of torch by one that does the same, as engines do."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        stock = torch.nn.functional.linear
+
+        def linear(*arguments: Any, **options: Any) -> Tensor:
+            return stock(*arguments, **options)
+
+        torch.nn.functional.linear = linear
+        super().setup(model_fn, optim_fn, plan)

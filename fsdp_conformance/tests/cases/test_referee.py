@@ -1,0 +1,62 @@
+"""No engine can change its verdict in its own process: it is judged by one that it cannot reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.run_settings import RunSettings
+from fsdp_conformance.selftest import bound_case, run_case
+from fsdp_conformance.tests.cases import cheating_engines
+from fsdp_conformance.verdict import Verdict
+
+BASE = RunSettings(device="cpu")
+FILE = Path(cheating_engines.__file__)
+
+#: Engine, with the requirement and the words of the first finding, or of the reason.
+CHEATS = {
+    "Doubles": (Verdict.FAIL, "gradient"),
+    "PatchesComparisons": (Verdict.FAIL, "gradient"),
+    "DropsFindings": (Verdict.FAIL, "gradient"),
+    "ForgesReport": (Verdict.FAIL, "has not shown all of it"),
+    "ForgesTheEnd": (Verdict.FAIL, "must show 3 steps of rank"),
+    "SendsGarbage": (Verdict.FAIL, "cannot be read"),
+    "ShowsLittle": (Verdict.FAIL, "must show 3 steps of rank"),
+    "SwallowsItsErrors": (Verdict.FAIL, "no such device"),
+    "NoSuchDevice": (Verdict.FAIL, "no such device"),
+    "NotToday": (Verdict.FAIL, "not today"),
+    "LeavesByASkip": (Verdict.FAIL, "74"),
+    "BlamesTheReferences": (Verdict.FAIL, "they do"),
+    "BlamesTheSuite": (Verdict.FAIL, "not me"),
+    "RefusesLate": (Verdict.FAIL, "on second thought"),
+    "RefusesOnOneRank": (Verdict.FAIL, "not on this rank"),
+    "RaisesSurrogates": (Verdict.FAIL, "a lone surrogate"),
+    "ExitsQuietly": (Verdict.CRASH, "exited with code 0"),
+}
+
+
+@pytest.mark.parametrize("engine", CHEATS)
+def test_no_cheat_changes_the_verdict(engine: str) -> None:
+    """Each fails, and the reason is what it did."""
+    record = run_case(bound_case("R001/exact-probe-ws2"), f"{FILE}:{engine}", base=BASE)
+
+    verdict, words = CHEATS[engine]
+    assert (record.verdict, words in record.reason) == (verdict, True), record.reason
+
+
+@pytest.mark.parametrize("references", ["off", "empty"])
+def test_another_adam(references: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """References train with torch's Adam, also where nothing was kept from before."""
+    monkeypatch.setenv("FSDP_CONFORMANCE_REFERENCES", "off" if references == "off" else str(tmp_path))
+
+    record = run_case(bound_case("R004/adam-norm-mlp-ws2"), f"{FILE}:PatchesAdam", base=BASE)
+
+    assert record.verdict is Verdict.FAIL, record.reason
+
+
+def test_a_correct_engine_that_replaces_functions() -> None:
+    """It is not accused."""
+    record = run_case(bound_case("R001/exact-probe-ws2"), f"{FILE}:KeepsStockAdam", base=BASE)
+
+    assert record.verdict is Verdict.PASS, record.reason
