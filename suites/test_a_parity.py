@@ -6,7 +6,7 @@ import torch
 
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
-from fsdp_conformance.checks import communication, groups, partition
+from fsdp_conformance.checks import communication, groups, growth, partition
 from fsdp_conformance.checks.invariance import Losses, same_training
 from fsdp_conformance.fixtures import models, probes, split, transformer, workload_by_name
 from fsdp_conformance.history.training import TrainingHistory
@@ -16,6 +16,9 @@ from fsdp_conformance.workload.definition import Regime, Workload
 from fsdp_conformance.workload.events import Action
 
 WORLD_SIZES = (2, 3, 4)
+
+#: With fewer ranks, what an engine may keep for the next step is as large as a replica.
+_SHOWS_REPLICAS = 4
 
 
 class NumericalParity(ConformanceTestCase):
@@ -377,8 +380,16 @@ class NumericalParity(ConformanceTestCase):
         "R188", "R033", chapter="A", axes={"world_size": WORLD_SIZES}, kills=("silent-ddp", "views-of-full-storage")
     )
     def test_it_shards(self, world_size: int) -> None:
-        """The bytes a rank holds and the traffic it sees are those of sharded training, not of replicated training."""
+        """The bytes that ranks hold are those of sharded training, not of replicated training."""
         workload = models.wide_mlp()
         plan = self.plan(workload)
-        run = self.train(workload, plan)
-        self.check(partition.sharding_witness(run, plan, world_size=world_size, padding=self.padding))
+        regime = Regime(optimizer="adam")
+        with growth.youngest_alone():
+            run = self.train(workload, plan, regime)
+            in_process = self.observe("bytes of tensors", lambda: growth.Held.now(None).bytes)
+        self.check_parity(run, workload, regime)
+        total = self.total(run.held_bytes)
+        self.check(partition.sharding_witness(run, plan, world_size=world_size, padding=self.padding, total=total))
+        self.report.measurements["bytes of tensors in the process"] = in_process
+        if world_size >= _SHOWS_REPLICAS and self.device_type == "cpu":
+            self.check(partition.process_witness(in_process, run, plan, world_size=world_size))

@@ -62,12 +62,19 @@ class ParameterOffload(ConformanceTestCase):
             self.expect_equal("R137", "device while computing", parameter.device.type, self.device.type, **where)
 
     def _expect_on_cpu(self, adapter: Adapter, step: int) -> None:
-        for name, parameter in adapter.parameters().items():
-            for what, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
-                if tensor is not None:
-                    where: dict[str, Any] = {"fqn": name, "step": step, "phase": "backward"}
-                    where |= {"check": "placement after backward"}
-                    self.expect_equal("R137", f"{what}'s device after backward", tensor.device.type, "cpu", **where)
+
+        def devices() -> list[tuple[str, str, str]]:
+            return [
+                (name, what, tensor.device.type)
+                for name, parameter in adapter.parameters().items()
+                for what, tensor in (("parameter", parameter), ("gradient", parameter.grad))
+                if tensor is not None
+            ]
+
+        for name, what, device in self.observe("devices", devices):
+            where: dict[str, Any] = {"fqn": name, "step": step, "phase": "backward"}
+            where |= {"check": "placement after backward"}
+            self.expect_equal("R137", f"{what}'s device after backward", device, "cpu", **where)
 
     @conformance_case(
         "R138",

@@ -35,6 +35,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_conformance import codec
@@ -50,6 +51,7 @@ from fsdp_conformance.cases.references import CaseReferences
 from fsdp_conformance.cases.refusal import ReportedError
 from fsdp_conformance.cases.training import CaseTraining
 from fsdp_conformance.cases.worlds import CaseWorlds
+from fsdp_conformance.checks.memory import Activations
 from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.checks.streams import same_undisturbed, stream_control
 from fsdp_conformance.contract.case import Case, case_of
@@ -353,7 +355,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
     @cached_property
     def case_device(self) -> CaseDevice:
         """The device of this rank."""
-        return CaseDevice(self.here)
+        return CaseDevice(self.here, has_engine=self.role is not Role.REFEREE)
 
     def init_rank(self) -> None:
         self.take_over_order()
@@ -482,16 +484,34 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
     in_world = _of("worlds", CaseWorlds.in_world)
     _new_directory = _of("worlds", CaseWorlds.shared_directory)
     placed = _of("case_device", CaseDevice.placed)
-    allocated_bytes = _of("case_device", CaseDevice.allocated_bytes)
-    allocated_bytes_without_backend = _of("case_device", CaseDevice.allocated_bytes_without_backend)
-    activations = _of("case_device", CaseDevice.activations)
     another_device = _of("case_device", CaseDevice.another_device)
     no_garbage_collection = _of("case_device", CaseDevice.no_garbage_collection)
     poisoned_allocations = _of("case_device", CaseDevice.poisoned_allocations)
 
+    def allocated_bytes(self) -> int:
+        """Bytes allocated on this rank's accelerator now."""
+        return self.observe("allocated bytes", self.case_device.allocated_bytes)
+
+    def allocated_bytes_without_backend(self, expected: int) -> int:
+        """The same without those that the process group still holds: see `CaseDevice`. Collective."""
+        return self.observe("allocated bytes", lambda: self.case_device.allocated_bytes_without_backend(expected))
+
+    def activations(self, workload: Workload) -> Activations:
+        """Bytes that one forward of the unwrapped model takes on this rank's device, beyond its parameters."""
+        return self.observe("activations", lambda: self.case_device.activations(workload))
+
     def shared_directory(self) -> Path:
         """A new directory that every rank sees and that goes away with the case. Collective."""
         return self.observe("shared directory", self._new_directory)
+
+    def total(self, figures: Mapping[str, int]) -> dict[str, int]:
+        """The sums of figures over all ranks. Collective, where checks are made; elsewhere the figures themselves."""
+        if not self.judges:
+            return dict(figures)
+        everyone: list[Mapping[str, int]] = [{}] * self.world_size
+        with process_group.log().phase("observe"), self.blaming("suite"):
+            dist.all_gather_object(everyone, dict(figures))
+        return {name: sum(of_rank.get(name, 0) for of_rank in everyone) for name in figures}
 
     # --- verbs that train and check ----------------------------------------------------------------------------------
 

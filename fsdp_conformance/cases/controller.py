@@ -25,7 +25,7 @@ from fsdp_conformance.errors import RequirementFailed
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.observations import decisions_directory, note_ended
-from fsdp_conformance.harness.order import CaseOrder, Refereed, Role
+from fsdp_conformance.harness.order import CaseOrder, FirstGroup, Refereed, Role
 from fsdp_conformance.harness.processes.launcher import RefereeLaunch
 from fsdp_conformance.harness.processes.stacks import is_alive
 from fsdp_conformance.judge import Observed, drilled, judge, keep_evidence, refereed_report
@@ -100,6 +100,7 @@ class Referee:
                 directory=directory,
                 file_name=str(directory / "store"),
                 simulated=True,
+                group=FirstGroup(),
                 first_part=Part.SUITE,
                 # Nothing of the engine: neither its modules nor its variables.
                 engine=(),

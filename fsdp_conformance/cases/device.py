@@ -26,10 +26,15 @@ _WATCHDOG_PERIOD_S = 0.15
 
 
 class CaseDevice:
-    """The device that one rank of a case computes on."""
+    """
+    The device that one rank of a case computes on.
 
-    def __init__(self, here: CaseRank) -> None:
+    `has_engine` is False in a referee, whose ranks share the settings of one process and leave them as they are.
+    """
+
+    def __init__(self, here: CaseRank, *, has_engine: bool = True) -> None:
         self._here = here
+        self._has_engine = has_engine
 
     def allocated_bytes(self) -> int:
         """Bytes allocated on this rank's accelerator now."""
@@ -87,6 +92,9 @@ class CaseDevice:
             raise EnvironmentUnavailable(
                 f"needs two devices of type {self._here.device.type} that each rank sees, got {count}"
             )
+        if not self._has_engine:
+            yield
+            return
         use_device(torch.device(self._here.device.type, ((self._here.device.index or 0) + 1) % count))
         try:
             yield
@@ -96,6 +104,9 @@ class CaseDevice:
     @contextmanager
     def no_garbage_collection(self) -> Iterator[None]:
         """Disable garbage collection, so that memory is freed only when its last reference is dropped."""
+        if not self._has_engine:
+            yield
+            return
         gc.collect()
         gc.disable()
         try:
@@ -110,6 +121,9 @@ class CaseDevice:
 
         Uses torch's own mechanism: deterministic algorithms with `fill_uninitialized_memory`.
         """
+        if not self._has_engine:
+            yield
+            return
         deterministic = torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         # The module replaces itself with an object that has this property, which type checkers do not see.

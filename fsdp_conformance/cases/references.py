@@ -126,7 +126,8 @@ class _Source:
             self._count(SHARED)
             return references
         references = self._computed()
-        if self.key is not None and self.name not in self.offer.known and self._is_untouched():
+        may_write = self.key is not None and self.name not in self.offer.known and self._is_untouched()
+        if self._everywhere(may_write) and self.key is not None:
             self._leave(self.offer, self.key, references)
         return references
 
@@ -208,10 +209,12 @@ class _Source:
             offer.store.write(key, sections)
 
     def _everywhere(self, holds: bool) -> bool:
-        """True if it holds on every rank. Collective."""
-        least = torch.tensor(int(holds), dtype=torch.int64, device="cpu")
+        """True if it holds on every rank, and all look for the same entry. Collective."""
+        number = int(self.name[:15] or "0", 16)
+        least = torch.tensor([holds, number, -number], dtype=torch.int64, device="cpu")
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        return bool(least)
+        everywhere, lowest, highest = least.tolist()
+        return bool(everywhere) and lowest == -highest
 
     def _count(self, how: str) -> None:
         counts = self.report.measurements.setdefault(REFERENCES, {COMPUTED: 0, SHARED: 0, CHECKED: 0})

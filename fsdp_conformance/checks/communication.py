@@ -126,11 +126,12 @@ def deferred_counts(history: TrainingHistory, workload: Workload, plan: Plan, *,
 
 def reduced_once(history: TrainingHistory, workload: Workload, plan: Plan, *, requirement: str) -> CheckResult:
     """
-    A step of one micro-batch reduces every gradient once, by bytes (R135). Each unit runs once per forward.
+    A step of one micro-batch reduces no gradient more than once, by bytes (R135). Each unit runs once per forward.
+
+    That each is reduced at all is for parity to show: an engine may do so where its collectives cannot be seen.
     """
     tally = Tally("reduced once", requirement, rank=history.rank)
     units = owning_units(workload, plan).shared
-    least = parameter_bytes(units, trainable_only=True)
     most = int(ONCE * padded_bytes(units, history.world_size, trainable_only=True))
     for step in steady_steps(history):
         if len(step.losses) != 1:
@@ -138,7 +139,7 @@ def reduced_once(history: TrainingHistory, workload: Workload, plan: Plan, *, re
         records = in_step(history, step.step)
         reduced = gradient_reductions(records)
         expect_bytes(
-            tally, "gradients reduced", reduced, least=least, most=most, details="each should be reduced once",
+            tally, "gradients reduced", reduced, most=most, details="each should be reduced once",
             elements=len(records), step=step.step, phase="reduce",
             likely="a gradient is reduced more than once" if nbytes(reduced) > most else None,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from fsdp_conformance.diagnosis import amounts
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.history.transfer import carry
 from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.workload.definition import Workload
 from fsdp_conformance.workload.units import owning_units, padded_bytes, parameter_bytes
@@ -50,6 +51,7 @@ class Sizes:
     """Full bytes of each unit, padded, by its name in words."""
 
 
+@carry
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
     """Bytes that a step of the unwrapped model takes on the device, beyond parameters and gradients."""

@@ -1,22 +1,21 @@
 """
-The sharding witness: tells sharded from replicated training by the bytes each rank holds and the traffic it sees.
+The sharding witness: tells sharded from replicated training by the bytes that ranks hold.
 
 Parity cannot do this: an engine that silently falls back to replicated training is at parity in every step. The bytes
-give it away, because unsharded optimizer state has the size of the whole model's.
+give it away, because unsharded optimizer state has the size of the whole model's. Traffic is no witness: what carries
+gradients and parameters, and when, is the engine's business, and where batches differ between ranks, parity shows that
+they have arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.checks.traffic import (
-    GATHERING,
-    TRAINING,
     expect_bytes,
-    gradient_reductions,
     in_step,
     nbytes,
     of,
@@ -52,17 +51,21 @@ class Share:
     """The last rank's: what is left."""
 
 
-def sharding_witness(history: TrainingHistory, plan: Plan, *, world_size: int, padding: float) -> CheckResult:
+def sharding_witness(
+    history: TrainingHistory, plan: Plan, *, world_size: int, padding: float, total: Mapping[str, int] | None = None
+) -> CheckResult:
     """
-    Bytes and traffic of this rank match the plan's sharding degree (R188), and it holds only its shard (R033).
+    The bytes of this rank match the plan's sharding degree (R188), and it holds only its shard (R033).
 
     R188, for every kind that the plan shards: the bytes held are nearer to a shard than to the whole, and not zero for
-    optimizer state; and in the last step parameters come over the wire, as they must if no rank has all of them. (An
-    engine may distribute whole parameters unevenly, so "nearer to" is as strict as this can be.) A kind that the plan
-    leaves open counts as sharded if the tensors shown are shards: views of a whole are no shards.
+    optimizer state. A kind that the plan leaves open counts as sharded if the tensors shown are shards: views of a
+    whole are no shards.
 
     R033, for parameters that are sharded: at most the largest shard times 1 + `padding`. A module that is emptied
     between steps holds none.
+
+    `total` are the bytes that all ranks hold together, by kind. An engine may give whole tensors to ranks, however
+    unevenly, if all ranks together hold the model once, or once for each replica, times 1 + `padding`.
     """
     if not history.held_bytes or not history.full_bytes:
         raise SuiteError(
@@ -72,20 +75,52 @@ def sharding_witness(history: TrainingHistory, plan: Plan, *, world_size: int, p
     tally = Tally("sharding witness", "R188", rank=history.rank)
     group_size = shard_group_size(history, plan, world_size=world_size)
     notes = []
+    once = {kind: int(full * world_size // group_size * (1 + padding)) for kind, full in history.full_bytes.items()}
+    dealt_out = {kind for kind, most in once.items() if total is not None and 0 < total.get(kind, 0) <= most}
     if plan.sharding is Sharding.NONE:
-        notes.append("sharding=none: the sharding witness does not apply; gradients are still reduced")
+        notes.append("sharding=none: every rank holds the whole")
+        _judge_whole(tally, history)
     elif group_size == 1:
         notes.append(f"shard group of one rank (world size {world_size}): the shard is the whole and shows nothing")
         _judge_shard_size(tally, history, plan, group_size=1, padding=padding)
     else:
         for kind in _sharded_kinds(history, plan, group_size):
-            _judge_kind(tally, history, plan, kind, group_size=group_size, notes=notes)
-        _judge_parameter_traffic(tally, history)
-        if _params_are_sharded(history, plan, group_size):
+            if kind in dealt_out:
+                _note_dealt_out(tally, kind, total or {}, once, notes)
+            else:
+                _judge_kind(tally, history, plan, kind, group_size=group_size, notes=notes)
+        if _params_are_sharded(history, plan, group_size) and "params" not in dealt_out:
             _judge_shard_size(tally, history, plan, group_size=group_size, padding=padding)
-    if world_size > 1:
-        _judge_gradient_traffic(tally, history)
     return tally.result(measurements=_measurements(history, group_size), notes=notes)
+
+
+def _note_dealt_out(
+    tally: Tally, kind: str, total: Mapping[str, int], once: Mapping[str, int], notes: list[str]
+) -> None:
+    tally.expect(True, "", elements=once[kind])
+    notes.append(f"{_NAMES[kind]} of all ranks: {total[kind]} B, at most {once[kind]} B, however they are distributed")
+
+
+def process_witness(held: int, history: TrainingHistory, plan: Plan, *, world_size: int) -> CheckResult:
+    """
+    The tensors in this rank's process, whoever shows them, are not those of replicated training (R188).
+
+    `held` are the bytes of all tensors that were allocated since before wrapping and are there after the last step. An
+    engine may keep one copy of the parameters and one of the gradients for the next step. A replica of the optimizer's
+    state, or a second copy of the rest, is too much.
+    """
+    tally = Tally("tensors in the process", "R188", rank=history.rank)
+    full = history.full_bytes
+    sharded = share(history, plan, shard_group_size(history, plan, world_size=world_size)).largest
+    state = full.get("optim", 0)
+    most = full["params"] * 2 + int(state * (1 + sharded) / 2)
+    tally.compare(
+        held <= most, "bytes of tensors in the process", expected=f"at most {most} B", got=f"{held} B",
+        details=f"two copies of {full['params']} B of parameters, and halfway between a shard and the whole of "
+        f"{state} B of optimizer state",
+        elements=held, ratio=held / most, likely="replicated training: the rank holds more than it shows",
+    )  # fmt: skip
+    return tally.result()
 
 
 def degree_used(
@@ -227,31 +262,6 @@ def _judge_shard_size(tally: Tally, history: TrainingHistory, plan: Plan, *, gro
         details=f"the largest shard of {full} B over {group_size} ranks, plus {padding:.0%} padding",
         requirement="R033", elements=full, phase="init", ratio=held / most if most else None,
     )  # fmt: skip
-
-
-def _judge_parameter_traffic(tally: Tally, history: TrainingHistory) -> None:
-    step = history.steps[-1].step
-    # Training may go on with what an evaluation before it has gathered.
-    gathered = of(in_step(history, step, *TRAINING, "eval"), *GATHERING)
-    expect_bytes(
-        tally, "parameters gathered or broadcast in the step", gathered,
-        least=_half_of_what_trains(history), details="a rank does not have the others' shards",
-        step=step, phase="forward", likely="replicated training: no rank needs another rank's parameters",
-    )  # fmt: skip
-
-
-def _judge_gradient_traffic(tally: Tally, history: TrainingHistory) -> None:
-    step = history.steps[-1].step
-    expect_bytes(
-        tally, "gradients reduced in the step", gradient_reductions(in_step(history, step)),
-        least=_half_of_what_trains(history), details="ranks see different batches",
-        step=step, phase="reduce", likely="ranks train independently",
-    )  # fmt: skip
-
-
-def _half_of_what_trains(history: TrainingHistory) -> int:
-    """Half, so that neither padding nor what an engine keeps on all ranks decides."""
-    return history.full_bytes.get("grads", 0) // 2
 
 
 def _measurements(history: TrainingHistory, group_size: int) -> dict[str, object]:

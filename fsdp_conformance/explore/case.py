@@ -387,7 +387,10 @@ class ScenarioCase(ConformanceTestCase):
         whole = sum(tensor.nbytes for tensor in tensors)
         if plan.param_dtype is None and whole >= _SHOWS_SHARDING * len(tensors):
             padding = self.padding + max(self.alignment, _TAG) * len(tensors) * example.world_size / whole
-            self.check(partition.sharding_witness(run, plan, world_size=example.world_size, padding=padding))
+            held = self.total(run.held_bytes)
+            self.check(
+                partition.sharding_witness(run, plan, world_size=example.world_size, padding=padding, total=held)
+            )
 
 
 def _module(adapter: Adapter) -> nn.Module | None:

@@ -84,7 +84,7 @@ def to_bytes(value: Any, *, opaque: bool = False) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """The value that was written, each tensor with a storage of its own on the CPU. Raises Unreadable."""
+    """The value that was written, each tensor with a storage of its own, on its device. Raises Unreadable."""
     line, _, rest = data.partition(b"\n")
     try:
         reader = _Reader(rest)
@@ -118,7 +118,7 @@ def _written(value: Any, pieces: list[bytes], opaque: bool) -> Any:
         return [kind.__name__, *([_written(part, pieces, opaque) for part in item] for item in value.items())]
     if _is_dense(value):
         pieces.append(tensor_bytes(value))
-        return ["tensor", _name_of(value.dtype), list(value.shape), value.requires_grad]
+        return ["tensor", _name_of(value.dtype), list(value.shape), value.requires_grad, str(value.device)]
     if kind is torch.dtype:
         return ["dtype", _name_of(value)]
     if kind is torch.device:
@@ -179,7 +179,7 @@ class _Reader:
         simple = {"float": float.fromhex, "dtype": _dtype, "device": torch.device, "path": Path}
         return simple[kind](rest[0])
 
-    def _tensor(self, dtype_name: str, shape: list[int], requires_grad: bool) -> Tensor:
+    def _tensor(self, dtype_name: str, shape: list[int], requires_grad: bool, device: str) -> Tensor:
         dtype = _dtype(dtype_name)
         size = math.prod(shape) * dtype.itemsize
         # A copy, because the bytes of a tensor need not begin where its dtype may.
@@ -187,7 +187,7 @@ class _Reader:
         if len(data) != size or min(shape, default=0) < 0:
             raise ValueError(f"expected {size} bytes of a tensor of shape {shape}, got {len(data)}")
         self.position += size
-        tensor = data.view(dtype).view(shape)
+        tensor = data.view(dtype).view(shape).to(device)
         return tensor.requires_grad_() if requires_grad else tensor
 
 

@@ -32,8 +32,6 @@ def refereed_report(report: RankReport | None, judgement: RankReport | None, end
         judgement,
         environment=report.environment,
         seconds={**report.seconds, "referee": judgement.seconds.get("body", 0.0)},
-        notes=list(dict.fromkeys([*judgement.notes, *report.notes])),
-        measurements={**report.measurements, **judgement.measurements},
     )
     error = judgement.error
     if error is not None and error.kind == _ENDED:

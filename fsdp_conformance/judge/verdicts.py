@@ -231,6 +231,8 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding
     if record.verdict is Verdict.HANG and len(set(last.values())) > 1:
         ranks = " | ".join(f"rank {rank} {line or 'none'}" for rank, line in last.items())
         likely = differing_calls(record.exits) or f"ranks issue different collectives; the last of each: {ranks}"
+    if record.verdict is Verdict.CRASH:
+        likely = differing_calls(record.exits) or likely
     message = headline.full_sentence
     if evidence.undeclared:
         flags = ", ".join(evidence.undeclared)

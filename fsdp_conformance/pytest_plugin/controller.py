@@ -175,6 +175,7 @@ class Controller:
         """Open the run file."""
         from fsdp_conformance import codec, run_settings
         from fsdp_conformance.adapters import registry
+        from fsdp_conformance.contract.profile import names
         from fsdp_conformance.report.last_run import report_directory
         from fsdp_conformance.report.recorder import Recorder
 
@@ -188,6 +189,9 @@ class Controller:
         self.recorder = Recorder(order.settings, profile, description, report_directory(order.settings))
         if self.config.getoption("reruns", default=0) or self.config.getoption("force_flaky", default=False):
             self.recorder.note(_RERUN, refuses=True)
+        suites = str(self.config.getoption("conformance_suites"))
+        if suites != options.SUITES and profile.name in names():
+            self.recorder.note(f"private: the cases are those of {suites}, not of this suite", refuses=True)
         return self.recorder
 
     def _note_what_is_left(self, recorder: Recorder) -> None:

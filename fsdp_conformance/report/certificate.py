@@ -92,7 +92,7 @@ class Certificate:
 
     certified: bool
     private: bool
-    """True if the profile is not shipped with the suite, so that nothing can be certified."""
+    """True if the profile, or the cases, are not shipped with the suite, so that nothing can be certified."""
     profile: str
     scopes: tuple[Scope, ...]
     """The base first, then extensions, then their combinations, each by name."""
@@ -142,7 +142,7 @@ class Certificate:
         """True if nothing failed, and there is no certificate because the run did not cover the whole profile."""
         return (
             bool(self.reasons)
-            and all(reason.startswith(("incomplete", "private")) for reason in self.reasons)
+            and all(reason.startswith(("incomplete", _PRIVATE)) for reason in self.reasons)
             and ACCUSING.isdisjoint(self.counts)
         )
 
@@ -189,7 +189,7 @@ def certify(
         reasons.append("no case of the base applies")
     return Certificate(
         certified=not reasons,
-        private=private,
+        private=private or any(reason.startswith(_PRIVATE) for reason in reasons),
         profile=profile.name,
         scopes=scopes,
         subject=_subject(run),
@@ -365,6 +365,9 @@ _NAMED_IN_HEADER = {
 
 
 #: How the reason begins that a run with --share-devices certifies nothing.
+#: How a reason begins that concerns a profile or cases that the suite does not ship.
+_PRIVATE = "private:"
+
 _SHARING = "incomplete: --share-devices, so ranks shared devices and communicated over gloo:"
 
 

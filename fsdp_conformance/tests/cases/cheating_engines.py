@@ -24,6 +24,7 @@ from fsdp_conformance.cases.checks import CaseChecks
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.observations import ObservationLog
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.mutants.values import SilentDDP
 from fsdp_conformance.outcome.records import CheckCount, RankReport
 from fsdp_conformance.plan import Plan
 
@@ -212,6 +213,17 @@ class ExitsQuietly(Doubles):
             sys.stdout.flush()
             os._exit(0)
         return super().step(max_norm, norm_type=norm_type)
+
+
+class HidesReplicas(SilentDDP):
+    """DistributedDataParallel that shows slices of what it holds."""
+
+    def local_tensors(self) -> dict[str, list[Tensor]]:
+        size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        return {
+            kind: [tensor.detach().flatten().tensor_split(size)[rank].clone() for tensor in tensors]
+            for kind, tensors in super().local_tensors().items()
+        }
 
 
 class KeepsStockAdam(TorchFSDP2):

@@ -36,7 +36,15 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("engine", CHEATS)
+#: Each is like another one in the way that its verdict comes about.
+_NIGHTLY = {
+    "Doubles", "ShowsLittle", "LeavesByASkip", "BlamesTheReferences", "BlamesTheSuite", "RefusesLate", "ExitsQuietly",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=[pytest.mark.nightly] if name in _NIGHTLY else []) for name in CHEATS]
+)
 def test_no_cheat_changes_the_verdict(engine: str) -> None:
     """Each fails, and the reason is what it did."""
     record = run_case(bound_case("R001/exact-probe-ws2"), f"{FILE}:{engine}", base=BASE)
@@ -53,6 +61,13 @@ def test_another_adam(references: str, tmp_path: Path, monkeypatch: pytest.Monke
     record = run_case(bound_case("R004/adam-norm-mlp-ws2"), f"{FILE}:PatchesAdam", base=BASE)
 
     assert record.verdict is Verdict.FAIL, record.reason
+
+
+def test_replicas_behind_shards() -> None:
+    """An engine that shows slices of whole copies holds more in its process than it shows."""
+    record = run_case(bound_case("R188/it-shards-ws4"), f"{FILE}:HidesReplicas", base=BASE)
+
+    assert (record.verdict, record.findings[0].check) == (Verdict.FAIL, "tensors in the process"), record.reason
 
 
 def test_a_correct_engine_that_replaces_functions() -> None:

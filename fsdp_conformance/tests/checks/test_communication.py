@@ -120,7 +120,7 @@ def test_kept_between_micro_batches() -> None:
 
 
 def test_reduced_once() -> None:
-    """Each gradient once is right; twice, not at all, and more than one micro-batch are not."""
+    """Each gradient once is right, and none where it cannot be seen; twice, and more than one micro-batch, are not."""
     records = full_sharding(STAIRCASE, PLAN)
     scatters = [r for r in records if r.op is Op.REDUCE_SCATTER]
 
@@ -131,11 +131,9 @@ def test_reduced_once() -> None:
     most = int(1.5 * BYTES)
     assert judged_messages(records) == []
     assert judged_messages([*records, *scatters]) == [
-        f"gradients reduced: expected {BYTES} to {most} B, got {2 * BYTES} B; each should be reduced once"
+        f"gradients reduced: expected at most {most} B, got {2 * BYTES} B; each should be reduced once"
     ]
-    assert judged_messages([r for r in records if r not in scatters]) == [
-        f"gradients reduced: expected {BYTES} to {most} B, got 0 B; each should be reduced once"
-    ]
+    assert judged_messages([r for r in records if r not in scatters]) == []
     with pytest.raises(SuiteError, match="micro-batches: expected 1, got 2"):
         judged_messages(records, micro_batches=2)
 

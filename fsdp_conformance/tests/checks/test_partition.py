@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
-from fsdp_conformance.checks.partition import degree_used, shard_group_size, sharding_witness, share
+from fsdp_conformance.checks.partition import degree_used, process_witness, shard_group_size, sharding_witness, share
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
@@ -74,21 +73,11 @@ def test_every_kind_of_sharding_passes_as_a_default(params: int, grads: int, opt
     assert findings(witness(run(params, grads, optim))) == []
 
 
-def test_what_an_evaluation_has_gathered_may_be_used_in_the_step() -> None:
-    """As by FullyShardedDataParallel, whose root stays gathered after a forward under no_grad."""
-    records = [record if record.op is not Op.ALL_GATHER else replace(record, phase="eval") for record in GATHERED]
-
-    assert findings(witness(run(600, 600, 600, records=records))) == []
-
-
-def test_replicated_training_fails_by_bytes_and_by_traffic() -> None:
-    """DDP holds everything and gathers nothing; parity would never notice."""
+def test_replicated_training_fails_by_bytes() -> None:
+    """DDP holds everything; parity would never notice."""
     result = witness(run(FULL, FULL, FULL, records=replicated(FULL)))
 
-    assert findings(result) == [
-        ("R188", "optimizer state held: 1200 B"),
-        ("R188", "parameters gathered or broadcast in the step: 0 B"),
-    ]
+    assert findings(result) == [("R188", "optimizer state held: 1200 B")]
     assert result.findings[0].message == (
         "optimizer state held: expected about 600 B, at most 900 B, got 1200 B; "
         "1.000 of 1200 B, which is sharded over 2 ranks"
@@ -117,17 +106,45 @@ def test_views_of_a_whole_are_no_shards(kind: str) -> None:
     assert result.findings[0].likely == "the shards, of 600 B, are views of whole tensors, so nothing is freed"
 
 
-@pytest.mark.parametrize("op", [Op.ALL_TO_ALL, Op.SEND])
-def test_gradients_may_be_exchanged_and_added(op: Op) -> None:
-    """Gradients travel after the loss, by whatever collective; what is exchanged in forward is something else."""
-    gathers = [record for record in GATHERED if record.op is Op.ALL_GATHER]
-    after, before = (
-        [*gathers, *(collective(op, FULL, step=step, phase=phase) for step in range(3))]
-        for phase in ("backward", "forward")
-    )
+@pytest.mark.parametrize("optim", [0, 30, FULL])
+def test_whole_tensors_may_be_dealt_out(optim: int) -> None:
+    """However unevenly, if all ranks together hold the model once: one rank may have everything, or nothing."""
+    held = run(optim, optim, optim)
+    total = dict.fromkeys(held.held_bytes, FULL)
 
-    assert findings(witness(run(600, 600, 600, records=after))) == []
-    assert findings(witness(run(600, 600, 600, records=before))) == [("R188", "gradients reduced in the step: 0 B")]
+    result = sharding_witness(held, Plan(sharding=Sharding.FULL), world_size=2, padding=0.15, total=total)
+
+    assert findings(result) == []
+    assert result.notes[0] == "parameters of all ranks: 1200 B, at most 1380 B, however they are distributed"
+
+
+def test_more_than_one_model_is_not_dealt_out() -> None:
+    """A rank with everything beside ranks with shards holds what it should not."""
+    held = run(FULL, FULL, FULL)
+    total = dict.fromkeys(held.held_bytes, FULL + 600)
+
+    result = sharding_witness(held, Plan(sharding=Sharding.FULL), world_size=2, padding=0.15, total=total)
+
+    assert {requirement for requirement, _ in findings(result)} == {"R188", "R033"}
+
+
+def test_replicas_of_a_hybrid_plan_are_dealt_out_once_each() -> None:
+    """Two replicas hold the model twice."""
+    held = run(FULL, FULL, FULL, world_size=4)
+    plan = Plan(sharding=Sharding.HYBRID, replicas=2)
+
+    for copies, right in ((2, True), (3, False)):
+        total = dict.fromkeys(held.held_bytes, copies * FULL)
+        result = sharding_witness(held, plan, world_size=4, padding=0.15, total=total)
+        assert (findings(result) == []) is right
+
+
+@pytest.mark.parametrize(("held", "fails"), [(2 * FULL + 900, False), (2 * FULL + 901, True)])
+def test_tensors_in_the_process(held: int, fails: bool) -> None:
+    """Two copies of the parameters may be kept for the next step, and little more than a shard of the state."""
+    result = process_witness(held, run(600, 600, 600), Plan(), world_size=2)
+
+    assert [finding.requirement for finding in result.findings] == ["R188"] * fails
 
 
 def degree(sharding: Sharding, held: tuple[int, int, int], gathers: int, *, regathers: bool = True) -> CheckResult:
@@ -237,14 +254,12 @@ def test_a_hybrid_default_is_known_by_its_gathers() -> None:
     assert findings(witness(held, world_size=4)) == []
 
 
-def test_no_sharding_is_exempt_but_not_from_reducing() -> None:
-    """A replica that reduces nothing trains apart."""
-    right = witness(run(FULL, FULL, FULL, records=replicated(FULL)), Sharding.NONE)
-    apart = witness(run(FULL, FULL, FULL, records=[]), Sharding.NONE)
+def test_no_sharding_is_whole() -> None:
+    """Without sharding, each rank holds all parameters."""
+    right, shard = (witness(run(params, FULL, FULL), Sharding.NONE) for params in (FULL, 600))
 
-    assert findings(right) == []
-    assert right.notes == ["sharding=none: the sharding witness does not apply; gradients are still reduced"]
-    assert findings(apart) == [("R188", "gradients reduced in the step: 0 B")]
+    assert (findings(right), right.notes) == ([], ["sharding=none: every rank holds the whole"])
+    assert findings(shard) == [("R188", "parameters held: 600 B")]
 
 
 def test_one_rank_has_nothing_to_show() -> None:
@@ -260,7 +275,7 @@ def test_one_rank_has_nothing_to_show() -> None:
 
 
 def test_a_stateless_optimizer_shows_nothing() -> None:
-    """Plain SGD without momentum has no state; traffic is still judged, and a note is added."""
+    """Plain SGD without momentum has no state; a note is added."""
     held = run(600, 600, 0)
     held.full_bytes["optim"] = 0
     result = witness(held)

@@ -87,12 +87,16 @@ class HangsInForward(TorchFSDP2):
         return super().forward(*args, **kwargs)
 
 
+#: Why the ranks of these cases judge by themselves.
+_LIVE = "the suite's own work in a rank is what is tested"
+
+
 class Slow(ConformanceTestCase):
     """Cases whose own work is slow. Not collected: the tests below run them one by one."""
 
     __test__ = False
 
-    @conformance_case("R003", chapter="A", world_size=2, timeout_s=_TIMEOUT_S)
+    @conformance_case("R003", chapter="A", world_size=2, timeout_s=_TIMEOUT_S, live=_LIVE)
     def test_slow_analysis(self) -> None:
         """Explaining the first difference takes longer than the engine's deadline."""
         workload = transformer.transformer()
@@ -100,7 +104,7 @@ class Slow(ConformanceTestCase):
         with mock.patch.object(causes, "likely", _after(causes.likely)):
             self.check_parity(run, workload)
 
-    @conformance_case("R003", chapter="A", world_size=2, timeout_s=_TIMEOUT_S)
+    @conformance_case("R003", chapter="A", world_size=2, timeout_s=_TIMEOUT_S, live=_LIVE)
     def test_one_slow_rank(self) -> None:
         """Rank 0 is slow between two trainings, and rank 1 waits for it in the engine's collectives."""
         workload = probes.exact_mlp()
@@ -113,13 +117,13 @@ class Slow(ConformanceTestCase):
         run = self.train(workload)
         self.check_parity(run, workload)
 
-    @conformance_case("R003", chapter="A", world_size=2, timeout_s=_TIMEOUT_S)
+    @conformance_case("R003", chapter="A", world_size=2, timeout_s=_TIMEOUT_S, live=_LIVE)
     def test_plain(self) -> None:
         """Nothing is slow."""
         workload = probes.exact_mlp()
         self.check_parity(self.train(workload), workload)
 
-    @conformance_case("R003", chapter="A", world_size=2, timeout_s=_TIMEOUT_S)
+    @conformance_case("R003", chapter="A", world_size=2, timeout_s=_TIMEOUT_S, live=_LIVE)
     def test_check_hangs(self) -> None:
         """A check never ends on rank 1; rank 0 has finished."""
         workload = probes.exact_mlp()

@@ -108,6 +108,7 @@ def a_record(
         "world_size": world_size,
         "environment": dict(LOADED),
         "device": "cpu",
+        "refereed": True,
         "comparisons": 4 * world_size if verdict in (Verdict.PASS, Verdict.FAIL) else 0,
         "elements": 40 * world_size if verdict in (Verdict.PASS, Verdict.FAIL) else 0,
         "repro": f"fsdp-conformance run --implementation torch-fsdp2 --case {case}",

@@ -539,7 +539,7 @@ def inapplicable(case: str) -> CaseRecord:
     record = keep_evidence(
         judge(a_case(requirements=[case[:4]]), Observed(reports=reports, exits=exits(2)), RunSettings()), reports
     )
-    record.environment = dict(LOADED)
+    record.environment, record.refereed = dict(LOADED), True
     return record
 
 
