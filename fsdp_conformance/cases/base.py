@@ -248,6 +248,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
     def training(self) -> CaseTraining:
         """The implementation under test."""
         options: dict[str, Any] = {
+            "declared": frozenset(self.description.capabilities),
             "references": self.case_references,
             "new_directory": self._new_directory,
             "check": self.check,

@@ -35,8 +35,8 @@ class CaseTraining:
     """
     The adapters of a case, and its trainings, on one rank.
 
-    `check` adds the result of a check to the report. `hazards` are the requirements that kinds of hazards violate in
-    this case: see `checks.streams`.
+    `declared` are the flags that the adapter has declared to the controller. `check` adds the result of a check to the
+    report. `hazards` are the requirements that kinds of hazards violate in this case: see `checks.streams`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class CaseTraining:
         here: CaseRank,
         implementation: str,
         *,
+        declared: frozenset[str],
         references: CaseReferences,
         new_directory: Callable[[], Path],
         check: Callable[[CheckResult], object],
@@ -51,6 +52,7 @@ class CaseTraining:
     ) -> None:
         self._here = here
         self._implementation = implementation
+        self._declared = declared
         self._references = references
         self._new_directory = new_directory
         self._check = check
@@ -66,6 +68,8 @@ class CaseTraining:
             chosen = registry.load(self._implementation)
             cuda_names.provide(chosen, here.device_type)
             adapter = chosen()
+        # What is declared was fixed by the controller: an adapter cannot say one thing there and another one here.
+        vars(adapter)["declared"] = lambda: self._declared
         # The code that this rank has loaded, not the code that the controller was told of.
         here.report.environment["adapter"] = registry.source_sha256(type(adapter))
         here.subjects.append(adapter)

@@ -215,6 +215,17 @@ class ExitsQuietly(Doubles):
         return super().step(max_norm, norm_type=norm_type)
 
 
+class TwoFaced(TorchFSDP2):
+    """Tells the controller that it shows buffers, and its ranks that it does not, since those are wrong."""
+
+    @classmethod
+    def declared(cls) -> frozenset[str]:
+        return super().declared() - ({"full_buffers"} if os.environ.get("WORLD_SIZE") == "2" else set())
+
+    def full_buffers(self) -> dict[str, Tensor]:
+        return {name: value + 1 for name, value in super().full_buffers().items()}
+
+
 class HidesReplicas(SilentDDP):
     """DistributedDataParallel that shows slices of what it holds."""
 

@@ -63,6 +63,13 @@ def test_another_adam(references: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert record.verdict is Verdict.FAIL, record.reason
 
 
+def test_two_declarations() -> None:
+    """An adapter is judged by the flags that it has declared to the controller."""
+    record = run_case(bound_case("R130/written-in-forward-ws2"), f"{FILE}:TwoFaced", base=BASE)
+
+    assert (record.verdict, record.findings[0].check) == (Verdict.FAIL, "initial parity"), record.reason
+
+
 def test_replicas_behind_shards() -> None:
     """An engine that shows slices of whole copies holds more in its process than it shows."""
     record = run_case(bound_case("R188/it-shards-ws4"), f"{FILE}:HidesReplicas", base=BASE)

@@ -149,6 +149,20 @@ def test_environment_of_the_imports_has_a_server_of_its_own(tmp_path: Path) -> N
     assert {"loaded": True, "value": "early"}.items() <= answer.items()
 
 
+@pytest.mark.slow
+def test_code_under_test_has_a_server_of_its_own(tmp_path: Path) -> None:
+    """A server that is asked for without an engine has never imported one, whatever was asked for before."""
+    ours = module_file(tmp_path, "cases", "VALUE = 1")
+    engine = module_file(tmp_path, "engine", "VALUE = 2")
+
+    with_engine = forkserver.server_for((ours,), {}, engine=(engine,))
+    without = forkserver.server_for((ours,), {})
+
+    assert answer_from(with_engine, engine)["loaded"] is True
+    assert answer_from(without, ours)["loaded"] is True
+    assert answer_from(without, engine)["loaded"] is False
+
+
 def answer_from(server: forkserver.WarmServer, path: str) -> dict[str, object]:
     """The result of `value_of` in a process of that server."""
     import multiprocessing
