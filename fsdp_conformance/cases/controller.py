@@ -28,7 +28,7 @@ from fsdp_conformance.harness.observations import decisions_directory, note_ende
 from fsdp_conformance.harness.order import CaseOrder, FirstGroup, Refereed, Role
 from fsdp_conformance.harness.processes.launcher import RefereeLaunch
 from fsdp_conformance.harness.processes.stacks import is_alive
-from fsdp_conformance.judge import Observed, drilled, judge, keep_evidence, refereed_report
+from fsdp_conformance.judge import Observed, drilled, judge, keep_evidence, refereed_report, without_directory
 from fsdp_conformance.outcome.records import CaseRecord, RankExit, RankReport
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.references.sharing import offered
@@ -111,8 +111,11 @@ class Referee:
 
     def judged(self, reports: Sequence[RankReport | None]) -> list[RankReport | None]:
         """The reports of the ranks, which have ended, with the referee's judgement in place of their own."""
-        for rank in range(len(reports)):
-            note_ended(self._directory, rank)
+        try:
+            for rank in range(len(reports)):
+                note_ended(self._directory, rank)
+        except OSError as error:
+            return [without_directory(report, str(error)) for report in reports]
         judgements, exits = self._launch.wait()
         return [
             refereed_report(report, judgement, end)

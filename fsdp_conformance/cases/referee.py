@@ -17,16 +17,20 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from torch import distributed
+from torch import Tensor, distributed
 
-from fsdp_conformance import errors
+from fsdp_conformance import codec, errors
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.rank import CaseRank
 from fsdp_conformance.cases.refusal import ReportedError
 from fsdp_conformance.cases.training import HOOKS, CaseTraining
 from fsdp_conformance.errors import EnvironmentUnavailable, ReferencesDisagree, SuiteError, UsageError
 from fsdp_conformance.harness.observations import ObservationReader, ObservationsInvalid
-from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.history.collective import CollectiveRecord
+from fsdp_conformance.history.hazard import HazardRecord
+from fsdp_conformance.history.memory import MemoryMark
+from fsdp_conformance.history.training import StepRecord, TrainingHistory
+from fsdp_conformance.history.transfer import Opaque
 from fsdp_conformance.outcome.records import RankError
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.workload.definition import Regime, Workload
@@ -213,9 +217,43 @@ class RefereeTraining(CaseTraining):
 
 
 def _history(value: Any) -> TrainingHistory:
+    """The value, which must be a history of tensors by name. Raises ObservationsInvalid."""
     if not isinstance(value, TrainingHistory):
         raise ObservationsInvalid(f"a training must be shown as a TrainingHistory, got {type(value).__name__}")
+    kinds = {"steps": StepRecord, "collectives": CollectiveRecord, "memory": MemoryMark, "hazards": HazardRecord}
+    for name, kind in kinds.items():
+        _demand(
+            all(isinstance(each, kind) for each in _listed(getattr(value, name), name)), f"{name} of {kind.__name__}"
+        )
+    named = {"initial parameters": value.initial_params, "initial buffers": value.initial_buffers}
+    for step in value.steps:
+        named |= {f"parameters of step {step.step}": step.params, f"buffers of step {step.step}": step.buffers}
+        _demand(all(isinstance(loss, Tensor) for loss in _listed(step.losses, "losses")), "losses that are tensors")
+        for gradients in (step.grads, step.clipped_grads):
+            present = {} if gradients is None else gradients
+            _demand(isinstance(present, dict), "gradients by name")
+            named["gradients"] = {name: grad for name, grad in present.items() if grad is not None}
+            _demand_tensors(named["gradients"], f"gradients of step {step.step}")
+    for what, tensors in named.items():
+        _demand_tensors(tensors, what)
     return value
+
+
+def _listed(value: Any, what: str) -> list[Any]:
+    _demand(isinstance(value, list), f"a list of {what}")
+    return cast(list[Any], value)
+
+
+def _demand_tensors(tensors: Any, what: str) -> None:
+    _demand(isinstance(tensors, dict), f"{what} by name")
+    for name, tensor in tensors.items():
+        got = tensor.kind if isinstance(tensor, Opaque) else type(tensor).__name__
+        _demand(isinstance(name, str) and isinstance(tensor, Tensor), f"{what} as tensors by name, got {name!r}: {got}")
+
+
+def _demand(holds: bool, what: str) -> None:
+    if not holds:
+        raise ObservationsInvalid(f"a training must be shown with {what}")
 
 
 def exception_from(content: dict[str, Any]) -> ReportedError:
@@ -227,6 +265,7 @@ def exception_from(content: dict[str, Any]) -> ReportedError:
     described = content["error"]
     if not isinstance(described, RankError):
         raise TypeError(f"{type(described).__name__} is no RankError")
+    described = codec.typed(RankError, codec.plain(described))
     base: type[BaseException] = RuntimeError
     for module, name in content["classes"]:
         known = _known(module, name)

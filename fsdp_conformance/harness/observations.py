@@ -24,6 +24,8 @@ _PAUSE_S: Final = (0.001, 0.016)
 #: A file with this suffix says that the rank has ended: it writes nothing more.
 _ENDED: Final = ".ended"
 _HEADER: Final = 8
+#: The most bytes of one observation.
+_LARGEST: Final = 1 << 32
 
 
 class ObservationsEnded(ConformanceError):
@@ -103,13 +105,17 @@ class ObservationReader:
         ObservationsInvalid if it is not what the rank had to send.
         """
         size = int.from_bytes(self._bytes(_HEADER), "big")
+        if size > _LARGEST:
+            raise ObservationsInvalid(f"rank {self._rank} must send at most {_LARGEST} bytes at once, got {size}")
         data = self._bytes(size)
         try:
             nonce, rank, number, kind, content = from_bytes(data)
+            if (type(nonce), type(rank), type(number), type(kind), type(content)) != (str, int, int, str, dict):
+                raise Unreadable("an observation is a nonce, a rank, a number, a kind and its content")
         except (Unreadable, ValueError, TypeError) as error:
             raise ObservationsInvalid(f"rank {self._rank} sent an observation that cannot be read: {error}") from error
         expected = [self._nonce, self._rank, self._number]
-        if [nonce, rank, number] != expected or not isinstance(kind, str) or not isinstance(content, dict):
+        if [nonce, rank, number] != expected:
             raise ObservationsInvalid(
                 f"rank {self._rank} must send observation {self._number}, got {number!r} ({kind})"
             )
@@ -126,8 +132,11 @@ class ObservationReader:
         pause_s, longest_s = _PAUSE_S
         while missing:
             # Looked at before the file: what the rank wrote before it ended is there.
-            has_ended = self._path.with_suffix(_ENDED).exists()
-            data = self._read(missing)
+            try:
+                has_ended = self._path.with_suffix(_ENDED).exists()
+                data = self._read(missing)
+            except OSError as error:
+                raise ObservationsInvalid(f"the observations of rank {self._rank} cannot be read: {error}") from error
             if data:
                 pieces.append(data)
                 missing -= len(data)

@@ -252,12 +252,12 @@ def describe_error(error: BaseException) -> RankError:
     kind = type(error)
     return RankError(
         kind=f"{kind.__module__}.{kind.__qualname__}",
-        message=str(error),
+        message=str.__str__(str(error)),
         traceback="".join(traceback.format_exception(error)),
         blame=blame_of(error),
         time=time.monotonic(),
         problems=tuple(map(str, error.problems)) if isinstance(error, AdapterError | ConfigError) else (),
-        capability=error.capability if isinstance(error, Unsupported) else None,
+        capability=str(error.capability) if isinstance(error, Unsupported) else None,
     )
 
 

@@ -15,6 +15,7 @@ import enum
 import json
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,7 +90,8 @@ def from_bytes(data: bytes) -> Any:
     try:
         reader = _Reader(rest)
         value = reader.value(json.loads(line))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, RecursionError) as error:
+    except Exception as error:
+        # Whatever a class or torch raises for values that it does not accept.
         raise Unreadable(f"its structure cannot be read: {type(error).__name__}: {error}") from error
     if reader.position != len(rest):
         raise Unreadable(f"expected {reader.position} bytes of tensors, got {len(rest)}")
@@ -127,9 +129,28 @@ def _written(value: Any, pieces: list[bytes], opaque: bool) -> Any:
         return ["path", str(value)]
     if _CARRIED.get(kind.__name__) is kind:
         return [*_of_class(value), _written(_fields(value), pieces, opaque)]
+    if (simple := _simplified(value)) is not value:
+        return _written(simple, pieces, opaque)
     if opaque:
         return ["record", "Opaque", _written({"kind": f"{kind.__module__}.{kind.__qualname__}"}, pieces, opaque)]
     raise NotData(f"a {kind.__module__}.{kind.__qualname__} is a live object, which is not written down")
+
+
+def _simplified(value: Any) -> Any:
+    """A subclass of a plain class, or a scalar of NumPy, as an instance of the plain class; anything else as it is."""
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float | int) and not isinstance(value, enum.Enum):
+        return float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    is_subclass = isinstance(value, Tensor) and type(value) is not Tensor and value.layout is torch.strided
+    # One that dispatches by itself, such as a DTensor, has no values of its own.
+    if is_subclass and type(value).__torch_dispatch__ == Tensor.__torch_dispatch__:
+        return value.detach().as_subclass(Tensor).requires_grad_(value.requires_grad)
+    return value
 
 
 def _is_dense(value: Any) -> bool:

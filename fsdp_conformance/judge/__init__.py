@@ -17,7 +17,7 @@ another rank's ending explains ("connection closed by peer"); it is never the he
 
 from fsdp_conformance.judge.drill import drilled
 from fsdp_conformance.judge.evidence import contradictions, keep_evidence
-from fsdp_conformance.judge.referee import refereed_report
+from fsdp_conformance.judge.referee import refereed_report, without_directory
 from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFUSAL, Observed, judge
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "judge",
     "keep_evidence",
     "refereed_report",
+    "without_directory",
 ]

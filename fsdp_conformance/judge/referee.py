@@ -15,6 +15,9 @@ from fsdp_conformance.outcome.records import RankError, RankExit, RankReport
 _ENDED = "fsdp_conformance.harness.observations.ObservationsEnded"
 _INVALID = "fsdp_conformance.harness.observations.ObservationsInvalid"
 
+#: How its text ends for a rank that has shown nothing yet: only then may it lack something of the machine.
+_SHOWN_NOTHING = "before it had sent observation 0"
+
 
 def refereed_report(report: RankReport | None, judgement: RankReport | None, end: RankExit) -> RankReport | None:
     """
@@ -39,9 +42,17 @@ def refereed_report(report: RankReport | None, judgement: RankReport | None, end
     if error is not None and error.kind == _INVALID:
         return _with_error(merged, replace(error, blame="implementation"))
     if error is None and report.error is not None:
-        # The body has ended, and the rank went on to fail.
-        return _with_error(merged, report.error)
+        # The body has ended here, and nothing of the suite runs after it on a rank: whoever is blamed there has no say.
+        return _with_error(merged, replace(report.error, blame="implementation"))
     return merged
+
+
+def without_directory(report: RankReport | None, why: str) -> RankReport | None:
+    """The report of a rank after which the directory of its case is not as it was: the referee can judge nothing."""
+    if report is None:
+        return None
+    text = f"a rank has changed the directory of its case, so that nothing can be judged: {why}"
+    return _with_error(RankReport(rank=report.rank), _error("AdapterError", text, "implementation", 0.0))
 
 
 def _ended_early(merged: RankReport, report: RankReport, error: RankError) -> RankReport:
@@ -50,7 +61,7 @@ def _ended_early(merged: RankReport, report: RankReport, error: RankError) -> Ra
     if report.error is not None:
         return _with_error(merged, report.error)
     excuse = report.not_run or report.inconclusive
-    if excuse is not None and error.blame == "suite":
+    if excuse is not None and error.blame == "suite" and _SHOWN_NOTHING in error.message:
         return replace(merged, not_run=report.not_run, inconclusive=report.inconclusive)
     ended = f"ended inside the code under test ({excuse})" if excuse is not None else "reported that its body had ended"
     text = f"rank {report.rank} {ended}, but it has not shown all of it: {error.message}"

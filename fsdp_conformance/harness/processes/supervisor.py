@@ -19,6 +19,7 @@ The deadlines stand still while the suite does its own work in the ranks, which 
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing.connection
 import os
@@ -29,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from fsdp_conformance import codec
 from fsdp_conformance.harness.accounting import Clock, Part, owner_of_time
@@ -137,7 +139,7 @@ class Seat:
             return
         if message[:1] != b"{":
             # Torch's own protocol, from a test that overrides run_test: the traceback as a pickled string.
-            self.report = _report_of_text(self.rank, str(pickle.loads(message)))  # noqa: S301 - our own rank sent it
+            self.report = _report_of_text(self.rank, _pickled_text(message))
             return
         data = json.loads(message)
         if "report" in data:
@@ -331,7 +333,14 @@ class Supervisor:
             # A controller that reads late must not take the time for that of the part before.
             self._clock.advance(sent_at, self._parts())
         part, had_failed = seat.part, seat.failed
-        seat.accept(message)
+        try:
+            seat.accept(message)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, pickle.UnpicklingError) as error:
+            # Code under test has the pipe, too. Whatever it sends is the rank's, and nothing else is believed.
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            seat.report = _report_of_text(
+                seat.rank, f"RuntimeError: the rank sent a message that cannot be read ({reason})"
+            )
         if seat.part is not part:
             seat.part_since = self._clock.suite_s
         if seat.failed and not had_failed:
@@ -380,7 +389,25 @@ def _turned_at(message: bytes) -> float | None:
     """When a rank turned to another part, by time.monotonic() on this host; None for any other message."""
     if not message.startswith(b'{"part"'):
         return None
-    return float(json.loads(message)["at"])
+    try:
+        # Not later than now: a rank cannot make the suite's time pass.
+        return min(float(json.loads(message)["at"]), time.monotonic())
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+class _TextAlone(pickle.Unpickler):
+    """Reads strings. What is unpickled is run, and code under test may have sent it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no text")
+
+
+def _pickled_text(message: bytes) -> str:
+    text = _TextAlone(io.BytesIO(message)).load()
+    if not isinstance(text, str):
+        raise pickle.UnpicklingError(f"a {type(text).__name__} is no text")
+    return text
 
 
 def _report_of_text(rank: int, text: str) -> RankReport:

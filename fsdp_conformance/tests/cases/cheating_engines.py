@@ -7,12 +7,16 @@ their rank, on purpose or not.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import pickle
 import sys
 import unittest
+from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,9 +27,10 @@ from fsdp_conformance.cases import observed
 from fsdp_conformance.cases.checks import CaseChecks
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.observations import ObservationLog
+from fsdp_conformance.harness.rank import RankRun
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.mutants.values import SilentDDP
-from fsdp_conformance.outcome.records import CheckCount, RankReport
+from fsdp_conformance.outcome.records import CheckCount, RankError, RankReport
 from fsdp_conformance.plan import Plan
 
 
@@ -118,6 +123,57 @@ class SendsGarbage(ForgesReport):
         with open(f"{refereed.directory}/rank{context.running().order.rank}.observations", "ab") as file:
             file.write((40).to_bytes(8, "big") + b'["nest' + b"[" * 34)
         super().forge()
+
+
+class _RunsElsewhere:
+    """Unpickled in the controller, it would make every later finding vanish there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        code = "import fsdp_conformance.cases.controller as c; c.refereed_report = lambda report, *rest: report"
+        return exec, (code,)
+
+
+class SendsCode(Doubles):
+    """Sends its controller a pickle that runs code."""
+
+    def cheat(self) -> None:
+        context.running().pipe.send_bytes(pickle.dumps(_RunsElsewhere()))
+
+
+class SendsNonsense(Doubles):
+    """Sends its controller a message that says nothing."""
+
+    def cheat(self) -> None:
+        context.running().pipe.send_bytes(b'{"part": "no such part", "at": 1}')
+
+
+class SpeaksOfTheMachine(Doubles):
+    """Says in the report of its rank that the machine is to blame, after a body that ended well."""
+
+    def cheat(self) -> None:
+        speak = RankRun.speak
+
+        def speak_so(self: RankRun) -> None:
+            self.report.error = RankError(kind="x.Y", message="no", traceback="", blame="environment", time=0.0)
+            speak(self)
+
+        RankRun.speak = speak_so  # type: ignore[method-assign]
+
+
+class RaisesFromC(Doubles):
+    """Raises through code in C, so that the innermost frame in Python is the suite's."""
+
+    def cheat(self) -> None:
+        future: asyncio.Future[Any] = asyncio.Future(loop=asyncio.new_event_loop())
+        future.set_exception(errors.EnvironmentUnavailable("no such device"))
+        vars(self)["full_params"] = future.result
+
+
+class ShowsWords(Doubles):
+    """Shows words in place of parameters."""
+
+    def full_params(self) -> dict[str, Any]:
+        return dict.fromkeys(super().full_params(), "about three")
 
 
 class ShowsLittle(Doubles):
@@ -235,6 +291,16 @@ class HidesReplicas(SilentDDP):
             kind: [tensor.detach().flatten().tensor_split(size)[rank].clone() for tensor in tensors]
             for kind, tensors in super().local_tensors().items()
         }
+
+
+class AnswersInNumPy(TorchFSDP2):
+    """Correct: its answers are of NumPy, or of classes that derive from Python's."""
+
+    def unit_is_unsharded(self, fqn: str) -> bool:
+        return np.bool_(super().unit_is_unsharded(fqn))  # type: ignore[return-value]
+
+    def full_params(self) -> dict[str, Tensor]:
+        return defaultdict(None, super().full_params())
 
 
 class KeepsStockAdam(TorchFSDP2):

@@ -22,6 +22,11 @@ CHEATS = {
     "ForgesReport": (Verdict.FAIL, "has not shown all of it"),
     "ForgesTheEnd": (Verdict.FAIL, "must show 3 steps of rank"),
     "SendsGarbage": (Verdict.FAIL, "cannot be read"),
+    "SendsCode": (Verdict.FAIL, "gradient"),
+    "SendsNonsense": (Verdict.FAIL, "gradient"),
+    "SpeaksOfTheMachine": (Verdict.FAIL, "no"),
+    "RaisesFromC": (Verdict.FAIL, "no such device"),
+    "ShowsWords": (Verdict.FAIL, "as tensors by name"),
     "ShowsLittle": (Verdict.FAIL, "must show 3 steps of rank"),
     "SwallowsItsErrors": (Verdict.FAIL, "no such device"),
     "NoSuchDevice": (Verdict.FAIL, "no such device"),
@@ -75,6 +80,14 @@ def test_replicas_behind_shards() -> None:
     record = run_case(bound_case("R188/it-shards-ws4"), f"{FILE}:HidesReplicas", base=BASE)
 
     assert (record.verdict, record.findings[0].check) == (Verdict.FAIL, "tensors in the process"), record.reason
+
+
+@pytest.mark.parametrize("case", ["R001/exact-probe-ws2", "R117/unused-unit-is-resharded-ws2"])
+def test_answers_of_unusual_classes(case: str) -> None:
+    """They count as what they stand for."""
+    record = run_case(bound_case(case), f"{FILE}:AnswersInNumPy", base=BASE)
+
+    assert record.verdict is Verdict.PASS, record.reason
 
 
 def test_a_correct_engine_that_replaces_functions() -> None:

@@ -56,6 +56,7 @@ def test_a_referee_that_does_not_judge(killed: bool, words: str) -> None:
     ("blame", "report", "expected"),
     [
         ("suite", RankReport(rank=0, not_run="no gloo"), "no gloo"),
+        ("suite later", RankReport(rank=0, not_run="no gloo"), "ended inside the code under test (no gloo)"),
         ("implementation", RankReport(rank=0, not_run="no gloo"), "ended inside the code under test (no gloo)"),
         ("adapter", RankReport(rank=0, inconclusive="they differ"), "ended inside the code under test (they differ)"),
         ("suite", RankReport(rank=0), "reported that its body had ended"),
@@ -64,7 +65,9 @@ def test_a_referee_that_does_not_judge(killed: bool, words: str) -> None:
 )
 def test_a_rank_that_ends_early(blame: str, report: RankReport, expected: str) -> None:
     """An excuse counts only outside the code under test; a rank that says it has finished has failed."""
-    merged = refereed_report(report, RankReport(rank=0, error=_error(ENDED, blame)), GOOD_END)
+    who, _, later = blame.partition(" ")
+    shown = f"rank 0 ended before it had sent observation {1 if later else 0}"
+    merged = refereed_report(report, RankReport(rank=0, error=_error(ENDED, who, shown)), GOOD_END)
 
     assert merged is not None
     if report.not_run is not None and blame == "suite":
@@ -85,10 +88,11 @@ def test_invalid_observations_are_the_ranks_fault() -> None:
 
 
 def test_a_rank_that_fails_after_its_body() -> None:
-    """Its own error counts where the referee has none."""
-    report = RankReport(rank=0, error=_error("RuntimeError", "suite", "too late"))
+    """Its own error counts where the referee has none, whomever it blames."""
+    report = RankReport(rank=0, error=_error("RuntimeError", "environment", "too late"))
 
     merged = refereed_report(report, RankReport(rank=0), GOOD_END)
 
     assert merged is not None
-    assert merged.error is report.error
+    assert merged.error is not None
+    assert (merged.error.message, merged.error.blame) == ("too late", "implementation")
