@@ -15,7 +15,7 @@ import builtins
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, distributed
 
@@ -37,8 +37,6 @@ from fsdp_conformance.workload.definition import Regime, Workload
 
 if TYPE_CHECKING:
     from fsdp_conformance.faults.fault import Fault
-
-T = TypeVar("T")
 
 #: Classes that say something about the suite or the machine. Raised by code under test, they say nothing.
 OF_SUITE = (SuiteError, EnvironmentUnavailable, ReferencesDisagree, UsageError)

@@ -4,7 +4,7 @@ The observations of a rank: what its engine did, as data for the referee (`cases
     ObservationLog       in a rank: writes them
     ObservationReader    in the referee: reads those of one rank, while they are being written
 
-A rank appends to a file of its own, so that it never waits for the referee. Each observation carries the case's nonce,
+Each rank appends to its own file, so that it never waits for the referee. Each observation carries the case's nonce,
 the rank and its number: one that is missing, repeated or from elsewhere is noticed.
 """
 
@@ -33,7 +33,7 @@ class ObservationsEnded(ConformanceError):
 
 
 class ObservationsInvalid(ConformanceError):
-    """A rank has sent something else than its next observation."""
+    """A rank has sent something other than its next observation."""
 
 
 def observations_file(directory: str, rank: int) -> Path:
