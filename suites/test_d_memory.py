@@ -19,6 +19,7 @@ from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks import memory
 from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.fixtures import deep, probes
+from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.plan import Offload, Plan, Sharding
 from fsdp_conformance.workload.definition import Regime, Workload
 from fsdp_conformance.workload.events import Action
@@ -40,7 +41,9 @@ class Bytes(ConformanceTestCase):
         plan = self.plan(workload)
         run = self.train(workload, plan)
         meant = self._as_meant(plan)
-        self.check(memory.shards_alone(run, workload, meant, world_size=world_size, padding=self.padding))
+        self.check(
+            memory.shards_alone(run, workload, meant, total=self.total(memory.held_figures(run)), **self._declared())
+        )
         self.check_parity(run, workload)
 
     @conformance_case(
@@ -84,10 +87,14 @@ class Bytes(ConformanceTestCase):
         plan = self.plan(workload)
         adapter = self.subject()
         run = self.train(workload, plan, adapter=adapter)
-        padding, meant = self.padding, self._as_meant(plan)
-        self.check(memory.nothing_full_after_backward(run, workload, meant, world_size=world_size, padding=padding))
+        total, meant = self.total(memory.backward_growth(run)), self._as_meant(plan)
+        self.check(memory.nothing_full_after_backward(run, workload, meant, total=total, **self._declared()))
         self.check_released(adapter, workload, "R035", run, plan)
         self.check_parity(run, workload)
+
+    def _declared(self) -> dict[str, Any]:
+        """What bounds depend on besides the model and the plan."""
+        return {"world_size": self.world_size, "padding": self.padding, "buffers": self.kept_buffers}
 
     def _as_meant(self, plan: Plan) -> Plan:
         """The plan, with the only degree that an engine with ZeRO-1 or ZeRO-2 alone can mean by its default."""
@@ -137,6 +144,8 @@ class Bytes(ConformanceTestCase):
 
     @conformance_case(
         "R039",
+        "R033",
+        "R035",
         chapter="D",
         axes={"world_size": (2,), "optimizer": ("sgd", "adam"), "micro_batches": (1, 3)},
         only=lambda values: values["optimizer"] == "sgd" or values["micro_batches"] == 1,
@@ -148,14 +157,33 @@ class Bytes(ConformanceTestCase):
         ),
     )
     def test_no_growth(self, world_size: int, optimizer: str, micro_batches: int) -> None:
-        """Exactly as many bytes are held after the third, fourth and fifth step as after the second."""
+        """Exactly as many bytes are held after the third, fourth and fifth step as after the second, and no more than
+        the plan leaves a rank."""
         workload = deep.deep_4()
         regime = Regime(optimizer=optimizer, steps=5, micro_batches=micro_batches)
         run = self.train(workload, self.plan(workload), regime)
         self.check(memory.no_growth(run))
+        self._check_throughout(run, workload, self.plan(workload))
 
     @conformance_case(
         "R039",
+        "R033",
+        "R035",
+        chapter="D",
+        axes={"world_size": (2, 4), "optimizer": ("sgd", "adam")},
+        only=lambda values: values["world_size"] == 4 or values["optimizer"] == "sgd",
+        kills=("keeps-each-step-on-the-host", "keeps-copies-after-the-first-step"),
+        timeout_s=120,
+        processes="it counts the memory of each rank's process",
+    )
+    def test_held_throughout(self, world_size: int, optimizer: str) -> None:
+        """From wrap to the last step, a rank holds what the plan leaves it and no more, on the device and the host."""
+        self._check_weighed(Regime(steps=3 * memory.PERIOD + 1, optimizer=optimizer))
+
+    @conformance_case(
+        "R039",
+        "R033",
+        "R035",
         chapter="D",
         world_size=2,
         needs=("cpu_offload_params",),
@@ -164,13 +192,36 @@ class Bytes(ConformanceTestCase):
             "leaks-every-step",
             "hoards-parameters",
             "reference-hoards-parameters",
+            "keeps-each-step-on-the-host",
         ),
+        timeout_s=120,
+        processes="it counts the memory of each rank's process",
     )
     def test_no_growth_with_offload(self) -> None:
-        """With parameters offloaded to pinned memory, the bytes held on the device do not grow from step to step."""
-        workload = deep.deep_4()
-        run = self.train(workload, self.plan(workload, offload=Offload.CPU_PINNED), Regime(steps=5))
+        """With parameters offloaded to pinned memory, neither the device nor the host holds more from step to step."""
+        run = self._check_weighed(Regime(steps=3 * memory.PERIOD + 1), offload=Offload.CPU_PINNED)
         self.check(memory.no_growth(run))
+
+    def _check_weighed(self, regime: Regime, **changes: Any) -> TrainingHistory:
+        """Train a model so large that copies of it show in the memory of a process, and check what is held."""
+        # What torch, the engine and the system load and allocate once is there when the other training begins.
+        self._train_weighed(deep.deep_16(), replace(regime, steps=2), changes)
+        workload = deep.deep_16_large()
+        run = self._train_weighed(workload, regime, changes)
+        plan = self.plan(workload, **changes)
+        self._check_throughout(run, workload, plan)
+        self.check(memory.no_leak(run, workload, self._as_meant(plan), world_size=self.world_size))
+        return run
+
+    def _train_weighed(self, workload: Workload, regime: Regime, changes: dict[str, Any]) -> TrainingHistory:
+        adapter, plan = self.subject(), self.plan(workload, **changes)
+        run = self.train(workload, plan, regime, adapter=adapter, observe=False, weighs_host=True)
+        self.drop(adapter)
+        return run
+
+    def _check_throughout(self, run: TrainingHistory, workload: Workload, plan: Plan) -> None:
+        total = self.total(memory.held_figures(run))
+        self.check(memory.held_throughout(run, workload, self._as_meant(plan), total=total, **self._declared()))
 
     @conformance_case(
         "R040",

@@ -68,6 +68,8 @@ class PendingSave(Protocol):
 MAX_PADDING = 0.25
 #: The largest `Adapter.alignment`, which BMTrain has.
 MAX_ALIGNMENT = 512
+#: The largest `Adapter.kept_buffers`: two units that are gathered in turn, and their gradients.
+MAX_KEPT_BUFFERS = 4
 
 
 #: `declines_on` of an adapter that has not been tried with its engine on a GPU: no model can be placed there.
@@ -110,6 +112,11 @@ class Adapter(ABC):
     """"local": micro-batches are summed on the rank, then reduced; "reduced": each is reduced, then added."""
     max_unsharded: ClassVar[int] = 0
     """The most units below the root that hold full parameters at once. Required with `rate_limit`."""
+    kept_buffers: ClassVar[int] = 0
+    """
+    The most buffers, each as large as the largest unit in full, that the engine keeps between steps for gathers and
+    gradients. At most MAX_KEPT_BUFFERS; an adapter that declares more is not loaded.
+    """
     avoids: ClassVar[tuple[Mapping[str, str], ...]] = ()
     """
     Combinations that the implementation is known to get wrong or to refuse, each as axis to value of the scenario space

@@ -83,6 +83,8 @@ class AdapterDescription:
     """`source_sha256` of the class."""
     max_unsharded: int = 0
     """`Adapter.max_unsharded`."""
+    kept_buffers: int = 0
+    """`Adapter.kept_buffers`."""
     avoids: list[dict[str, str]] = field(default_factory=list)
     """`Adapter.avoids`."""
     preload: tuple[str, ...] = ()
@@ -182,6 +184,7 @@ def describe_here(spec: str) -> AdapterDescription:
         source=inspect.getsourcefile(adapter) or "",
         source_sha256=source_sha256(adapter),
         max_unsharded=adapter.max_unsharded,
+        kept_buffers=adapter.kept_buffers,
         avoids=[dict(values) for values in adapter.avoids],
         preload=tuple(adapter.preload) + ((bundled,) if bundled else ()),
     )

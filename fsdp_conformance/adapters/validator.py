@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdp_conformance.adapters.base import MAX_PADDING, Adapter
+from fsdp_conformance.adapters.base import MAX_KEPT_BUFFERS, MAX_PADDING, Adapter
 from fsdp_conformance.capability import CAPABILITIES, unknown
 from fsdp_conformance.scenarios.axes import SPACE
 
@@ -94,6 +94,10 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
         lambda value: isinstance(value, int | float) and 0 <= value <= MAX_PADDING,
     ),
     "max_unsharded": ("a non-negative int", lambda value: isinstance(value, int) and value >= 0),
+    "kept_buffers": (
+        f"an int from 0 to {MAX_KEPT_BUFFERS}",
+        lambda value: isinstance(value, int) and 0 <= value <= MAX_KEPT_BUFFERS,
+    ),
     "grad_reduction_of_accumulation": ('"local" or "reduced"', lambda value: value in ("local", "reduced")),
 }
 

@@ -443,6 +443,11 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         """The overhead on the wire that the implementation declares, as a fraction."""
         return self.description.padding
 
+    @property
+    def kept_buffers(self) -> int:
+        """How many times the largest unit the implementation declares to keep in buffers."""
+        return self.description.kept_buffers
+
     def unit_parameters(self, workload: Workload, unit: str) -> tuple[str, ...]:
         """FQNs of the parameters under a submodule."""
         module: nn.Module = workload.build(self.rank).get_submodule(unit)

@@ -13,8 +13,9 @@ Bounds are derived from the workload and the plan. With W ranks in a shard group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.diagnosis import amounts
@@ -29,6 +30,13 @@ from fsdp_conformance.workload.units import owning_units, padded_bytes, paramete
 #: Losses of a step, counters and norms: a few scalars, each of which an allocator may round up to its granule of
 #: 512 bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).
 SCALARS = 16 * 512
+
+#: What allocators, threads and Python take on the host in a training, on top of what the engine holds there. Measured on
+#: the bundled engines, after another training in the same process: at most 0.5 MB.
+ON_HOST = 3 << 20
+
+#: How many steps are enough for a cache to be full, and the length of a period in which a leak must grow.
+PERIOD = 3
 
 #: The root among `Sizes.units`.
 _ROOT = "the root"
@@ -83,30 +91,36 @@ def sizes(workload: Workload, plan: Plan, *, world_size: int) -> Sizes:
 
 
 def shards_alone(
-    history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, padding: float
+    history: TrainingHistory,
+    workload: Workload,
+    plan: Plan,
+    *,
+    world_size: int,
+    padding: float,
+    buffers: int = 0,
+    total: Mapping[str, int] | None = None,
 ) -> CheckResult:
     """
     After wrapping, the device holds this rank's shard, with at most the declared padding, and the buffers (R033).
 
     Where the plan shards the optimizer state alone (ZeRO-1), it holds the parameters, and at most as much again, which
     is what buckets for their gradients take. Where it shards the gradients as well (ZeRO-2), it holds the parameters,
-    and at most the shard that its optimizer steps.
+    and at most the shard that its optimizer steps. `buffers` and `total` are those of `held_throughout`.
     """
     bytes_of = sizes(workload, plan, world_size=world_size)
     held = _above_base(history, _first(history, Point.SETUP))
-    own = {Sharding.OPTIM: 2 * bytes_of.full, Sharding.GRAD_OPTIM: bytes_of.full + bytes_of.shard}.get(
-        plan.sharding, bytes_of.shard
-    )
-    bound = int(own * (1 + padding)) + bytes_of.buffers + SCALARS
+    allowed = allowances(history, workload, plan, world_size=world_size, padding=padding, buffers=buffers)
+    bound = allowed[Point.SETUP].bytes + SCALARS
+    together = (total or {}).get(_name("device", _first(history, Point.SETUP)), held)
     tally = Tally("bytes after wrap", "R033", rank=history.rank)
     tally.compare(
-        held <= bound, "held after wrapping", expected=f"at most {bound} B", got=f"{held} B", phase="init",
+        held <= bound or (total is not None and together <= world_size * bound), "held after wrapping", expected=f"at most {bound} B", got=f"{held} B", phase="init",
         details=f"a shard has {bytes_of.shard} B plus {padding:.0%} padding, buffers {bytes_of.buffers} B, the whole "
         f"model {bytes_of.full} B",
         likely="full parameters are kept beside the shards" if held >= bytes_of.full else None,
     )  # fmt: skip
     tally.compare(
-        held >= bytes_of.full // world_size // 2 or plan.offload != "off", "held after wrapping",
+        max(held, together // world_size) >= bytes_of.full // world_size // 2 or plan.offload != "off", "held after wrapping",
         expected=f"about {bytes_of.shard} B", got=f"{held} B", details="the parameters are not on the device",
         phase="init",
     )  # fmt: skip
@@ -147,23 +161,36 @@ def resharded_after_forward(
     return tally.result(measurements=figures)
 
 
+def backward_growth(history: TrainingHistory) -> dict[str, int]:
+    """The bytes that a rank has gained on the device from the previous step to the end of backward, by step."""
+    return {f"step {step}": after.allocated - before for step, before, after in _pairs(history, Point.BACKWARD)}
+
+
 def nothing_full_after_backward(
-    history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, padding: float
+    history: TrainingHistory,
+    workload: Workload,
+    plan: Plan,
+    *,
+    world_size: int,
+    padding: float,
+    buffers: int = 0,
+    total: Mapping[str, int] | None = None,
 ) -> CheckResult:
     """
     When backward returns, a rank has gained its shard of the gradients and nothing else (R035).
 
-    Where the plan shards the optimizer state alone (ZeRO-1), it has gained the gradients.
+    Where the plan shards the optimizer state alone (ZeRO-1), it has gained the gradients. `total` is `backward_growth`
+    of all ranks together: an engine may give whole gradients to ranks, however unevenly. `buffers` are the units that
+    it declares to keep buffers for, which it may allocate when they are first needed.
     """
     bytes_of = sizes(workload, plan, world_size=world_size)
     own = bytes_of.full if plan.sharding is Sharding.OPTIM else bytes_of.shard
-    bound = int(own * (1 + padding)) + SCALARS
+    bound = int(own * (1 + padding)) + buffers * bytes_of.largest + SCALARS
     tally = Tally("bytes after backward", "R035", rank=history.rank)
-    figures = {}
-    for step, before, after in _pairs(history, Point.BACKWARD):
-        grown = figures[f"step {step}"] = after.allocated - before
+    figures = backward_growth(history)
+    for step, grown in enumerate(figures.values()):
         tally.compare(
-            grown <= bound, "growth from the previous step to the end of backward", expected=f"at most {bound} B",
+            grown <= bound or (total is not None and total[f"step {step}"] <= world_size * bound), "growth from the previous step to the end of backward", expected=f"at most {bound} B",
             got=f"{grown} B", step=step, phase="backward",
             details=f"a shard of the gradients has {bytes_of.shard} B, the largest unit {bytes_of.largest} B in full",
             likely=_whole_after_backward(grown, own, bytes_of) if grown > bound else None,
@@ -284,6 +311,152 @@ def no_growth(history: TrainingHistory, *, first: int = 1) -> CheckResult:
             likely=amounts.growth(held) if allocated != expected else None,
         )  # fmt: skip
     return tally.result(measurements={f"step {step}": allocated for step, allocated in held.items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allowance:
+    """What a rank may hold at a point of the training loop, and why."""
+
+    bytes: int
+    why: str
+
+
+def allowances(
+    history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, padding: float, buffers: int
+) -> dict[Point, Allowance]:
+    """
+    The bytes that one rank may hold after wrapping, after each backward and after each step.
+
+    They follow from the model and the plan: shards of parameters, and from the first backward on of gradients and of
+    the optimizer's state, each with the declared padding; master copies of its shards that the adapter shows; the
+    model's buffers; and `buffers` units in full, which the engine declares to keep. Where only the optimizer's state is
+    sharded (ZeRO-1), parameters and gradients are whole, and so are buckets for gradients.
+    """
+    of = sizes(workload, plan, world_size=world_size)
+    state = of.shard * history.full_bytes["optim"] // history.full_bytes["params"]
+    master = min(history.held_bytes.get("master", 0), int(of.shard * (1 + padding)))
+    params = {Sharding.OPTIM: 2 * of.full, Sharding.GRAD_OPTIM: of.full + of.shard}.get(plan.sharding, of.shard)
+    grads = of.full if plan.sharding is Sharding.OPTIM else of.shard
+    kept = master + of.buffers + buffers * of.largest
+    others = f"{padding:.0%} padding, and {kept} B of the model's buffers and of what the adapter declares to keep"
+    wrapped = Allowance(bytes=int(params * (1 + padding)) + kept, why=f"parameters {params} B, {others}")
+    trained = Allowance(
+        bytes=int((params + grads + state) * (1 + padding)) + kept,
+        why=f"parameters {params} B, gradients {grads} B, optimizer state {state} B, {others}",
+    )
+    return {Point.SETUP: wrapped, Point.BACKWARD: trained, Point.STEP: trained}
+
+
+def held_figures(history: TrainingHistory) -> dict[str, int]:
+    """Bytes above those before setup on the device and on the host, by place and moment."""
+    return {name: held for _, _, name, held in _held(history)}
+
+
+def held_throughout(
+    history: TrainingHistory,
+    workload: Workload,
+    plan: Plan,
+    *,
+    world_size: int,
+    padding: float,
+    buffers: int,
+    total: Mapping[str, int],
+) -> CheckResult:
+    """
+    From wrap to the last step, a rank holds what the plan leaves it, wherever it does (R033, R035, R039).
+
+    Counted is everything that was allocated since before setup, whoever refers to it: on the device by its allocator,
+    on the host, pinned or not, by the kernel. The host may hold as much as the device where it is the device, or where
+    parameters are offloaded to it; elsewhere copies of the shards that are on their way.
+
+    `total` are `held_figures` of all ranks together: an engine may give whole parameters to ranks, however unevenly.
+    """
+    allowed = allowances(history, workload, plan, world_size=world_size, padding=padding, buffers=buffers)
+    of = sizes(workload, plan, world_size=world_size)
+    lives_on_host = plan.device == "cpu" or plan.offload != "off"
+    staged = Allowance(bytes=int(of.shard * (1 + padding)), why=f"a copy of the {of.shard} B of its shards")
+    tally = Tally("bytes held throughout", "R033", rank=history.rank)
+    figures = held_figures(history)
+    looks: dict[tuple[str, Point], list[tuple[bool, MemoryMark, int]]] = {}
+    bounds: dict[tuple[str, Point], Allowance] = {}
+    for place, mark, name, held in _held(history):
+        on_device = place == "device"
+        allowance = allowed[mark.point] if on_device or lives_on_host else staged
+        bound = allowance.bytes + (SCALARS if on_device else ON_HOST)
+        bounds[place, mark.point] = replace(allowance, bytes=bound)
+        is_right = held <= bound or total.get(name, held) <= world_size * bound
+        looks.setdefault((place, mark.point), []).append((is_right, mark, held))
+    for (place, point), seen in looks.items():
+        bound, why = bounds[place, point].bytes, bounds[place, point].why
+        figures[f"{place}, {point.value}, at most"] = bound
+        wrong = [(mark, held) for is_right, mark, held in seen if not is_right]
+        first, held = wrong[0] if wrong else seen[-1][1:]
+        tally.compare(
+            not wrong, f"held on the {place} after {'wrapping' if point is Point.SETUP else point.value}",
+            expected=f"at most {bound} B", got=f"{held} B at {_when(first)}, and too much {len(wrong)} of {len(seen)} times",
+            details=f"{why}; the whole model has {of.full} B", requirement=_OF_POINT[point], step=first.step,
+            phase="init" if point is Point.SETUP else point.value, elements=len(seen),
+            likely=_copies(held - bound, of.full),
+        )  # fmt: skip
+    return tally.result(measurements=figures)
+
+
+def no_leak(history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int) -> CheckResult:
+    """
+    Memory on the host, of this process and of those that it has started, does not grow for ever (R039).
+
+    A cache is full after some steps, and then stays as it is; a leak goes on. So the bytes after every third step are
+    looked at, and what grows in each such period, by more than an eighth of a shard, is kept for ever.
+    """
+    shard = sizes(workload, plan, world_size=world_size).shard
+    least = max(shard // 8, ON_HOST // 4)
+    tally = Tally("growth on the host", "R039", rank=history.rank)
+    marks = _marks(history, Point.STEP)[::PERIOD]
+    if len(marks) < 4:
+        raise SuiteError(f"steps must be at least {3 * PERIOD + 1}, got {len(_marks(history, Point.STEP))} [no_leak]")
+    for who, counts in (
+        ("the process", [mark.host or 0 for mark in marks]),
+        ("processes that it has started", [mark.helpers for mark in marks]),
+    ):
+        grown = [after - before for before, after in itertools.pairwise(counts)]
+        tally.compare(
+            min(grown) < least, f"held on the host by {who}", expected=f"no growth of {least} B and more in each period",
+            got=" B, ".join(f"{more:+d}" for more in grown) + f" B in periods of {PERIOD} steps",
+            details=f"a shard of the parameters has {shard} B", step=marks[-1].step, phase="step",
+            likely="something is kept on the host in every step, or in every second or third one",
+        )  # fmt: skip
+    return tally.result()
+
+
+#: The requirement on the bytes held at a point.
+_OF_POINT = {Point.SETUP: "R033", Point.BACKWARD: "R035", Point.STEP: "R039"}
+
+
+def _held(history: TrainingHistory) -> Iterator[tuple[str, MemoryMark, str, int]]:
+    """Place, mark, name, and the bytes above those before setup, for each mark that bounds are about."""
+    first = _first(history, Point.BEFORE_SETUP)
+    # On the CPU, no allocator counts.
+    has_device = any(mark.allocated for mark in history.memory)
+    for mark in history.memory:
+        if mark.point in _OF_POINT:
+            if has_device:
+                yield "device", mark, _name("device", mark), mark.allocated - first.allocated
+            if mark.host is not None and first.host is not None:
+                yield "host", mark, _name("host", mark), mark.host - first.host
+
+
+def _name(place: str, mark: MemoryMark) -> str:
+    return f"{place}, {_when(mark)}"
+
+
+def _when(mark: MemoryMark) -> str:
+    return mark.point.value if mark.step is None else f"{mark.point.value} of step {mark.step}"
+
+
+def _copies(excess: int, full: int) -> str | None:
+    """So many copies of the model, if they are at least one."""
+    copies = round(excess / full, 1)
+    return f"as many bytes as {copies} copies of the model are held beside what the plan leaves" if copies >= 1 else None
 
 
 def gradients_freed(history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int) -> CheckResult:

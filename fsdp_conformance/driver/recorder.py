@@ -24,7 +24,7 @@ from fsdp_conformance.adapters.structures import map_tensors, moved
 from fsdp_conformance.driver.pipeline import Pipeline
 from fsdp_conformance.driver.task import Task
 from fsdp_conformance.driver.watch import Watch, watch_for
-from fsdp_conformance.harness import context
+from fsdp_conformance.harness import context, host_memory
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.memory import MemoryMark, Point
@@ -64,6 +64,8 @@ class Recorder:
         self._kept: list[tuple[str, Any, Any]] = []
         """Outputs that the user keeps, if the regime asks for that: which one, its tensors, and copies of them."""
         self._input_grads: list[Tensor | None] = []
+        self._helpers: frozenset[int] | None = None
+        """Processes of this rank, once the first step has ended."""
 
     # --- labels and times --------------------------------------------------------------------------------------------
 
@@ -96,13 +98,27 @@ class Recorder:
             self.history.seconds += time.perf_counter() - begin
 
     def mark(self, point: Point, step: int | None = None) -> None:
-        """Note the bytes that are allocated, and the peak since the last mark."""
-        if not self.watch.counts_bytes or self.task.conditions.undisturbed:
+        """Note the bytes that are held, and the peak since the last mark."""
+        weighs_host = self.task.conditions.weighs_host
+        if not (self.watch.counts_bytes or weighs_host) or self.task.conditions.undisturbed:
             return
         gc.collect()  # Otherwise the count would depend on when Python happened to collect garbage last.
         allocated, peak = self.watch.allocated_bytes(), self.watch.peak_bytes()
-        self.history.memory.append(MemoryMark(point=point, step=step, allocated=allocated, peak=peak))
+        host, helpers = self._on_host(point) if weighs_host else (None, 0)
+        self.history.memory.append(
+            MemoryMark(point=point, step=step, allocated=allocated, peak=peak, host=host, helpers=helpers)
+        )
         self.watch.reset_peak()
+
+    def _on_host(self, point: Point) -> tuple[int, int]:
+        """Bytes that this process and its helpers hold on the host: see `MemoryMark`."""
+        host_memory.return_large_blocks()
+        own = storage_bytes([*self.history.initial_params.values(), *self.history.initial_buffers.values()])
+        held = host_memory.held_bytes() - self.watch.bytes_in_host() - own
+        if point is Point.STEP and self._helpers is None:
+            # Earlier, a new process may still be loading its code.
+            self._helpers = host_memory.children()
+        return held, host_memory.bytes_of(self._helpers or ())
 
     # --- values ------------------------------------------------------------------------------------------------------
 

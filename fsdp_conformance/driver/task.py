@@ -61,6 +61,8 @@ class Conditions:
     """For a run that continues another one: its hook `on_setup` loads what the other one has saved."""
     new_directory: Callable[[], Path] | None = None
     """Makes a directory that all ranks see, for a regime that saves checkpoints; collective."""
+    weighs_host: bool = False
+    """True: memory on the host is counted wherever bytes on the device are. Nothing else may run in this process."""
     beside: bool = False
     """True: another training is going on, which is judged by the collectives and the memory of this rank."""
 

@@ -65,6 +65,10 @@ class Watch:
     def reset_peak(self) -> None:
         """Restart the peak at the bytes allocated now."""
 
+    def bytes_in_host(self) -> int:
+        """Bytes of this process's host memory that are the device's."""
+        return 0
+
 
 class AcceleratorWatch(Watch):
     """An accelerator whose allocator counts bytes, like CUDA's."""
@@ -124,6 +128,10 @@ class SimulatedWatch(AcceleratorWatch):
         self._checker.clear(self.device.index)
         self._accesses = self._checker.accesses()
         self._submitted = self._checker.submitted(self.device.index)
+
+    def bytes_in_host(self) -> int:
+        self.module.empty_cache()
+        return int(self.module.memory_reserved(self.device))
 
     def hazards(self) -> list[HazardRecord]:
         return [hazard_record(hazard) for hazard in self._checker.hazards(self.device.index)]

@@ -1,4 +1,4 @@
-"""Bytes allocated on a rank's accelerator at points of the training loop."""
+"""Bytes that a rank holds on its accelerator and on the host, at points of the training loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ class Point(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryMark:
-    """Bytes of tensors on this rank's accelerator, without those that the loop itself holds (batches)."""
+    """
+    Bytes on this rank's accelerator, with the batches that the loop itself holds there; on the CPU none.
+
+    Bytes on the host are counted only in a training that weighs it (`Conditions.weighs_host`).
+    """
 
     point: Point
     step: int | None
@@ -30,3 +34,10 @@ class MemoryMark:
     """Bytes allocated now."""
     peak: int
     """The most bytes allocated at once since the previous mark."""
+    host: int | None = None
+    """
+    Bytes that the rank's process holds on the host, pinned or not, whoever allocated them, without what the history
+    holds. None: they were not counted.
+    """
+    helpers: int = 0
+    """Bytes on the host that processes of this rank hold which were there after the first step."""

@@ -183,3 +183,38 @@ class KeepsCopiesInAnyPrecision(SeamFSDP2):
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         super().setup(model_fn, optim_fn, plan)
         self._copies = [local.bfloat16() for local in self.local_tensors()["params"]]
+
+
+class _KeepsCopies(SeamFSDP2):
+    """Keeps tensors of ones, each with as many elements as the model, for longer than a step."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._kept: list[Tensor] = []
+        self._numel = sum(parameter.numel() for parameter in self.sharded().values())
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        norm = super().step(max_norm, norm_type=norm_type)
+        self.keep()
+        return norm
+
+    def keep(self) -> None:
+        """Called at the end of each step."""
+        raise NotImplementedError
+
+
+@known_wrong("R039", "R035")
+class KeepsCopiesAfterTheFirstStep(_KeepsCopies):
+    """From the end of the first step on, ten full copies of the model are held on the device."""
+
+    def keep(self) -> None:
+        if not self._kept:
+            self._kept = [torch.ones(self._numel, device=self.device) for _ in range(10)]
+
+
+@known_wrong("R039", "R035")
+class KeepsEachStepOnTheHost(_KeepsCopies):
+    """Each step leaves a full copy of the model behind in the host's memory."""
+
+    def keep(self) -> None:
+        self._kept.append(torch.ones(self._numel))
