@@ -31,9 +31,11 @@ from fsdp_conformance.workload.units import owning_units, padded_bytes, paramete
 #: 512 bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).
 SCALARS = 16 * 512
 
-#: What allocators, threads and Python take on the host in a training, on top of what the engine holds there. Measured on
-#: the bundled engines, after another training in the same process: at most 0.5 MB.
+#: What allocators, threads, transports and Python take on the host in a training, beside what the engine holds there:
+#: measured on the bundled engines, after another training in the same process, at most 2 MB. Beside the simulated
+#: accelerator it is 5.5 MB: gloo's threads hold copies of what they have sent last, and the checker its records.
 ON_HOST = 3 << 20
+BESIDE_DEVICE = 2 * ON_HOST
 
 #: How many steps are enough for a cache to be full, and the length of a period in which a leak must grow.
 PERIOD = 3
@@ -114,13 +116,15 @@ def shards_alone(
     together = (total or {}).get(_name("device", _first(history, Point.SETUP)), held)
     tally = Tally("bytes after wrap", "R033", rank=history.rank)
     tally.compare(
-        held <= bound or (total is not None and together <= world_size * bound), "held after wrapping", expected=f"at most {bound} B", got=f"{held} B", phase="init",
+        held <= bound or (total is not None and together <= world_size * bound), "held after wrapping",
+        expected=f"at most {bound} B", got=f"{held} B", phase="init",
         details=f"a shard has {bytes_of.shard} B plus {padding:.0%} padding, buffers {bytes_of.buffers} B, the whole "
         f"model {bytes_of.full} B",
         likely="full parameters are kept beside the shards" if held >= bytes_of.full else None,
     )  # fmt: skip
     tally.compare(
-        max(held, together // world_size) >= bytes_of.full // world_size // 2 or plan.offload != "off", "held after wrapping",
+        max(held, together // world_size) >= bytes_of.full // world_size // 2 or plan.offload != "off",
+        "held after wrapping",
         expected=f"about {bytes_of.shard} B", got=f"{held} B", details="the parameters are not on the device",
         phase="init",
     )  # fmt: skip
@@ -190,7 +194,8 @@ def nothing_full_after_backward(
     figures = backward_growth(history)
     for step, grown in enumerate(figures.values()):
         tally.compare(
-            grown <= bound or (total is not None and total[f"step {step}"] <= world_size * bound), "growth from the previous step to the end of backward", expected=f"at most {bound} B",
+            grown <= bound or (total is not None and total[f"step {step}"] <= world_size * bound),
+            "growth from the previous step to the end of backward", expected=f"at most {bound} B",
             got=f"{grown} B", step=step, phase="backward",
             details=f"a shard of the gradients has {bytes_of.shard} B, the largest unit {bytes_of.largest} B in full",
             likely=_whole_after_backward(grown, own, bytes_of) if grown > bound else None,
@@ -328,9 +333,10 @@ def allowances(
     The bytes that one rank may hold after wrapping, after each backward and after each step.
 
     They follow from the model and the plan: shards of parameters, and from the first backward on of gradients and of
-    the optimizer's state, each with the declared padding; master copies of its shards that the adapter shows; the
-    model's buffers; and `buffers` units in full, which the engine declares to keep. Where only the optimizer's state is
-    sharded (ZeRO-1), parameters and gradients are whole, and so are buckets for gradients.
+    the optimizer's state, each with the declared padding, before that as far as the adapter shows them; master copies
+    of its shards that it shows; the model's buffers; and `buffers` units in full, which the engine declares to keep.
+    Where only the optimizer's state is sharded (ZeRO-1), parameters and gradients are whole, and so are buckets for
+    gradients.
     """
     of = sizes(workload, plan, world_size=world_size)
     state = of.shard * history.full_bytes["optim"] // history.full_bytes["params"]
@@ -339,7 +345,12 @@ def allowances(
     grads = of.full if plan.sharding is Sharding.OPTIM else of.shard
     kept = master + of.buffers + buffers * of.largest
     others = f"{padding:.0%} padding, and {kept} B of the model's buffers and of what the adapter declares to keep"
-    wrapped = Allowance(bytes=int(params * (1 + padding)) + kept, why=f"parameters {params} B, {others}")
+    shown = history.wrapped_bytes
+    early = min(shown.get("grads", 0), grads) + min(shown.get("optim", 0), state)
+    wrapped = Allowance(
+        bytes=int((params + early) * (1 + padding)) + kept,
+        why=f"parameters {params} B, gradients and optimizer state shown already {early} B, {others}",
+    )
     trained = Allowance(
         bytes=int((params + grads + state) * (1 + padding)) + kept,
         why=f"parameters {params} B, gradients {grads} B, optimizer state {state} B, {others}",
@@ -367,22 +378,26 @@ def held_throughout(
 
     Counted is everything that was allocated since before setup, whoever refers to it: on the device by its allocator,
     on the host, pinned or not, by the kernel. The host may hold as much as the device where it is the device, or where
-    parameters are offloaded to it; elsewhere copies of the shards that are on their way.
+    parameters are offloaded to it, then with room for gradients from the start; elsewhere one copy of the shards, on
+    its way from or to the device.
 
     `total` are `held_figures` of all ranks together: an engine may give whole parameters to ranks, however unevenly.
     """
     allowed = allowances(history, workload, plan, world_size=world_size, padding=padding, buffers=buffers)
     of = sizes(workload, plan, world_size=world_size)
-    lives_on_host = plan.device == "cpu" or plan.offload != "off"
     staged = Allowance(bytes=int(of.shard * (1 + padding)), why=f"a copy of the {of.shard} B of its shards")
+    on_host = dict.fromkeys(allowed, staged) if plan.device != "cpu" else allowed
+    if plan.device != "cpu" and plan.offload != "off":
+        wrapped = allowed[Point.SETUP]
+        on_host = {**allowed, Point.SETUP: Allowance(bytes=wrapped.bytes + staged.bytes, why=f"{wrapped.why}, twice")}
+    unseen = ON_HOST if plan.device == "cpu" else BESIDE_DEVICE
     tally = Tally("bytes held throughout", "R033", rank=history.rank)
     figures = held_figures(history)
     looks: dict[tuple[str, Point], list[tuple[bool, MemoryMark, int]]] = {}
     bounds: dict[tuple[str, Point], Allowance] = {}
     for place, mark, name, held in _held(history):
-        on_device = place == "device"
-        allowance = allowed[mark.point] if on_device or lives_on_host else staged
-        bound = allowance.bytes + (SCALARS if on_device else ON_HOST)
+        allowance = (allowed if place == "device" else on_host)[mark.point]
+        bound = allowance.bytes + (SCALARS if place == "device" else unseen)
         bounds[place, mark.point] = replace(allowance, bytes=bound)
         is_right = held <= bound or total.get(name, held) <= world_size * bound
         looks.setdefault((place, mark.point), []).append((is_right, mark, held))
@@ -393,9 +408,10 @@ def held_throughout(
         first, held = wrong[0] if wrong else seen[-1][1:]
         tally.compare(
             not wrong, f"held on the {place} after {'wrapping' if point is Point.SETUP else point.value}",
-            expected=f"at most {bound} B", got=f"{held} B at {_when(first)}, and too much {len(wrong)} of {len(seen)} times",
-            details=f"{why}; the whole model has {of.full} B", requirement=_OF_POINT[point], step=first.step,
-            phase="init" if point is Point.SETUP else point.value, elements=len(seen),
+            expected=f"at most {bound} B", got=f"{held} B at {_when(first)}",
+            details=f"too much {len(wrong)} of {len(seen)} times; {why}; the whole model has {of.full} B",
+            requirement=_OF_POINT[point], step=first.step, phase="init" if point is Point.SETUP else point.value,
+            elements=len(seen),
             likely=_copies(held - bound, of.full),
         )  # fmt: skip
     return tally.result(measurements=figures)
@@ -406,23 +422,24 @@ def no_leak(history: TrainingHistory, workload: Workload, plan: Plan, *, world_s
     Memory on the host, of this process and of those that it has started, does not grow for ever (R039).
 
     A cache is full after some steps, and then stays as it is; a leak goes on. So the bytes after every third step are
-    looked at, and what grows in each such period, by more than an eighth of a shard, is kept for ever.
+    looked at, and what grows in each such period, by a quarter of a shard or more, is kept for ever.
     """
     shard = sizes(workload, plan, world_size=world_size).shard
-    least = max(shard // 8, ON_HOST // 4)
+    least = max(shard // 4, ON_HOST // 3)
     tally = Tally("growth on the host", "R039", rank=history.rank)
     marks = _marks(history, Point.STEP)[::PERIOD]
     if len(marks) < 4:
         raise SuiteError(f"steps must be at least {3 * PERIOD + 1}, got {len(_marks(history, Point.STEP))} [no_leak]")
     for who, counts in (
-        ("the process", [mark.host or 0 for mark in marks]),
-        ("processes that it has started", [mark.helpers for mark in marks]),
+        ("the rank's process", [mark.host or 0 for mark in marks]),
+        ("the processes that it has started", [mark.helpers for mark in marks]),
     ):
         grown = [after - before for before, after in itertools.pairwise(counts)]
         tally.compare(
-            min(grown) < least, f"held on the host by {who}", expected=f"no growth of {least} B and more in each period",
-            got=" B, ".join(f"{more:+d}" for more in grown) + f" B in periods of {PERIOD} steps",
-            details=f"a shard of the parameters has {shard} B", step=marks[-1].step, phase="step",
+            min(grown) < least, f"growth on the host of {who}",
+            expected=f"less than {least} B in one of {len(grown)} periods of {PERIOD} steps at least",
+            got=f"{', '.join(map(str, grown))} B", details=f"a shard of the parameters has {shard} B",
+            step=marks[-1].step, phase="step",
             likely="something is kept on the host in every step, or in every second or third one",
         )  # fmt: skip
     return tally.result()
@@ -456,7 +473,9 @@ def _when(mark: MemoryMark) -> str:
 def _copies(excess: int, full: int) -> str | None:
     """So many copies of the model, if they are at least one."""
     copies = round(excess / full, 1)
-    return f"as many bytes as {copies} copies of the model are held beside what the plan leaves" if copies >= 1 else None
+    return (
+        f"as many bytes as {copies} copies of the model are held beside what the plan leaves" if copies >= 1 else None
+    )
 
 
 def gradients_freed(history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int) -> CheckResult:

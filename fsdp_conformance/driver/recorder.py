@@ -169,6 +169,9 @@ class Recorder:
         """Record the values before training."""
         self.history.requires_grad = self._requires_grad()
         with self.observing():
+            if self.history.memory:
+                shown = self.task.adapter.local_tensors()
+                self.history.wrapped_bytes = {kind: storage_bytes(tensors) for kind, tensors in shown.items()}
             self.history.initial_params = self._whole(self.task.adapter.full_params())
             self.history.initial_buffers = self._buffers()
 

@@ -130,7 +130,6 @@ class SimulatedWatch(AcceleratorWatch):
         self._submitted = self._checker.submitted(self.device.index)
 
     def bytes_in_host(self) -> int:
-        self.module.empty_cache()
         return int(self.module.memory_reserved(self.device))
 
     def hazards(self) -> list[HazardRecord]:

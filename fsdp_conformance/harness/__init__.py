@@ -25,6 +25,7 @@ Ranks: starting them, watching them, ending them.
     devices              the devices of this machine, and how many cases fit on them
     leases               how many cases use a GPU at the same time
     device_memory        the memory of GPUs, without starting CUDA
+    host_memory          the host memory that a process holds, whoever allocated it
     backend_trial        tries an accelerator's backend before anything is judged
     warm_up              makes a device's libraries allocate what they keep
     rank_startup         what a rank can do before it has a case: device, libraries, first group

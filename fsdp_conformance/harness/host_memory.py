@@ -21,7 +21,7 @@ _PROC = Path("/proc")
 _OWN_PAGES = ("Anonymous:", "Swap:")
 
 #: The beginnings of the targets of descriptors that are files in memory.
-_FILES_IN_MEMORY = ("/dev/shm/", "/memfd:")
+_FILES_IN_MEMORY = ("/dev/shm/", "/memfd:")  # noqa: S108 - nothing is written there
 
 #: The option of `mallopt` from which size on blocks are mappings of their own, and that size in bytes: glibc's default,
 #: which it raises by itself unless it is set.

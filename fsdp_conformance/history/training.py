@@ -94,8 +94,10 @@ class TrainingHistory:
     """Bytes of the same tensors by their own sizes: less than `held_bytes` if they are views of larger storages."""
     full_bytes: dict[str, int] = field(default_factory=dict)
     """The bytes that an unsharded run holds, by the same kinds."""
+    wrapped_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of the tensors that the adapter shows after wrapping, by kind; recorded where bytes are counted."""
     memory: list[MemoryMark] = field(default_factory=list)
-    """Bytes on the accelerator, in order; empty on the CPU, whose allocator does not count."""
+    """Bytes on the accelerator and the host, in order; on the CPU empty, unless the host is weighed."""
     hazards: list[HazardRecord] = field(default_factory=list)
     """Races that the simulated accelerator saw."""
     checked_accesses: int | None = None

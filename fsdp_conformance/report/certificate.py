@@ -343,7 +343,9 @@ def _declarations(run: RunFile) -> list[str]:
         units = f"{described['max_unsharded']} unit{'s' if described['max_unsharded'] > 1 else ''}"
         phrases.append(f"max_unsharded: up to {units} below the root with full parameters at once")
     if described.get("kept_buffers"):
-        phrases.append(f"kept_buffers: up to {described['kept_buffers']} times the largest unit in buffers between steps")
+        phrases.append(
+            f"kept_buffers: up to {described['kept_buffers']} times the largest unit in buffers between steps"
+        )
     phrases += [
         f"avoids: {' and '.join(f'{axis} {value}' for axis, value in values.items())}"
         for values in described.get("avoids") or ()

@@ -266,3 +266,138 @@ def test_a_history_without_bytes_cannot_be_judged() -> None:
 
     with pytest.raises(SuiteError, match="no bytes were recorded at 'setup'"):
         memory.shards_alone(history, WORKLOAD, plan(), world_size=2, padding=0.0)
+
+
+LARGE = deep.deep_16_large()
+#: 16 units of 512 x 512 and 512 floats, and a head.
+LARGE_FULL = (16 * (512 * 512 + 512) + 3 * 512 + 3) * 4
+LARGE_UNIT = (512 * 512 + 512) * 4
+LARGE_SHARD = LARGE_FULL // 2 + 3 * 512 * 4
+KEPT_STEPS = 3 * memory.PERIOD + 1
+
+
+def weighed(
+    *,
+    device: tuple[int, ...] | int = 0,
+    host: tuple[int, ...] | int = 0,
+    helpers: tuple[int, ...] = (),
+    wrapped: int = 0,
+) -> TrainingHistory:
+    """
+    A training on the simulated accelerator of an engine that holds its shards there, and nothing on the host.
+
+    `device` and `host` are bytes held besides from the end of each step on, the last number for all further steps;
+    `wrapped` are bytes held on the host from wrap on.
+    """
+
+    def at(extra: tuple[int, ...] | int, step: int) -> int:
+        values = extra if isinstance(extra, tuple) else (extra,)
+        return values[min(step, len(values) - 1)]
+
+    marks: list[tuple[Point, int | None, int, int, int]] = [
+        (Point.BEFORE_SETUP, None, 0, 0, 0),
+        (Point.SETUP, None, LARGE_SHARD, wrapped, 0),
+    ]
+    before = (0, 0)
+    for step in range(KEPT_STEPS):
+        marks.append((Point.BACKWARD, step, (2 + (step > 0)) * LARGE_SHARD + before[0], wrapped + before[1], 0))
+        before = at(device, step), at(host, step)
+        marks.append((Point.STEP, step, 2 * LARGE_SHARD + before[0], wrapped + before[1], at(helpers or 0, step)))
+    history = TrainingHistory(source="mine", rank=0, world_size=2)
+    history.full_bytes = {"params": LARGE_FULL, "grads": LARGE_FULL, "optim": LARGE_FULL}
+    history.memory = [
+        MemoryMark(
+            point=point, step=step, allocated=BASE + allocated, peak=0, host=5 * BASE + on_host, helpers=of_helpers
+        )
+        for point, step, allocated, on_host, of_helpers in marks
+    ]
+    return history
+
+
+def throughout(history: TrainingHistory, *, buffers: int = 0, **changes: Any) -> CheckResult:
+    """The check of what is held throughout, with the other rank holding as much, or as `total` says."""
+    total = changes.pop("total", {name: 2 * held for name, held in memory.held_figures(history).items()})
+    made = Plan(**{"units": LARGE.units, "device": "sim", **changes})
+    return memory.held_throughout(history, LARGE, made, world_size=2, padding=0.15, buffers=buffers, total=total)
+
+
+def kinds(result: CheckResult) -> set[tuple[str, str]]:
+    """The requirement of each finding, and the place that it names."""
+    return {(each.requirement, "device" if "on the device" in each.message else "host") for each in result.findings}
+
+
+def test_a_right_engine_holds_its_shards_throughout() -> None:
+    """Also with a copy of its shards on the host, which travels from or to the device."""
+    assert holds(throughout(weighed()))
+    assert holds(throughout(weighed(wrapped=LARGE_SHARD)))
+
+
+@pytest.mark.parametrize("copies", [1, 10])
+def test_copies_since_the_first_step(copies: int) -> None:
+    """They are found on the device and on the host, although no step adds anything after the first one."""
+    extra = copies * LARGE_FULL
+
+    assert kinds(throughout(weighed(device=extra))) >= {("R035", "device")}
+    assert kinds(throughout(weighed(host=extra))) == {("R035", "host"), ("R039", "host")}
+    (finding, *_) = throughout(weighed(device=10 * LARGE_FULL)).findings
+    assert "backward of step 1" in finding.message
+    assert "copies of the model" in str(finding.likely)
+
+
+def test_a_copy_from_wrap_on() -> None:
+    """It is found before the first step."""
+    assert ("R033", "host") in kinds(throughout(weighed(wrapped=LARGE_FULL)))
+
+
+def test_kept_buffers_are_declared() -> None:
+    """Two buffers as large as a unit are too much after wrapping, unless the adapter declares them."""
+    history = weighed(device=(0, 6 * LARGE_UNIT))
+
+    assert kinds(throughout(history)) == {("R035", "device")}
+    assert holds(throughout(history, buffers=4))
+
+
+def test_shares_may_be_uneven() -> None:
+    """One rank may hold more if all together hold the model once."""
+    history = weighed(device=8 * LARGE_UNIT)
+    together = {name: 2 * held - 16 * LARGE_UNIT for name, held in memory.held_figures(history).items()}
+
+    assert not holds(throughout(history))
+    assert holds(throughout(history, total=together))
+
+
+def test_offload_keeps_shards_and_gradients_on_the_host() -> None:
+    """There the host holds what the device does elsewhere."""
+    assert holds(throughout(weighed(wrapped=2 * LARGE_SHARD), offload="cpu_pinned"))
+    assert not holds(throughout(weighed(wrapped=2 * LARGE_SHARD)))
+
+
+def leak(history: TrainingHistory) -> CheckResult:
+    """The check of growth on the host."""
+    return memory.no_leak(history, LARGE, Plan(units=LARGE.units, device="sim"), world_size=2)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("who", ["host", "helpers"])
+def test_what_grows_for_ever_is_a_leak(who: str, every: int) -> None:
+    """Also if only every second or third step adds to it, and whichever process holds it."""
+    grown = tuple(step // every * LARGE_SHARD // 2 for step in range(KEPT_STEPS))
+
+    result = leak(weighed(**{who: grown}))  # type: ignore[arg-type]
+
+    assert [finding.requirement for finding in result.findings] == ["R039"]
+
+
+def test_what_has_been_filled_is_no_leak() -> None:
+    """A cache grows at first, and figures vary."""
+    assert holds(leak(weighed(host=tuple(min(step, 5) * LARGE_SHARD for step in range(KEPT_STEPS)))))
+    assert holds(leak(weighed(host=tuple(step % 2 * LARGE_SHARD for step in range(KEPT_STEPS)))))
+
+
+def test_too_few_steps_show_no_leak() -> None:
+    """The case is wrong then."""
+    history = weighed()
+    history.memory = history.memory[:-4]
+
+    with pytest.raises(SuiteError, match="steps must be at least 10, got 8"):
+        leak(history)
