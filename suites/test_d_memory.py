@@ -93,7 +93,7 @@ class Bytes(ConformanceTestCase):
         self.check_parity(run, workload)
 
     def _declared(self) -> dict[str, Any]:
-        """What bounds depend on besides the model and the plan."""
+        """The figures that bounds depend on besides the model and the plan."""
         return {"world_size": self.world_size, "padding": self.padding, "buffers": self.kept_buffers}
 
     def _as_meant(self, plan: Plan) -> Plan:

@@ -320,7 +320,7 @@ def no_growth(history: TrainingHistory, *, first: int = 1) -> CheckResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allowance:
-    """What a rank may hold at a point of the training loop, and why."""
+    """The bytes that a rank may hold at a point of the training loop, and why."""
 
     bytes: int
     why: str

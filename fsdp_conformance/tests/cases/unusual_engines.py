@@ -173,7 +173,7 @@ class UsesTheStore(WholeParameters):
             torch.save(parameter.data, written)
             store.set(key, written.getvalue())
         else:
-            parameter.data.copy_(torch.load(io.BytesIO(store.get(key))))
+            parameter.data.copy_(torch.load(io.BytesIO(store.get(key)), weights_only=True))
         # Otherwise the store keeps everything.
         dist.barrier()
         if self.rank == self.owner[parameter]:
