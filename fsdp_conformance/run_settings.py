@@ -10,8 +10,9 @@ of pytest-xdist, and from a case to its ranks. In each process the plugin calls 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -119,9 +120,22 @@ class RunSettings:
     """Provoke every case, as drawn from this seed (`faults.provocation`); None: disturb nothing. Cannot certify."""
     stress_failure: str = ""
     """In a stress run, make a rank of each case fail: a member of `stress.Failure`, or `stress.ANY`."""
+    fresh_seed: int | None = None
+    """The seed of the scenarios that are drawn for the run, if the user chose it. Cannot certify."""
+    drawn_seed: int = 0
+    """The seed of these scenarios otherwise: see `with_drawn_seed`."""
     seed: int = 20261121
     num_threads: int = 1
     """Intra-op threads per rank."""
+
+    @property
+    def scenario_seed(self) -> int:
+        """The seed from which the scenarios of this run are drawn (`scenarios.fresh`)."""
+        return self.drawn_seed if self.fresh_seed is None else self.fresh_seed
+
+    def with_drawn_seed(self) -> RunSettings:
+        """The settings of a new run, with a seed that cannot be foreseen."""
+        return replace(self, drawn_seed=secrets.randbits(48))
 
 
 #: The settings of a run whose user chose none.
@@ -305,6 +319,8 @@ OPTIONS: dict[str, Option] = {option.name: option for option in (
            help="with --stress, the seed that decides what strikes where"),
     Option("stress_failure", "--stress-failure", metavar="HOW", choices=(*Failure, ANY),
            help=f"with --stress, make one rank of each case fail ({', '.join([*Failure, ANY])}), and judge the rest"),
+    Option("fresh_seed", "--fresh-seed", metavar="N", parse=_seed, default="a new one",
+           help="draw the scenarios of R000/fresh from this seed, to repeat those of another run; cannot certify"),
     Option("deadline_scale", "--deadline-scale", metavar="F", parse=_factor,
            help="multiply every deadline by F, for slow machines"),
 )}  # fmt: skip

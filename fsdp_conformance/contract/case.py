@@ -17,6 +17,9 @@ CASE_ATTRIBUTE = "conformance_case"
 #: The slug of a case that `explore` has drawn begins with this.
 EXPLORED = "explored-"
 
+#: The slug of a case that trains another scenario in each run begins with this.
+FRESH = "fresh-"
+
 #: Environments that a case can ask for; the harness knows which are present.
 #: "stream_order": the device can be asked what each operation of a stream waits for; only the simulated one answers.
 ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory", "stream_order"})
@@ -58,6 +61,11 @@ class Case:
     def is_saved(self) -> bool:
         """True if `explore` drew it and a user saved it: then it belongs to no profile."""
         return self.id.partition("/")[2].startswith(EXPLORED)
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if it trains another scenario in each run."""
+        return self.id.partition("/")[2].startswith(FRESH)
 
 
 def case_of(method: Any) -> Case | None:

@@ -145,7 +145,8 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
 
 def _record_without_ranks(case: Case, settings: RunSettings, device: str) -> CaseRecord:
     """A record of a case that starts no rank: options about ranks have no part in its verdict."""
-    return empty_record(case, RunSettings(implementation=settings.implementation), device)
+    bare = RunSettings(implementation=settings.implementation, fresh_seed=settings.scenario_seed)
+    return empty_record(case, bare, device)
 
 
 def empty_record(case: Case, settings: RunSettings, device: str, *, seconds: float = 0.0) -> CaseRecord:
@@ -166,6 +167,8 @@ def empty_record(case: Case, settings: RunSettings, device: str, *, seconds: flo
         words.append(f"--stress --stress-seed {settings.stress_seed}")
     if settings.stress_failure:
         words.append(f"--stress-failure {settings.stress_failure}")
+    if case.is_fresh:
+        words.append(f"--fresh-seed {settings.scenario_seed}")
     return CaseRecord(
         case=case.id,
         requirements=list(case.requirements),

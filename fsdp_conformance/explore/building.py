@@ -11,19 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_conformance.explore.example import UNREACHED_NORM, Example, Initial
-from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel, Passing
+from fsdp_conformance.fixtures.drawn import EXACT_STEPS, DrawnBlock, DrawnModel, Passing
 from fsdp_conformance.plan import BackwardPrefetch, Offload, Plan, Sharding
-from fsdp_conformance.scenarios.axes import SPACE
-from fsdp_conformance.scenarios.space import Choice
+from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.workload.definition import Regime
 from fsdp_conformance.workload.events import Action, Event, Moment, in_order
 
-#: How many steps a scenario trains: the first is special to most engines, the second and the third are alike.
-STEPS = 3
-
-#: The blocks of a model. The others are as plain as their scenario allows; block 1 is the one with something special.
-_BLOCKS = 3
-_FIRST, _SPECIAL = "blocks.0", "blocks.1"
+#: The block with something special. The others are as plain as their scenario allows.
+_SPECIAL = 1
 
 _EXTRAS: dict[str, tuple[tuple[int, ...], ...]] = {
     "none": (),
@@ -33,11 +28,15 @@ _EXTRAS: dict[str, tuple[tuple[int, ...], ...]] = {
     "not contiguous": ((3, 12),),
 }
 
+#: The first three blocks in the order of their calls, by turn. Further blocks follow in order.
 _CALLS: dict[str, tuple[tuple[int, ...], ...]] = {
     "another order by step": ((0, 1, 2), (1, 0, 2)),
     "one skipped by step": ((0, 1, 2), (0, 2)),
     "one never": ((0, 2),),
 }
+
+#: A deeper model, or one with more ranks, has more digits than float32, so it cannot be exact.
+_EXACT_BLOCKS, _EXACT_RANKS = 4, 4
 
 _SHARDING = {
     "everything": Sharding.FULL,
@@ -197,9 +196,9 @@ _FACTOR = 0.5
 _LARGEST = (0.25, 0.125)
 
 
-def example_of(scenario: Choice, *, salt: int = 0) -> Example:
-    """The example of a scenario. `salt` chooses the numbers of the model and its batches."""
-    return _Builder(SPACE.whole(scenario), salt).example()
+def example_of(scenario: Scenario, *, salt: int | None = None) -> Example:
+    """The example of a scenario. `salt` chooses the numbers of the model and its batches; None: the scenario's."""
+    return _Builder(scenario, scenario.choice, scenario.salt if salt is None else salt).example()
 
 
 def second_model(example: Example) -> Example:
@@ -220,13 +219,14 @@ def second_model(example: Example) -> Example:
 class _Builder:
     """Makes the parts of an example, each from the axes that it depends on."""
 
+    scenario: Scenario
     choice: dict[str, str]
     salt: int
 
     def example(self) -> Example:
         model = self._model()
         plan = self._plan(model)
-        others = tuple(unit for unit in plan.units if unit != _FIRST)
+        others = tuple(unit for unit in plan.units if unit != self._block_name(0))
         return Example(
             world_size=self._ranks,
             model=model,
@@ -243,13 +243,25 @@ class _Builder:
 
     @property
     def _ranks(self) -> int:
-        return int(self.choice["ranks"])
+        return self.scenario.world_size
+
+    def _block_name(self, index: int) -> str:
+        return f"{self.scenario.extent.names[1]}.{index}"
+
+    @property
+    def _special(self) -> str:
+        """The name of the block with something special."""
+        return self._block_name(_SPECIAL)
 
     @property
     def _smooth(self) -> bool:
         """True if the training rounds, so that the model must not have steps."""
+        extent = self.scenario.extent
         return (
-            self.choice["optimizer"] in ("adam", "adamw, fused")
+            extent.steps > EXACT_STEPS
+            or extent.blocks > _EXACT_BLOCKS
+            or self._ranks > _EXACT_RANKS
+            or self.choice["optimizer"] in ("adam", "adamw, fused")
             or self.choice["clipping"] in ("2-norm", "1-norm", "largest element")
             or self.choice["clipping by the user"] == "norm of some"
         )
@@ -263,8 +275,8 @@ class _Builder:
             inputs=inputs,
             width=width,
             outputs=outputs,
-            blocks=tuple(self._block(index, hidden) for index in range(_BLOCKS)),
-            calls=_CALLS.get(choice["use"], ()),
+            blocks=tuple(self._block(index, hidden) for index in range(self.scenario.extent.blocks)),
+            calls=tuple((*called, *range(3, self.scenario.extent.blocks)) for called in _CALLS.get(choice["use"], ())),
             ends_are_units=choice["units"] == "each block and both ends",
             joined=choice["units"] == "two blocks as one",
             ties=self._ties(),
@@ -285,10 +297,16 @@ class _Builder:
             ),
             casts=choice["precision"] == "bfloat16, one unit in float32",
             salt=self.salt,
+            names=self.scenario.extent.names,
         )
 
     def _sizes(self) -> tuple[int, int, int, int]:
         """Features of a sample, between blocks, inside them, and of the head."""
+        inputs, width, hidden, outputs = self._smallest_sizes()
+        extent = self.scenario.extent
+        return inputs, width + self._ranks * extent.wider, extent.hidden or hidden, outputs
+
+    def _smallest_sizes(self) -> tuple[int, int, int, int]:
         ranks = self._ranks
         match self.choice["rows"]:
             case "uneven":
@@ -299,7 +317,7 @@ class _Builder:
                 return max(ranks, 2), max(2 * ranks, 4), max(ranks, 2), max(ranks, 2)
 
     def _block(self, index: int, hidden: int) -> DrawnBlock:
-        choice, special = self.choice, index == 1
+        choice, special = self.choice, index == _SPECIAL
         units = choice["units"]
         inner: tuple[DrawnBlock, ...] = ()
         if choice["ties"] == "within a unit" and special:
@@ -327,19 +345,19 @@ class _Builder:
     def _ties(self) -> tuple[tuple[str, str], ...]:
         match self.choice["ties"]:
             case "within a unit":
-                return ((f"{_SPECIAL}.inner.0.up.weight", f"{_SPECIAL}.up.weight"),)
+                return ((f"{self._special}.inner.0.up.weight", f"{self._special}.up.weight"),)
             case "across units":
-                return (("blocks.2.up.weight", f"{_SPECIAL}.up.weight"),)
+                return ((f"{self._block_name(2)}.up.weight", f"{self._special}.up.weight"),)
             case _:
                 return ()
 
     def _frozen(self) -> tuple[str, ...]:
         return {
-            "a block": (_SPECIAL,),
-            "the first layer": ("first",),
-            "part of a block": (f"{_SPECIAL}.down.weight",),
+            "a block": (self._special,),
+            "the first layer": (self.scenario.extent.names[0],),
+            "part of a block": (f"{self._special}.down.weight",),
             # The root would mix it with others if it were no unit.
-            "thawed later": (_SPECIAL if self.choice["units"] == "some blocks" else _FIRST,),
+            "thawed later": (self._special if self.choice["units"] == "some blocks" else self._block_name(0),),
         }.get(self.choice["frozen"], ())
 
     # --- the plan ----------------------------------------------------------------------------------------------------
@@ -361,14 +379,14 @@ class _Builder:
             offload=Offload.CPU if choice["offload"] == "CPU" else Offload.OFF,
             param_dtype="bfloat16" if low else None,
             reduce_dtype="float32" if low and choice["precision"] != "bfloat16" else None,
-            unit_dtypes=((_unit_of(model, _SPECIAL), "float32"),)
+            unit_dtypes=((_unit_of(model, self._special), "float32"),)
             if choice["precision"] == "bfloat16, one unit in float32"
             else (),
             sync_module_states=choice["initial values"] == "from the first rank",
             meta_init=choice["built"] == "on meta",
             micro_batches=_MICRO_BATCHES[choice["accumulation"]][0],
             defer_reduction=bool(_MICRO_BATCHES[choice["accumulation"]][1]),
-            deferred_units=(_unit_of(model, _SPECIAL),) if choice["accumulation"] == "deferred in one unit" else (),
+            deferred_units=(_unit_of(model, self._special),) if choice["accumulation"] == "deferred in one unit" else (),
             reshard_after_backward=False if choice["accumulation"] == "kept gathered" else None,
             defer_all_reduce=choice["accumulation"] == "deferred over replicas",
             **_PREFETCH.get(choice["prefetch"], {}),
@@ -381,12 +399,12 @@ class _Builder:
         micro_batches, reduced = _MICRO_BATCHES[choice["accumulation"]]
         frozen_at: tuple[tuple[int, tuple[str, ...]], ...] = ()
         if choice["frozen"] == "later":
-            frozen_at = ((1, tuple({*model.never_trained(), *_below(model, _SPECIAL)})),)
+            frozen_at = ((1, tuple({*model.never_trained(), *_below(model, self._special)})),)
         elif choice["frozen"] == "thawed later":
             frozen_at = ((1, model.never_trained()),)
         regime = Regime(
             optimizer=_OPTIMIZERS[choice["optimizer"]],
-            steps=STEPS,
+            steps=self.scenario.extent.steps,
             micro_batches=micro_batches,
             reduced=reduced,
             init_scale=4.0 if choice["loss scaling"] == "dynamic" else None,
@@ -412,22 +430,24 @@ class _Builder:
         self, axis: str, index: int, action: Action, moment: Moment, step: int, model: DrawnModel, plan: Plan
     ) -> Event:
         fields: dict[str, Any] = {}
+        first, _, head = model.names
+        written = (f"{model.block_name(0)}.up.weight", f"{head}.bias")
         match action:
             case Action.UNSHARD:
                 fields["names"] = (plan.units[-1 - index % len(plan.units)],)
             case Action.LEARNING_RATE:
                 fields["value"] = _RATES[index]
             case action if action in _WRITING:
-                fields["names"] = (("blocks.0.up.weight", "head.bias")[index],)
+                fields["names"] = (written[index],)
                 fields["value"] = _FACTOR
             case Action.CLIP_VALUES:
                 fields["value"] = _LARGEST[index]
             case Action.CLIP_SOME:
                 # Of the root, and of a unit.
-                fields["names"] = ("first.weight", "blocks.0.up.weight")
+                fields["names"] = (f"{first}.weight", written[0])
                 fields["value"] = _LARGEST[index]
             case Action.DROP:
-                fields["names"] = (("blocks.0.up.weight", "head.bias")[index],)
+                fields["names"] = (written[index],)
             case Action.TOGGLE if self.choice["mode"] == "toggled on one rank":
                 fields["ranks"] = (index,)
         return Event(action=action, moment=moment, step=step, **fields)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import unittest
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -39,7 +39,7 @@ from fsdp_conformance.explore.needs import FORWARDS, needs_of
 from fsdp_conformance.explore.references import Prepared, Trained, shared, untrained
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.outcome.records import DECLINED, CaseRecord
+from fsdp_conformance.outcome.records import DECLINED, SCENARIO, CaseRecord
 from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.run_settings import RunOrder, RunSettings, order_from_json
 from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
@@ -98,15 +98,20 @@ class _Run:
 class ScenarioCase(ConformanceTestCase):
     """A case whose body trains a scenario."""
 
+    may_refuse = True
+    """False if every engine must train its scenarios."""
     _watch: BystanderWatch
     _second: tuple[Example, Prepared] | None = None
     """The second model, with its references, if the scenario has one."""
     _beside: Steps | None = None
     """Its training."""
 
-    def check_scenario(self, scenario: Scenario) -> None:
-        """Train the scenario, and check everything that it shows."""
-        example, expected, self._second = prepared.get(scenario.digest) or self._references_of(scenario)
+    def check_scenario(self, *candidates: Scenario) -> None:
+        """Train a scenario, the first of several that the references can judge, and check everything that it shows."""
+        known = prepared.get(candidates[0].digest) or self._references_of(candidates)
+        scenario, example, expected, self._second = known
+        if len(candidates) > 1:
+            self.report.measurements[SCENARIO] = scenario.to_json()
         workload = expected.workload
         plan = self.placed_plan(example, workload)
         self._watch = BystanderWatch(self)
@@ -133,17 +138,17 @@ class ScenarioCase(ConformanceTestCase):
         self._check_sharding(example, trained, workload)
         self._check_growth(example, trained.adapter)
 
-    def _references_of(self, scenario: Scenario) -> Trained:
+    def _references_of(self, candidates: Sequence[Scenario]) -> Trained:
         """The references, before any code of the engine is in this process. Collective."""
         of_referee: list[Trained] = []
 
-        def salt() -> int:
-            of_referee.append(shared(scenario, rank=self.rank))
-            return of_referee[0].example.model.salt
+        def choose() -> tuple[str, int]:
+            of_referee.append(shared(candidates, rank=self.rank))
+            return of_referee[0].scenario.to_json(), of_referee[0].example.model.salt
 
         with process_group.log().phase("observe"), self.blaming("suite"):
-            chosen = self.decide("the model's numbers", salt)
-            return of_referee[0] if of_referee else untrained(scenario, chosen)
+            text, salt = self.decide("the scenario and the model's numbers", choose)
+            return of_referee[0] if of_referee else untrained(scenario_from_json(text), salt)
 
     def placed_plan(self, example: Example, workload: Workload) -> Plan:
         """The plan of the example on this case's device."""
@@ -172,7 +177,7 @@ class ScenarioCase(ConformanceTestCase):
                 return self._resumed(example, workload, run, plan, adapter)
             return _Run(history=run, adapter=adapter, parts=((run, plan),))
         except Exception as error:
-            if not _declines(error, example, self.here.steps_trained):
+            if not self.may_refuse or not _declines(error, example, self.here.steps_trained):
                 raise
             self.note_refusal()
             self.report.measurements[DECLINED] = f"{type(error).__name__}: {_first_line(error)}"

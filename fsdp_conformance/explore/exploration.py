@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from fsdp_conformance.errors import ConfigError
@@ -21,7 +21,7 @@ from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.explore.signature import Signature, signature_of
 from fsdp_conformance.scenarios.axes import PROCESSES_ALONE, SPACE
 from fsdp_conformance.scenarios.covering import Coverage, best_row
-from fsdp_conformance.scenarios.scenario import Scenario
+from fsdp_conformance.scenarios.scenario import Extent, Scenario
 
 #: How often a scenario may be run to make a failure smaller.
 MAX_SHRINKS = 60
@@ -112,6 +112,7 @@ def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool], *, most: int =
     is by halves (QuickXplain: Junker, "Preferred explanations and relaxations for over-constrained problems", 2004).
     """
     search = _Shrinking(scenario, fails, most)
+    search.extent()
     search.by_halves()
     search.one_by_one()
     return search.smallest, search.tries
@@ -126,6 +127,16 @@ class _Shrinking:
         self._fails = fails
         self._most = most
         self._results: dict[Scenario, bool] = {scenario: True}
+
+    def extent(self) -> None:
+        """Make the training as small as the others, unless it takes its size to fail."""
+        plain = Extent()
+        for name in (field.name for field in fields(Extent)):
+            if getattr(self.smallest.extent, name) != getattr(plain, name):
+                smaller = replace(self.smallest.extent, **{name: getattr(plain, name)})
+                candidate = replace(self.smallest, extent=smaller)
+                if self._holds(candidate):
+                    self.smallest = candidate
 
     def by_halves(self) -> None:
         """Find a few values with which it fails, if a failure does not go away when values are added."""
@@ -161,14 +172,19 @@ class _Shrinking:
         whole = SPACE.without_orphans(SPACE.whole(choice))
         if SPACE.why_impossible(whole) is not None:
             return False
-        candidate = Scenario.of(whole, salt=self.smallest.salt)
+        candidate = Scenario.of(whole, salt=self.smallest.salt, extent=self.smallest.extent)
+        holds = self._holds(candidate)
+        if holds and len(candidate.values) < len(self.smallest.values):
+            self.smallest = candidate
+        return holds
+
+    def _holds(self, candidate: Scenario) -> bool:
+        """True if a scenario fails as well; False also if no more may be tried."""
         if candidate not in self._results:
             if self.tries >= self._most:
                 return False
             self.tries += 1
             self._results[candidate] = self._fails(candidate)
-        if self._results[candidate] and len(candidate.values) < len(self.smallest.values):
-            self.smallest = candidate
         return self._results[candidate]
 
 

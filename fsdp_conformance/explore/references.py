@@ -12,6 +12,8 @@ Nothing of it communicates, and in a rank it happens before any code of the engi
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ from fsdp_conformance.references.reference_set import EXPECTED, Kind, References
 from fsdp_conformance.references.reference_set import values as values_of
 from fsdp_conformance.references.rounding import rounding_histories
 from fsdp_conformance.references.single_process import Order, single_process_histories
-from fsdp_conformance.scenarios.scenario import Scenario
+from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
 from fsdp_conformance.workload.definition import Regime, Workload
 from fsdp_conformance.workload.units import local_names
 
@@ -74,6 +76,7 @@ class Prepared:
 class Trained(NamedTuple):
     """The references of a scenario: of its example, and of the second model if it has one."""
 
+    scenario: Scenario
     example: Example
     prepared: Prepared
     second: tuple[Example, Prepared] | None = None
@@ -117,7 +120,7 @@ def judgeable(scenario: Scenario) -> tuple[Example, Prepared]:
     candidates: list[tuple[Example, Prepared]] = []
     problem: NotExact | None = None
     for salt in range(scenario.salt, scenario.salt + _SALTS):
-        example = example_of(scenario.choice, salt=salt)
+        example = example_of(scenario, salt=salt)
         try:
             candidates.append((example, prepare(example)))
         except NotExact as error:
@@ -170,17 +173,33 @@ def trained(scenario: Scenario) -> Trained:
     """Train the references of a scenario and its second model. Not collective. Raises NotExact as `judgeable` does."""
     example, prepared = judgeable(scenario)
     if not example.second:
-        return Trained(example, prepared)
+        return Trained(scenario, example, prepared)
     other = second_model(example)
-    return Trained(example, prepared, (other, prepare(other)))
+    return Trained(scenario, example, prepared, (other, prepare(other)))
+
+
+def first_judged(candidates: Sequence[Scenario]) -> Trained:
+    """
+    The references of the first scenario that these can judge; of the last one, if they can judge none. Not collective.
+
+    Raises NotExact as `judgeable` does.
+    """
+    *others, last = candidates
+    for scenario in others:
+        with suppress(NotExact):
+            candidate = trained(scenario)
+            parts = [candidate.prepared, *(() if candidate.second is None else (candidate.second[1],))]
+            if all(too_wide(part) is None for part in parts) and liveness(candidate.prepared) >= _ALIVE:
+                return candidate
+    return trained(last)
 
 
 def untrained(scenario: Scenario, salt: int) -> Trained:
     """The same for a rank that needs no references, only what they belong to. `salt` is that of `trained`'s model."""
-    example = example_of(scenario.choice, salt=salt)
+    example = example_of(scenario, salt=salt)
     second = second_model(example) if example.second else None
     return Trained(
-        example, _without_histories(example), None if second is None else (second, _without_histories(second))
+        scenario, example, _without_histories(example), None if second is None else (second, _without_histories(second))
     )
 
 
@@ -188,30 +207,33 @@ def _without_histories(example: Example) -> Prepared:
     return Prepared(workload=remembering(example.workload()), regime=example.regime, histories=())
 
 
-def shared(scenario: Scenario, *, rank: int) -> Trained:
+def shared(candidates: Sequence[Scenario], *, rank: int) -> Trained:
     """
-    The references that rank 0 has `trained`, for all ranks, which would otherwise repeat the same work. Collective.
+    The references that rank 0 has trained for the first scenario that they can judge, for all ranks, which would
+    otherwise repeat the same work. Collective.
     """
-    if scenario.world_size == 1:
-        return trained(scenario)
+    if candidates[0].world_size == 1:
+        return first_judged(candidates)
     sent: list[Any] = [None]
     if rank == 0:
         try:
-            all_of_it = trained(scenario)
+            all_of_it = first_judged(candidates)
             second = None if all_of_it.second is None else _to_send(all_of_it.second[1])
-            sent = [(all_of_it.example.model.salt, _to_send(all_of_it.prepared), second)]
+            chosen = all_of_it.scenario.to_json(), all_of_it.example.model.salt
+            sent = [(*chosen, _to_send(all_of_it.prepared), second)]
         except ConformanceError as error:
             # The other ranks wait for something.
             sent = [error]
     dist.broadcast_object_list(sent)
     if isinstance(sent[0], ConformanceError):
         raise sent[0]
-    salt, of_first, of_second = sent[0]
-    example = example_of(scenario.choice, salt=salt)
+    text, salt, of_first, of_second = sent[0]
+    scenario = scenario_from_json(text)
+    example = example_of(scenario, salt=salt)
     if of_second is None:
-        return Trained(example, _received(example, of_first))
+        return Trained(scenario, example, _received(example, of_first))
     other = second_model(example)
-    return Trained(example, _received(example, of_first), (other, _received(other, of_second)))
+    return Trained(scenario, example, _received(example, of_first), (other, _received(other, of_second)))
 
 
 def _to_send(prepared: Prepared) -> tuple[list[dict[str, Any]], bool, bool]:

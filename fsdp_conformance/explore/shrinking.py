@@ -105,7 +105,7 @@ class RowShrinker:
             return failure is not None
 
         smallest, trainings = shrunk(scenario, fails)
-        values = tuple(f"{axis}: {value}" for axis, value in smallest.values)
+        values = tuple(sorted(smallest.features))
         likely = None if signature.is_explained or smallest not in failures else _cause(failures[smallest])
         complete = not was_late and trainings < MAX_SHRINKS
         return Takes(values=values, trainings=trainings, complete=complete, likely=likely)

@@ -67,7 +67,7 @@ def failure_text(failure: Told, *, width: int = WIDTH) -> str:
 
 def schedule_in_words(scenario: Scenario) -> Iterator[str]:
     """The steps of a scenario, for readers who do not want to read JSON."""
-    example = example_of(scenario.choice, salt=scenario.salt)
+    example = example_of(scenario)
     model, plan, regime = example.model, example.plan, example.regime
     yield f"{example.world_size} ranks"
     yield f"units {', '.join(plan.units) or plan.auto_wrap or 'the root alone'}"

@@ -30,6 +30,9 @@ REFERENCES = "reference histories"
 #: `RankReport.measurements` has this where the engine refused the combination of a scenario.
 DECLINED = "declined"
 
+#: `RankReport.measurements` has this where the scenario was chosen while the case ran: its JSON form.
+SCENARIO = "scenario"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:

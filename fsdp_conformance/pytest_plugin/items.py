@@ -110,17 +110,17 @@ class Cases:
         _set_outcome(report, item, record)
 
     def _shrink(self, record: CaseRecord, item: pytest.Item) -> None:
-        """Note which of its values a failing row of the pair profile takes to fail."""
+        """Note which of its values a failing scenario takes to fail."""
         from fsdp_conformance.verdict import ACCUSING
 
         if record.verdict not in ACCUSING:
             return
-        row = getattr(getattr(item, "instance", None), "row", None)
-        if row is None:
+        trains = getattr(getattr(item, "instance", None), "trains", None)
+        if trains is None:
             return
         from fsdp_conformance.explore.shrinking import RowShrinker
 
-        scenario, order = row
+        scenario, order = trains
         self._shrinker = self._shrinker or RowShrinker()
         record.takes = self._shrinker.takes(record, scenario, order)
 

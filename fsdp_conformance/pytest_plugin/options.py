@@ -153,7 +153,7 @@ def _make_order(config: pytest.Config) -> RunOrder:
         from fsdp_conformance.report.last_run import with_last_failed
 
         settings = with_last_failed(settings)
-    return RunOrder(settings=settings)
+    return RunOrder(settings=settings.with_drawn_seed())
 
 
 def _is_of_suites(config: pytest.Config, argument: str) -> bool | None:

@@ -26,11 +26,13 @@ from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION
 from fsdp_conformance.contract.scopes import ADVICE, BASE, PAIRS, title
 from fsdp_conformance.contract.selection import OPTIONS
 from fsdp_conformance.judge import LOUD_REFUSAL, contradictions
-from fsdp_conformance.outcome.records import CaseRecord, RequirementId
+from fsdp_conformance.outcome.records import SCENARIO, CaseRecord, RequirementId
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.report.pairs import pair_coverage
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.run_settings import SHARED_DEVICES, RunSettings, settings_from_json
+from fsdp_conformance.scenarios import fresh
+from fsdp_conformance.scenarios.axes import PROCESSES_ALONE
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import ACCUSING, Verdict
 
@@ -214,7 +216,8 @@ def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, settings: RunS
         return replace(shown, state=State.UNJUDGED, reason=reason)
     lies = contradictions(
         record, entry.case(), declared=lambda device: _declared(run, device), settings=settings
-    ) or _another_subject(record, run)
+    )
+    lies = lies or _another_subject(record, run) or _another_scenario(record, run, settings)
     if lies:
         return replace(shown, state=State.UNJUDGED, reason=f"the record contradicts itself ({'; '.join(lies)})")
     match record.verdict:
@@ -266,6 +269,21 @@ def _another_subject(record: CaseRecord, run: RunFile) -> list[str]:
     if record.case not in run.started:
         problems.append("it has a verdict but never started")
     return problems
+
+
+def _another_scenario(record: CaseRecord, run: RunFile, settings: RunSettings) -> list[str]:
+    """How the scenario that a case has trained differs from those that the seed of the run draws for it."""
+    draw = fresh.CASES.get(record.case)
+    if draw is None or not record.evidence:
+        return []
+    declared = _declared(run, record.device)
+    if record.ranks == "simulated":
+        declared -= PROCESSES_ALONE
+    described: Mapping[str, Any] = run.header.get("implementation") or {}
+    drawn = fresh.candidates(draw, settings.scenario_seed, declared, described.get("avoids") or ())
+    if any(record.measurements.get(SCENARIO) == scenario.to_json() for scenario in drawn):
+        return []
+    return [f"its scenario is none of those that the seed {settings.scenario_seed} draws for it"]
 
 
 def _declared(run: RunFile, device: str) -> frozenset[str]:
@@ -392,6 +410,8 @@ def _run_problems(run: RunFile) -> list[str]:
         problems.append("incomplete: simulated ranks do not exercise a real backend")
     if settings.get("stress_seed") is not None or any(stress.MEASUREMENT in item.measurements for item in run.records):
         problems.append("incomplete: --stress, and a certificate needs ranks that nothing disturbs")
+    if settings.get("fresh_seed") is not None:
+        problems.append("incomplete: --fresh-seed, and a certificate needs scenarios that could not be foreseen")
     problems += [note["text"] for note in run.notes if note.get("refuses")]
     if not run.header.get("implementation"):
         problems.append("incomplete: the implementation is not described")

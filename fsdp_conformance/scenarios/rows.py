@@ -59,15 +59,26 @@ def for_engine(number: int, declared: frozenset[str], avoids: Sequence[Mapping[s
     which one differs from row to row, so that the pairs of each value with others stay covered.
     """
     row = pairs()[number - 1]
-    choice = SPACE.adapted(row.choice, declared)
-    without = []
+    choice, without = without_avoided(SPACE.adapted(row.choice, declared), avoids, number)
+    return EngineRow(Scenario.of(choice, salt=row.salt), without)
+
+
+def without_avoided(
+    choice: Mapping[str, str], avoids: Sequence[Mapping[str, str]], number: int
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """
+    A choice without the combinations that an engine avoids, and in words those that it had.
+
+    One value of each becomes plain, but not the number of ranks; which one depends on `number`.
+    """
+    left, without = dict(choice), []
     for values in avoids:
-        if values.items() <= choice.items():
+        if values.items() <= left.items():
             without.append(" and ".join(f"{axis} {value}" for axis, value in values.items()))
             axes_given = [axis for axis in values if axis != "ranks"]
             given = axes_given[number % len(axes_given)]
-            choice = SPACE.without_orphans({**choice, given: SPACE.by_name[given].plain})
-    return EngineRow(Scenario.of(choice, salt=row.salt), tuple(without))
+            left = SPACE.without_orphans({**left, given: SPACE.by_name[given].plain})
+    return left, tuple(without)
 
 
 def coverage(

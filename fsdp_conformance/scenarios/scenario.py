@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 from fsdp_conformance import codec
 from fsdp_conformance.errors import ConfigError
@@ -14,6 +14,49 @@ from fsdp_conformance.scenarios.space import Choice
 
 #: The version of the JSON form. A file of another one is refused.
 FORMAT = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """
+    How large the training of a scenario is, and what the parts of its model are called.
+
+    Raises ConfigError, with every problem.
+    """
+
+    steps: int = 3
+    """The first is special to most engines, the second and the third are alike."""
+    blocks: int = 3
+    """Outer blocks. Those after the third are as plain as the scenario allows."""
+    wider: int = 0
+    """Features between blocks beyond those of the smallest model, for each rank."""
+    hidden: int = 0
+    """Features inside a block; 0: about as many as there are ranks."""
+    ranks: int = 0
+    """The number of ranks; 0: that of the scenario's values."""
+    names: tuple[str, str, str] = ("first", "blocks", "head")
+    """The names of the first layer, of the list of blocks, and of the head."""
+
+    def __post_init__(self) -> None:
+        least = {"steps": 3, "blocks": 3, "wider": 0, "hidden": 0, "ranks": 0}
+        problems = [
+            f"{name} must be at least {number}, got {getattr(self, name)}"
+            for name, number in least.items()
+            if getattr(self, name) < number
+        ]
+        if len(set(self.names)) < len(self.names) or not all(map(str.isidentifier, self.names)):
+            problems.append(f"names must be three distinct identifiers, got {self.names}")
+        if problems:
+            raise ConfigError(problems, where="extent of a scenario")
+
+    def in_words(self) -> list[str]:
+        """Its sizes that are not the usual ones, and names, each as `what: value`."""
+        usual = type(self)()
+        return [
+            f"{field.name}: {', '.join(value) if isinstance(value, tuple) else value}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != getattr(usual, field.name)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +70,16 @@ class Scenario:
     values: tuple[tuple[str, str], ...] = ()
     salt: int = 0
     """Chooses the numbers of the model and its batches."""
+    extent: Extent = Extent()  # noqa: RUF009 - frozen
 
     @classmethod
-    def of(cls, choice: Choice, *, salt: int = 0) -> Scenario:
+    def of(cls, choice: Choice, *, salt: int = 0, extent: Extent = Extent()) -> Scenario:  # noqa: B008 - frozen
         """The scenario with these values, and plain ones on all other axes."""
         whole = SPACE.whole(choice)
         why = SPACE.why_impossible(whole)
         if why is not None:
             raise ConfigError([f"its values must be possible together, but {why}"], where=f"scenario {dict(choice)}")
-        return cls(tuple(SPACE.special(whole).items()), salt)
+        return cls(tuple(SPACE.special(whole).items()), salt, extent)
 
     @property
     def choice(self) -> dict[str, str]:
@@ -44,8 +88,8 @@ class Scenario:
 
     @property
     def features(self) -> frozenset[str]:
-        """The values that are not plain, as `axis: value`."""
-        return frozenset(f"{axis}: {value}" for axis, value in self.values)
+        """The values that are not plain, as `axis: value`, and sizes that are not the usual ones."""
+        return frozenset(self._in_words())
 
     @property
     def needs(self) -> frozenset[str]:
@@ -55,7 +99,7 @@ class Scenario:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return int(self.choice["ranks"])
+        return self.extent.ranks or int(self.choice["ranks"])
 
     @property
     def digest(self) -> str:
@@ -64,11 +108,17 @@ class Scenario:
 
     def describe(self) -> str:
         """Its values in words."""
-        return ", ".join(f"{axis}: {value}" for axis, value in self.values) or "nothing special"
+        return ", ".join(self._in_words()) or "nothing special"
+
+    def _in_words(self) -> list[str]:
+        return [*(f"{axis}: {value}" for axis, value in self.values), *self.extent.in_words()]
 
     def to_json(self) -> str:
         """The scenario as text; `scenario_from_json` is its inverse."""
-        return json.dumps({"format": FORMAT, "salt": self.salt, "values": dict(self.values)}, sort_keys=True)
+        written = {"format": FORMAT, "salt": self.salt, "values": dict(self.values)}
+        if self.extent != Extent():
+            written["extent"] = asdict(self.extent)
+        return json.dumps(written, sort_keys=True)
 
 
 def scenario_from_json(text: str) -> Scenario:
@@ -84,7 +134,7 @@ def scenario_from_json(text: str) -> Scenario:
         written = codec.typed(_Written, data)
     except ValueError as error:
         raise ConfigError([f"must have values, as axis to value, and a salt: {error}"], where=where) from error
-    return Scenario.of(written.values, salt=written.salt)
+    return Scenario.of(written.values, salt=written.salt, extent=written.extent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,3 +144,4 @@ class _Written:
     format: int
     values: dict[str, str]
     salt: int
+    extent: Extent = Extent()  # noqa: RUF009 - frozen

@@ -280,13 +280,13 @@ def test_events_are_drawn_and_shrunk(axis: str) -> None:
     }[axis]
 
     def judged(scenario: Scenario) -> Outcome | None:
-        return _wrong(scenario) if example_of(scenario.choice).regime.happens(action) else None
+        return _wrong(scenario) if example_of(scenario).regime.happens(action) else None
 
     result = _explore(judged, examples=40)
 
     (failure,) = result.failures
     assert {item.partition(": ")[0] for item in failure.needs} == {axis}
-    assert example_of(failure.scenario.choice).regime.happens(action)
+    assert example_of(failure.scenario).regime.happens(action)
 
 
 # --- what is counted, and when it ends --------------------------------------------------------------------------------

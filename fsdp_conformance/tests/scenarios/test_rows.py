@@ -37,7 +37,7 @@ def test_the_file_is_what_its_rows_are_written_as() -> None:
 def test_every_row_builds_the_parameters_that_are_predicted(number: int) -> None:
     """Plans, schedules and checks go by the predicted shapes."""
     row = rows.pairs()[number - 1]
-    example = example_of(row.choice, salt=row.salt)
+    example = example_of(row)
     model = example.workload().build(0)
 
     assert {name: tuple(param.shape) for name, param in model.named_parameters()} == example.model.shapes()
