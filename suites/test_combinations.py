@@ -103,6 +103,7 @@ class FreshBase(_Fresh):
     )
     def test_fresh(self, number: int) -> None:
         """A training of what is mandatory, drawn for this run alone, is at parity with unsharded training."""
+        self.has_control = number == 1
         self._check_drawn(fresh.BASE[number - 1])
 
 

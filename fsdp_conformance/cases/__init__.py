@@ -14,6 +14,7 @@ The parts, which exist only in a rank:
     observed       a rank with a referee: the same trainings, with everything sent that the body gets to see
     referee        its counterpart, in a process that no engine code enters: the same body, on what was sent
     checks         comparisons, expectations and refusals
+    control        values that are wrong on purpose, which a comparison must notice
     worlds         smaller worlds inside a case, and a directory that all of its ranks see
     places         the devices of this machine that cases can run on
     device         bytes and allocations on the rank's device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.cases import control
 from fsdp_conformance.cases.rank import CaseRank
 from fsdp_conformance.cases.refusal import Refusal, why_no_refusal
 from fsdp_conformance.checks.equality import parameter_digests, schedule_digests
@@ -93,6 +95,34 @@ class CaseChecks:
             judged_for = replaced.get(kind, REQUIREMENTS[kind])
             if judged_for == self._here.case.requirements[0] and kind in _SHOWN_BY:
                 self.leave_unobserved(_SHOWN_BY[kind])
+
+    def check_control(self, run: TrainingHistory, workload: Workload, regime: Regime) -> None:
+        """
+        Show that a value which is wrong on purpose comes out as a finding: see `control`.
+
+        Raises SuiteError if the comparisons here see none. If only those that the ranks have sent come out right, the
+        code under test has changed what its rank sends.
+        """
+        for kind in control.KINDS:
+            sent = self._observe(f"{control.CHECK}: {kind}", partial(control.wrong_on_purpose, run, kind))
+            self._expect_noticed(kind, run, sent, workload, regime)
+
+    def _expect_noticed(
+        self, kind: str, run: TrainingHistory, sent: TrainingHistory | None, workload: Workload, regime: Regime
+    ) -> None:
+        wrong = control.wrong_on_purpose(run, kind)
+        if wrong is None:
+            return
+        references = self._references(workload, regime)
+
+        def is_noticed(history: TrainingHistory) -> bool:
+            return any(result.findings for result in parity(history, references))
+
+        if not is_noticed(wrong):
+            raise SuiteError(f"{control.CHECK}: a wrong {kind} in the last step was not noticed [{self._here.case.id}]")
+        problem = None if sent is not None and is_noticed(sent) else "the right one"
+        message = comparison(f"{kind} that the rank must send", expected="a wrong one", got=problem)
+        self.expect(problem is None, self._here.case.requirements[0], message, check=control.CHECK)
 
     def leave_unobserved(self, flag: str) -> None:
         """

@@ -304,6 +304,9 @@ class SilentChecks(CaseChecks):
     def leave_unobserved(self, flag: str) -> None:
         pass
 
+    def _expect_noticed(self, kind: str, run: TrainingHistory, *arguments: Any) -> None:
+        pass
+
 
 def comes_from_engine(error: BaseException) -> bool:
     """True if code that is not the suite's own raised the exception, whatever its class says."""

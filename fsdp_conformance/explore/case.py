@@ -98,6 +98,8 @@ class _Run:
 class ScenarioCase(ConformanceTestCase):
     """A case whose body trains a scenario."""
 
+    has_control = False
+    """True if values that are wrong on purpose are sent as well."""
     may_refuse = True
     """False if every engine must train its scenarios."""
     _watch: BystanderWatch
@@ -125,6 +127,8 @@ class ScenarioCase(ConformanceTestCase):
         if self.judges:
             self.case_references.use(workload, example.regime, expected.of_rank(self.rank))
         self._check_values(example, trained, workload)
+        if self.has_control:
+            self.checks.check_control(run, workload, example.regime)
         if self._second is not None and self._beside is not None:
             other, others_expected = self._second
             if self.judges:

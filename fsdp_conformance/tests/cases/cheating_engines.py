@@ -23,7 +23,7 @@ from torch import Tensor
 from fsdp_conformance import codec, errors
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
-from fsdp_conformance.cases import observed
+from fsdp_conformance.cases import control, observed
 from fsdp_conformance.cases.checks import CaseChecks
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.observations import ObservationLog
@@ -313,4 +313,12 @@ class KeepsStockAdam(TorchFSDP2):
             return stock(*arguments, **options)
 
         torch.nn.functional.linear = linear
+        super().setup(model_fn, optim_fn, plan)
+
+
+class HidesTheControl(TorchFSDP2):
+    """Is right, and does not send the values that its rank must send wrong."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        control.wrong_on_purpose = lambda run, kind: run
         super().setup(model_fn, optim_fn, plan)
