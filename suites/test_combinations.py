@@ -23,12 +23,6 @@ _KILLS = {
     51: ("reference-updates-between-calls",),
 }
 
-#: The same for fresh scenarios of the base, by number, drawn from seed 0.
-_KILLS_OF_BASE = {
-    1: ("rounded-parameters",),
-    4: ("sum-instead-of-mean",),
-}
-
 
 class Pairs(ScenarioCase):
     """One row of the pair profile each."""
@@ -81,7 +75,7 @@ class FreshCombinations(_Fresh):
         chapter="0",
         axes={"number": range(1, len(fresh.COMBINED) + 1)},
         world_size=lambda values: fresh.world_size(fresh.COMBINED[values["number"] - 1]),
-        kills=lambda values: ("rounded-parameters", "sum-instead-of-mean") if values["number"] == 1 else (),
+        kills=("sum-instead-of-mean",),
     )
     def test_fresh(self, number: int) -> None:
         """A training that is drawn for this run alone is at parity with unsharded training, or it is refused."""
@@ -89,7 +83,7 @@ class FreshCombinations(_Fresh):
 
 
 class FreshBase(_Fresh):
-    """What every engine must train, drawn for this run alone. Some are larger than all other cases in one respect."""
+    """Trainings that every engine must support, drawn for this run alone; some larger than all others in one respect."""
 
     may_refuse = False
 
@@ -99,7 +93,7 @@ class FreshBase(_Fresh):
         chapter="A",
         axes={"number": range(1, len(fresh.BASE) + 1)},
         world_size=lambda values: fresh.world_size(fresh.BASE[values["number"] - 1]),
-        kills=lambda values: _KILLS_OF_BASE.get(values["number"], ()),
+        kills=lambda values: ("sum-instead-of-mean", *(("rounded-parameters",) if values["number"] == 1 else ())),
     )
     def test_fresh(self, number: int) -> None:
         """A training of what is mandatory, drawn for this run alone, is at parity with unsharded training."""

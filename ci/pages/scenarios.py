@@ -31,6 +31,9 @@ An engine gets each row without the values that need a capability it does not de
 in the row, so all of its pairs are covered. If it refuses a combination, that is no failure, but the pairs of the row
 count as refused. The summary says how many pairs were covered.
 
+The cases `R000/fresh-...` and `R001/fresh-...` train scenarios that are
+[drawn for each run](how-it-works.md#the-ideas-behind-it).
+
 An adapter can name combinations that its engine is known to get wrong, so that they do not hide the rest:
 
     class MyEngine(TorchAdapter):

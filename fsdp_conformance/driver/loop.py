@@ -98,7 +98,7 @@ class TrainingLoop:
             if task.regime.sums:
                 task.adapter.divide_gradients_by(1.0)
             if task.regime.optimizer_in_backward:
-                self._optimizer.step_in_backward(recorder.history)
+                recorder.own_optimizers = self._optimizer.step_in_backward(recorder.history)
             if task.regime.clearing != "optimizer":
                 task.adapter.leave_grads()
             task.observer.on_setup(task.adapter)

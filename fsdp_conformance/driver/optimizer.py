@@ -57,17 +57,20 @@ class RegimeOptimizer:
             )
         return {name: parameter for name, parameter in named.items() if id(parameter) in given}
 
-    def step_in_backward(self, history: TrainingHistory) -> None:
+    def step_in_backward(self, history: TrainingHistory) -> list[Optimizer]:
         """
         Give each parameter an optimizer that steps when its gradient has been accumulated, and count the steps.
 
-        Another hook comes before it, as a user's own logging does: both must be called.
+        Another hook comes before it, as a user's own logging does: both must be called. Returns the optimizers.
         """
+        optimizers = []
         build = self._task.workload.optimizers[self._task.regime.optimizer]
         for name, parameter in self._task.adapter.parameters().items():
             if parameter.requires_grad:
-                for hook in (partial(_count, history, name), partial(_update, history, name, build([parameter]))):
+                optimizers.append(build([parameter]))
+                for hook in (partial(_count, history, name), partial(_update, history, name, optimizers[-1])):
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return optimizers
 
 
 def _count(history: TrainingHistory, name: str, parameter: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance.adapters.names import OriginalNames
-from fsdp_conformance.adapters.sharded import full_copy, materialise_norm, same_tensors
+from fsdp_conformance.adapters.sharded import full_copy, materialise_norm, same_tensors, state_tensors
 from fsdp_conformance.adapters.structures import map_tensors, moved
 from fsdp_conformance.driver.pipeline import Pipeline
 from fsdp_conformance.driver.task import Task
@@ -54,6 +54,8 @@ class Recorder:
         self.pipeline: Pipeline | None = None
         self.units: tuple[str, ...] = ()
         """The units of the plan, and the root."""
+        self.own_optimizers: list[torch.optim.Optimizer] = []
+        """The optimizers that step in backward, which the engine does not have."""
         self._log = process_group.log()
         self._begin = len(self._log.records)
         self._losses: list[Tensor] = []
@@ -266,7 +268,11 @@ class Recorder:
         return {name: parameter.requires_grad for name, parameter in parameters.items()}
 
     def _weigh(self, is_weighed: Callable[[str], bool]) -> None:
-        for kind, tensors in self.task.adapter.local_tensors().items():
+        held = self.task.adapter.local_tensors()
+        if self.own_optimizers:
+            own = [tensor for optimizer in self.own_optimizers for tensor in state_tensors(optimizer)]
+            held["optim"] = [*held.get("optim", ()), *own]
+        for kind, tensors in held.items():
             if is_weighed(kind):
                 self.history.held_bytes[kind] = storage_bytes(tensors)
                 self.history.shown_bytes[kind] = sum(tensor.nbytes for tensor in tensors)

@@ -386,7 +386,9 @@ class _Builder:
             meta_init=choice["built"] == "on meta",
             micro_batches=_MICRO_BATCHES[choice["accumulation"]][0],
             defer_reduction=bool(_MICRO_BATCHES[choice["accumulation"]][1]),
-            deferred_units=(_unit_of(model, self._special),) if choice["accumulation"] == "deferred in one unit" else (),
+            deferred_units=(_unit_of(model, self._special),)
+            if choice["accumulation"] == "deferred in one unit"
+            else (),
             reshard_after_backward=False if choice["accumulation"] == "kept gathered" else None,
             defer_all_reduce=choice["accumulation"] == "deferred over replicas",
             **_PREFETCH.get(choice["prefetch"], {}),

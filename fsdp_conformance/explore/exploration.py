@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from fsdp_conformance.errors import ConfigError
@@ -130,13 +130,11 @@ class _Shrinking:
 
     def extent(self) -> None:
         """Make the training as small as the others, unless it takes its size to fail."""
-        plain = Extent()
-        for name in (field.name for field in fields(Extent)):
-            if getattr(self.smallest.extent, name) != getattr(plain, name):
-                smaller = replace(self.smallest.extent, **{name: getattr(plain, name)})
-                candidate = replace(self.smallest, extent=smaller)
-                if self._holds(candidate):
-                    self.smallest = candidate
+        for name, usual in asdict(Extent()).items():
+            smaller = replace(self.smallest.extent, **{name: usual})
+            candidate = replace(self.smallest, extent=smaller)
+            if self._holds(candidate):
+                self.smallest = candidate
 
     def by_halves(self) -> None:
         """Find a few values with which it fails, if a failure does not go away when values are added."""

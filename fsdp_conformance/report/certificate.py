@@ -214,9 +214,7 @@ def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, settings: RunS
     if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
         reason = "ran with a world size or requirements that are not those in the profile"
         return replace(shown, state=State.UNJUDGED, reason=reason)
-    lies = contradictions(
-        record, entry.case(), declared=lambda device: _declared(run, device), settings=settings
-    )
+    lies = contradictions(record, entry.case(), declared=lambda device: _declared(run, device), settings=settings)
     lies = lies or _another_subject(record, run) or _another_scenario(record, run, settings)
     if lies:
         return replace(shown, state=State.UNJUDGED, reason=f"the record contradicts itself ({'; '.join(lies)})")
@@ -501,6 +499,8 @@ def _remarks(run: RunFile) -> list[str]:
         remarks.append(
             f"stress failure {settings.stress_failure}: struck {sum(map(bool, strikes))} of {len(strikes)} cases"
         )
+    if drawn := sum(record.case in fresh.CASES and record.comparisons > 0 for record in run.records):
+        remarks.append(f"{drawn} cases trained what was drawn for this run, from the seed {settings.scenario_seed}")
     simulated = sum(record.device == SIMULATED and record.comparisons > 0 for record in run.records)
     if simulated and settings.device != SIMULATED:
         remarks.append(f"{simulated} case{'s' if simulated > 1 else ''} ran on the simulated accelerator")

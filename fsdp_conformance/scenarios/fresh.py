@@ -42,7 +42,7 @@ def _usual_sizes(random_: random.Random) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """What the scenarios of one case have in common, whatever the seed is."""
+    """The properties that the scenarios of one case have in common, whatever the seed is."""
 
     name: str
     ranks: str
@@ -83,36 +83,32 @@ _MANDATORY = MappingProxyType({
 })  # fmt: skip
 
 #: By the number of the case, from 1.
-BASE = tuple(
-    Draw(name=f"base {number}", among=_MANDATORY, **options)
-    for number, options in enumerate(
-        (
-            {"ranks": "2", "density": 0.4},
-            {"ranks": "3", "density": 0.4},
-            {"ranks": "4", "density": 0.4},
-            # More than 65,536 elements in each weight of a block, whose layers have 64 and more features on one side.
-            {
-                "ranks": "2", "density": 0.2,
-                "sizes": lambda r: {"wider": r.randint(30, 36), "hidden": r.randint(1100, 1300)},
-            },
-            # More than 16 units.
-            {
-                "ranks": "2", "density": 0.2, "plain": frozenset({"units"}),
-                "sizes": lambda r: {"blocks": r.randint(17, 20)},
-            },
-            # More than 12 steps.
-            {"ranks": "2", "density": 0.2, "sizes": lambda r: {"steps": r.randint(13, 16)}},
-            # More than 8 ranks. Nine have what is possible for three: neither is a power of two.
-            {"ranks": "3", "density": 0.2, "sizes": lambda r: {"ranks": 9}, "world_size": 9},
-        ),
-        start=1,
-    )
+BASE = (
+    Draw(name="base 1", ranks="2", density=0.4, among=_MANDATORY),
+    Draw(name="base 2", ranks="3", density=0.4, among=_MANDATORY),
+    Draw(name="base 3", ranks="4", density=0.4, among=_MANDATORY),
+    # More than 65,536 elements in each weight of a block, whose layers have 64 and more features on one side.
+    Draw(
+        name="large parameters", ranks="2", density=0.2, among=_MANDATORY,
+        sizes=lambda r: {"wider": r.randint(30, 36), "hidden": r.randint(1100, 1300)},
+    ),
+    # More than 16: each block is one.
+    Draw(
+        name="many units", ranks="2", density=0.2, among=_MANDATORY, plain=frozenset({"units"}),
+        sizes=lambda r: {"blocks": r.randint(17, 20)},
+    ),
+    Draw(
+        name="many steps", ranks="2", density=0.2, among=_MANDATORY, sizes=lambda r: {"steps": r.randint(13, 16)},
+    ),
+    # More than eight. Nine have what is possible for three: neither is a power of two.
+    Draw(
+        name="many ranks", ranks="3", density=0.2, among=_MANDATORY, sizes=lambda r: {"ranks": 9}, world_size=9,
+    ),
 )  # fmt: skip
 
 COMBINED = tuple(
     Draw(name=f"combined {number}", ranks=ranks, density=0.3) for number, ranks in enumerate(("2", "3", "4", "2"), 1)
 )
-
 
 #: The cases that train them, by id.
 CASES = {

@@ -70,10 +70,10 @@ class Scenario:
     values: tuple[tuple[str, str], ...] = ()
     salt: int = 0
     """Chooses the numbers of the model and its batches."""
-    extent: Extent = Extent()  # noqa: RUF009 - frozen
+    extent: Extent = Extent()
 
     @classmethod
-    def of(cls, choice: Choice, *, salt: int = 0, extent: Extent = Extent()) -> Scenario:  # noqa: B008 - frozen
+    def of(cls, choice: Choice, *, salt: int = 0, extent: Extent = Extent()) -> Scenario:
         """The scenario with these values, and plain ones on all other axes."""
         whole = SPACE.whole(choice)
         why = SPACE.why_impossible(whole)
@@ -144,4 +144,4 @@ class _Written:
     format: int
     values: dict[str, str]
     salt: int
-    extent: Extent = Extent()  # noqa: RUF009 - frozen
+    extent: Extent = Extent()

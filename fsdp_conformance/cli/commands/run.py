@@ -101,7 +101,8 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
         progress = Progress(cases, [case for case, _ in will_run])
         words = command(report=report, workers=arguments.workers, suites=arguments.suites)
         order = RunOrder(
-            settings=replace(settings.with_drawn_seed(), report_dir=str(report)), description=codec.plain(survey.description)
+            settings=replace(settings.with_drawn_seed(), report_dir=str(report)),
+            description=codec.plain(survey.description),
         )
         pytest.begin(words, log=report / "pytest.log", order=order)
         with display_for(progress) as display:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from fsdp_conformance.outcome.records import CaseRecord, Finding
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.scenarios import rows
 from fsdp_conformance.scenarios.axes import SPACE
-from fsdp_conformance.scenarios.scenario import Scenario
+from fsdp_conformance.scenarios.scenario import Extent, Scenario
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload.events import Action
 
@@ -411,3 +412,21 @@ def test_the_summary_names_counts_and_reasons() -> None:
     assert "7 more were run" in text
     assert "4 were left out" in text
     assert "ranks: 2 5, 3 1" in text
+
+
+@pytest.mark.parametrize("size", [{"steps": 9}, {"hidden": 500}, {"ranks": 7}, {"names": ("a", "b", "c")}, {}])
+def test_a_failure_keeps_the_size_that_it_takes(size: dict[str, Any]) -> None:
+    """Everything else of the training becomes as small as usual, and the report names what it takes."""
+    large = Scenario.of(
+        {"ranks": "2", "dropout": "in each block", "use": "one twice"},
+        extent=Extent(steps=9, blocks=5, hidden=500, ranks=7, names=("a", "b", "c")),
+    )
+
+    def fails(scenario: Scenario) -> bool:
+        is_large = all(getattr(scenario.extent, name) == value for name, value in size.items())
+        return is_large and scenario.choice["use"] == "one twice"
+
+    smallest, _ = shrunk(large, fails)
+
+    assert smallest.extent == Extent(**size)
+    assert smallest.features == {"use: one twice", *Extent(**size).in_words()}
