@@ -83,7 +83,7 @@ class FreshCombinations(_Fresh):
 
 
 class FreshBase(_Fresh):
-    """Trainings that every engine must support, drawn for this run alone; some larger than all others in one respect."""
+    """Trainings that every engine must support, drawn for this run alone. Some are larger than all other cases."""
 
     may_refuse = False
 
