@@ -100,7 +100,8 @@ def from_bytes(data: bytes) -> Any:
 
 def tensor_bytes(value: Tensor) -> bytes:
     """The elements of a dense tensor, in order."""
-    flat = value.detach().cpu().contiguous().reshape(-1)
+    # A copy, because `numpy` makes a storage one that can never be resized, and engines free theirs in that way.
+    flat = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     content: bytes = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return content
 

@@ -72,6 +72,15 @@ def test_a_tensor_comes_back(tensor: Tensor) -> None:
     assert loaded.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or not tensor.numel()
 
 
+def test_a_tensor_stays_as_it_is() -> None:
+    """Whoever owns it can still free its storage, as engines do with gathered parameters."""
+    tensor = torch.ones(3)
+    to_bytes(tensor)
+    tensor.untyped_storage().resize_(0)
+
+    assert tensor.untyped_storage().nbytes() == 0
+
+
 def test_a_history_comes_back() -> None:
     """With everything that a rank records."""
     step = StepRecord(step=0, losses=[torch.tensor(0.5)], grads={"a": None}, outputs=[(torch.ones(2), "text")])
