@@ -285,7 +285,6 @@ class InitModes(ConformanceTestCase):
             "gives-no-reasons",
             "reference-breaks-down-at-every-error",
         ),
-        live="the body looks at the wrapped module",
     )
     def test_moved_between_init_and_forward(self) -> None:
         """A module that was moved off its device between init and forward raises an error that names the device."""
@@ -293,7 +292,7 @@ class InitModes(ConformanceTestCase):
         plan = self.plan(workload, init_mode=InitMode.BEFORE)
         reason = "the module was moved to the CPU after it was wrapped"
         with self.refusal("R023", reason, names=(self.device.type, "cpu")):
-            self.train(workload, plan, on_setup=lambda adapter: adapter.module().to("cpu"))
+            self.train(workload, plan, on_setup=self.with_module(lambda module: module.to("cpu")))
 
     @conformance_case(
         "R024",

@@ -254,7 +254,6 @@ class Bytes(ConformanceTestCase):
         needs=("rate_limit", "sharded_state", "zero3"),
         environment=("accelerator",),
         kills=("gathers-everything-first", "prefetches-too-far", "hides-gathered-units"),
-        live="the body looks at the wrapped module",
     )
     def test_bounded_number_of_units(self, world_size: int, depth: int) -> None:
         """While a unit computes, at most the declared number of units is unsharded: by its own account and by bytes."""
@@ -269,7 +268,9 @@ class Bytes(ConformanceTestCase):
             counts.append((moment, sum(adapter.unit_is_unsharded(unit) for unit in workload.units)))
 
         plan = self.plan(workload, sharding=Sharding.FULL)
-        run = self.train(workload, plan, adapter=adapter, on_setup=lambda subject: deep.visit(subject.module(), count))
+        watch = self.with_module(lambda module: deep.visit(module, count))
+        run = self.train(workload, plan, adapter=adapter, on_setup=watch)
+        counts, held = self.observe("visits", lambda: (counts, held))
         self.check_parity(run, workload)
         self.expect_equal("R042", "visits", len(counts), 2 * depth * len(run.steps), check="visits")
         for moment, unsharded in counts:
@@ -299,7 +300,6 @@ class Lifecycle(ConformanceTestCase):
             "takes-biases-for-buffers",
             "reference-takes-biases-for-buffers",
         ),
-        live="the body looks at the wrapped module",
     )
     def test_parameters_that_user_code_sees(self, world_size: int) -> None:
         """A unit's own code sees full parameters: as attributes in forward and backward, by name in forward."""
@@ -313,7 +313,8 @@ class Lifecycle(ConformanceTestCase):
             if moment == "forward":
                 seen.append((moment, {name: _look(parameter) for name, parameter in module.named_parameters()}))
 
-        run = self.train(workload, on_setup=lambda adapter: deep.visit(adapter.module(), look))
+        run = self.train(workload, on_setup=self.with_module(lambda module: deep.visit(module, look)))
+        seen = self.observe("visits", lambda: seen)
         self.check_parity(run, workload)
         self.expect_equal("R036", "visits", len(seen), 3 * len(workload.units) * len(run.steps), check="visits")
         for moment, got in seen:

@@ -134,7 +134,6 @@ class Values(FullAccessCase):
         axes={"world_size": (2,)},
         needs=("full_params",),
         kills=("ddp-shows-wrapper-names", "reference-shows-wrapper-names"),
-        live="the body looks at the wrapped module",
     )
     def test_names(self, world_size: int) -> None:
         """In the context, parameters and buffers have the names of the local module, with any prefix, in its order."""
@@ -143,20 +142,11 @@ class Values(FullAccessCase):
 
         def look(step: int) -> None:
             with self.opened(adapter), self.blaming("implementation"):
-                module = adapter.module()
-                for prefix in ("", "outer"):
-                    self._expect_names("named_parameters", module, local, prefix, step)
-                    self._expect_names("named_buffers", module, local, prefix, step)
+                names = self.observe("names and shapes", lambda: _names_and_shapes(adapter.module()))
+            for got, (what, expected) in zip(names, _names_and_shapes(local), strict=True):
+                self.expect_equal("R044", what, got[1], expected, step=step, phase="observe")
 
         self.train(workload, adapter=adapter, on_step=look)
-
-    def _expect_names(self, method: str, module: nn.Module, local: nn.Module, prefix: str, step: int) -> None:
-        got, expected = (
-            {name: tuple(tensor.shape) for name, tensor in getattr(each, method)(prefix=prefix)}
-            for each in (module, local)
-        )
-        what = f"{method}(prefix={prefix!r})"
-        self.expect_equal("R044", what, list(got.items()), list(expected.items()), step=step, phase="observe")
 
     @conformance_case(
         "R050",
@@ -355,27 +345,36 @@ class States(FullAccessCase):
         axes={"place": ("forward", "backward"), "world_size": (2,)},
         needs=("full_params",),
         kills=lambda values: [f"reference-enters-in-{values['place']}", "reference-refuses-and-forgets"],
-        live="the body looks at the wrapped module",
     )
     def test_inside_a_step(self, place: str, world_size: int) -> None:
         """Entering the context in a forward, or in a backward, raises on every rank, and the step is at parity."""
         workload, adapter = probes.exact_nested(), self.subject()
-        attempts: list[str] = []
+        attempts: list[Exception | None] = []
 
         def attempt() -> None:
-            attempts.append(place)
-            # What runs on after the refusal is the implementation again.
-            with (
-                self.blaming("implementation"),
-                self.refusal("R047", f"full parameters in {place}", names=_BUSY),
-                adapter.full_params_context(),
-            ):
-                pass
+            error = None
+            try:
+                with adapter.full_params_context():
+                    pass
+            except Exception as raised:  # noqa: BLE001 - it is raised again when the training is over
+                error = raised
+            attempts.append(error)
+
+        def again() -> None:
+            if (error := attempts.pop(0)) is not None:
+                raise error
 
         run = self.train(
-            workload, adapter=adapter, on_setup=lambda each: _hook(each.module(), "stages.1", place, attempt)
+            workload,
+            adapter=adapter,
+            on_setup=self.with_module(lambda module: _hook(module, "stages.1", place, attempt)),
         )
-        self.expect_equal("R047", f"attempts in {place}", len(attempts), len(run.steps))
+        made = self.observe("number of attempts", lambda: len(attempts))
+        for _ in range(made):
+            refusal = self.refusal("R047", f"full parameters in {place}", names=_BUSY)
+            with refusal, self.blaming("implementation"):
+                self.observe(f"an attempt in {place}", again)
+        self.expect_equal("R047", f"attempts in {place}", made, len(run.steps))
         self.check_parity(run, workload, requirement="R047")
 
     @conformance_case(
@@ -472,7 +471,6 @@ class Gradients(FullAccessCase):
         axes={"world_size": (2, 3)},
         needs=("full_params_grads",),
         kills=("reference-shows-summed-gradients", "fsdp1-shows-summed-gradients", "reference-shows-zeros-for-none"),
-        live="functions of the body note what the engine does with its model",
     )
     def test_values(self, world_size: int) -> None:
         """
@@ -488,7 +486,7 @@ class Gradients(FullAccessCase):
 
         def look(_: Adapter, step: int) -> None:
             with self.opened(adapter, with_grads=True), self.blaming("implementation"):
-                shown = {name: parameter.grad for name, parameter in adapter.parameters().items()}
+                shown = self.observe("gradients in the context", lambda: _gradients(adapter))
                 for name, names in (expected.steps[step].grads or {}).items():
                     got = shown.get(name)
                     where: dict[str, Any] = {"fqn": name, "step": step, "phase": "observe"}
@@ -550,7 +548,6 @@ class Apply(FullAccessCase):
             "ddp-applies-twice",
             "reference-loses-what-is-applied",
         ],
-        live="functions of the body note what the engine does with its model",
     )
     def test_applied(self, workload: str, world_size: int) -> None:
         """
@@ -568,6 +565,7 @@ class Apply(FullAccessCase):
                 adapter.apply(partial(_negate, calls))
 
         run = self.train(plain, on_setup=apply)
+        calls = self.observe("calls of the function", lambda: calls)
         changed.build(self.rank)
         got = [call for call in calls if call[0] in own]
         self.expect_equal("R051", "modules, with their parameters' shapes, in order", got, expected)
@@ -600,9 +598,22 @@ class _InTheBody(Exception):
     """The exception that the body of a context raises."""
 
 
+def _gradients(adapter: Adapter) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in adapter.parameters().items()}
+
+
 def _unit_of(name: str, workload: Workload) -> str:
     """The innermost unit that contains a parameter; "" is the root."""
     return max((unit for unit in workload.units if name.startswith(f"{unit}.")), key=len, default="")
+
+
+def _names_and_shapes(module: nn.Module) -> list[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
+    """The names and shapes of parameters and buffers, with and without a prefix, by the call that gives them."""
+    return [
+        (f"{method}(prefix={prefix!r})", _shapes(dict(getattr(module, method)(prefix=prefix))))
+        for prefix in ("", "outer")
+        for method in ("named_parameters", "named_buffers")
+    ]
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> list[tuple[str, tuple[int, ...]]]:

@@ -39,7 +39,6 @@ class Prefetch(ConformanceTestCase):
             "reference-gathers-everything-first",
             "reference-keeps-parameters-after-forward",
         ),
-        live="the body looks at the wrapped module",
     )
     def test_order_of_events(self, world_size: int, policy: str) -> None:
         """With "pre", the next unit's gather is issued before this unit's gradients are computed, otherwise after."""
@@ -56,7 +55,6 @@ class Prefetch(ConformanceTestCase):
             ["prefetches-fewer", "runs-forward-twice", "reference-runs-forward-twice"]
             + ["reverses-prefetch-lists"] * (values["length"] > 1)
         ),
-        live="the body looks at the wrapped module",
     )
     def test_lists_are_followed(self, world_size: int, length: int) -> None:
         """With a list of one or two units, these are gathered ahead of computation, in the order of the list."""
@@ -71,10 +69,11 @@ class Prefetch(ConformanceTestCase):
         visits: list[tuple[int | None, str, int]] = []
 
         def note(moment: str, module: nn.Module) -> None:
-            visits.append((log.label[1], moment, len(log.records)))
+            visits.append((log.label[1], moment, len(log.records) - begin))
 
         begin = len(log.records)
-        run = self.train(workload, plan, on_setup=lambda adapter: deep.visit(adapter.module(), note))
+        run = self.train(workload, plan, on_setup=self.with_module(lambda module: deep.visit(module, note)))
+        visits, records = self.observe("visits, and collectives", lambda: (visits, log.records[begin:]))
         self.check_parity(run, workload)
         for step in range(len(run.steps)):
             for phase, expected_at in phases.items():
@@ -83,7 +82,7 @@ class Prefetch(ConformanceTestCase):
                 where: dict[str, Any] = {"step": step, "phase": phase}
                 self.expect_equal(requirement, "visits", len(moments), len(order), check="visits", **where)
                 for unit, index, moment in zip(order, range(len(order)), moments, strict=False):
-                    issued = [each for each in log.records[begin:moment] if (each.step, each.phase) == (step, phase)]
+                    issued = [each for each in records[:moment] if (each.step, each.phase) == (step, phase)]
                     got = gathered_units(issued, workload, plan, world_size=self.world_size)
                     what = f"gathers issued when {unit} computes"
                     expected = list(order[: expected_at(index)])
@@ -124,7 +123,6 @@ class AsyncUnshard(ConformanceTestCase):
         axes={"world_size": (2, 3), "waited": ("waited", "never")},
         needs=("async_unshard",),
         kills=lambda values: ["async-unshard-does-nothing" if values["waited"] == "waited" else "no-reduction"],
-        live="functions of the body note what the engine does with its model",
     )  # fmt: skip
     def test_unshard_by_hand(self, world_size: int, waited: str) -> None:
         """
@@ -154,7 +152,4 @@ class AsyncUnshard(ConformanceTestCase):
         """User code sees every parameter with its initial values."""
         seen = adapter.parameters()
         for name, parameter in workload.build(self.rank).named_parameters():
-            got = seen.get(name)
-            self.check_equal(
-                "R079", None if got is None else got.detach(), parameter.detach(), check="after the wait", fqn=name
-            )
+            self.check_equal("R079", seen.get(name), parameter.detach(), check="after the wait", fqn=name)

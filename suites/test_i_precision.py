@@ -59,7 +59,6 @@ class LowPrecision(ConformanceTestCase):
             "confuses-half-precisions",
             "reference-confuses-half-precisions",
         ),
-        live="the body looks at the wrapped module",
     )
     def test_dtypes_in_forward(self) -> None:
         """In forward, parameters are in bfloat16, and integer inputs keep their dtype."""
@@ -68,8 +67,9 @@ class LowPrecision(ConformanceTestCase):
         run = self.train(
             workload,
             self.plan(workload, param_dtype="bfloat16"),
-            on_setup=lambda adapter: _watch_dtypes(adapter.module(), seen),
+            on_setup=self.with_module(lambda module: _watch_dtypes(module, seen)),
         )
+        seen = self.observe("dtypes in forward", lambda: seen)
         self.expect_equal("R081", "training", len(run.steps), 3)
         dtypes = {"parameters": "bfloat16", "tokens": "int64"}
         for what, dtype in dtypes.items():
@@ -90,27 +90,32 @@ class LowPrecision(ConformanceTestCase):
             "has-no-full-precision",
             "reference-has-no-full-precision",
         ),
-        live="functions of the body note what the engine does with its model",
     )
     def test_dtypes_for_the_optimizer(self, optimizer: str) -> None:
         """After backward, and between steps, parameters, gradients and optimizer state are in float32."""
         workload = precision.scaled()
         plan, adapter = self.plan(workload, param_dtype="bfloat16"), self.subject()
         self.train(workload, plan, Regime(optimizer=optimizer), adapter=adapter, on_gradients=self._expect_float32)
-        for kind, tensors in adapter.local_tensors().items():
-            self._expect_only_float32(kind, tensors, phase="step")
+        held = self.observe(
+            "dtypes of what is held", lambda: {kind: _dtypes(held) for kind, held in adapter.local_tensors().items()}
+        )
+        for kind, dtypes in held.items():
+            self._expect_only_float32(kind, dtypes, phase="step")
 
     def _expect_float32(self, adapter: Adapter, step: int) -> None:
-        parameters = adapter.parameters().values()
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        def look() -> tuple[list[str], list[str]]:
+            parameters = list(adapter.parameters().values())
+            return _dtypes(parameters), _dtypes(each.grad for each in parameters if each.grad is not None)
+
+        parameters, grads = self.observe("dtypes of parameters and gradients", look)
         self.expect(
             bool(grads), "R082", comparison("gradients", expected="some", got="none"), step=step, phase="reduce"
         )
         self._expect_only_float32("parameters", parameters, step=step, phase="reduce")
         self._expect_only_float32("gradients", grads, step=step, phase="reduce")
 
-    def _expect_only_float32(self, what: str, tensors: Iterable[Tensor], **where: Any) -> None:
-        strange = sorted({str(tensor.dtype) for tensor in tensors} - {"torch.float32"})
+    def _expect_only_float32(self, what: str, dtypes: Iterable[str], **where: Any) -> None:
+        strange = sorted({*dtypes} - {"torch.float32"})
         self.expect_equal("R082", f"other dtypes of {what} than float32", strange, [], check="dtypes", **where)
 
     @conformance_case(
@@ -209,7 +214,6 @@ class LowPrecision(ConformanceTestCase):
             "detaches-inputs",
             "reference-detaches-inputs",
         ),
-        live="functions of the body note what the engine does with its model",
     )
     def test_gradients_of_inputs(self) -> None:
         """A float32 input receives a float32 gradient from a forward in bfloat16."""
@@ -224,10 +228,15 @@ class LowPrecision(ConformanceTestCase):
                 self.plan(workload, param_dtype="bfloat16"),
             )
             adapter.backward(workload.loss(adapter.forward(*batch.args), batch))
-        got = None if x.grad is None else x.grad.dtype
+        grad = self.observe("gradient of the input", lambda: x.grad)
+        got = None if grad is None else grad.dtype
         self.expect_equal("R088", "dtype of the input's gradient", got, torch.float32, phase="backward")
-        nonzero = x.grad is not None and bool(x.grad.any())
+        nonzero = grad is not None and bool(grad.any())
         self.expect(nonzero, "R088", "the gradient of the input is zero", phase="backward")
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> list[str]:
+    return [str(tensor.dtype) for tensor in tensors]
 
 
 def _watch_dtypes(module: nn.Module, seen: dict[str, list[str]]) -> None:

@@ -111,7 +111,6 @@ class Nesting(ConformanceTestCase):
         axes={"world_size": (2,)},
         needs=("rewrap",),
         kills=("rewrap-resets", "reference-sums-gradients"),
-        live="the body looks at the wrapped module",
     )
     def test_wrapped_again(self, world_size: int) -> None:
         """
@@ -158,7 +157,6 @@ class Nesting(ConformanceTestCase):
         axes={"world_size": (2,)},
         needs=("multi_module_unit", "zero3"),
         kills=("wraps-modules-one-by-one",),
-        live="the body looks at the wrapped module",
     )
     def test_gathered_together(self, world_size: int) -> None:
         """Modules that form one unit are all gathered when the first of them computes, and the unit only once."""
@@ -167,17 +165,20 @@ class Nesting(ConformanceTestCase):
         workload = replace(deepest, units=(f"{first}+{second}", *others))
         plan = self.plan(workload, sharding=Sharding.FULL)
         log = process_group.log()
-        received: dict[int | None, int] = {}
+        visits: list[tuple[str, str, int | None, int]] = []
 
         def note(moment: str, module: nn.Module) -> None:
-            phase, step = log.label
-            if moment == "forward" and phase == "forward" and step not in received:
-                gathers = [each for each in log.records[begin:] if (each.phase, each.step) == log.label]
-                received[step] = nbytes(of(gathers, Op.ALL_GATHER))
+            visits.append((moment, *log.label, len(log.records) - begin))
 
         begin = len(log.records)
-        run = self.train(workload, plan, on_setup=lambda adapter: deep.visit(adapter.module(), note))
+        run = self.train(workload, plan, on_setup=self.with_module(lambda module: deep.visit(module, note)))
+        visits, records = self.observe("visits, and collectives", lambda: (visits, log.records[begin:]))
         self.check_parity(run, workload)
+        received: dict[int | None, int] = {}
+        for moment, phase, step, issued in visits:
+            if moment == phase == "forward" and step not in received:
+                gathers = [each for each in records[:issued] if (each.phase, each.step) == (phase, step)]
+                received[step] = nbytes(of(gathers, Op.ALL_GATHER))
         unit = next(each for each in owning_units(workload, plan).shared if "+" in each.fqn)
         for step in range(len(run.steps)):
             got, least = received.get(step, 0), parameter_bytes([unit])

@@ -40,26 +40,28 @@ class ParameterOffload(ConformanceTestCase):
             "ignores-offload",
             "offloaded-step-lost",
         ),
-        live="the body looks at the wrapped module",
     )
     def test_lives_on_the_cpu(self, world_size: int, offload: str) -> None:
         """Between steps, parameters and gradients are on the CPU; units compute on the device; parity holds."""
         workload = deep.deep_4()
         adapter = self.subject()
+        seen: list[tuple[str, str, str]] = []
+
+        def look(moment: str, module: nn.Module) -> None:
+            seen.extend((moment, name, parameter.device.type) for name, parameter in module.named_parameters())
+
         run = self.check_stream_safety(
             workload,
             self.plan(workload, offload=Offload(offload)),
             adapter=adapter,
-            on_setup=lambda subject: deep.visit(subject.module(), self._expect_on_device),
+            on_setup=self.with_module(lambda module: deep.visit(module, look)),
             on_gradients=self._expect_on_cpu,
         )
+        for moment, name, device in self.observe("devices while computing", lambda: seen):
+            where: dict[str, Any] = {"fqn": name, "phase": moment, "check": "placement while computing"}
+            self.expect_equal("R137", "device while computing", device, self.device.type, **where)
         self.check_parity(run, workload)
         self.check_devices("R137", adapter, torch.device("cpu"))
-
-    def _expect_on_device(self, moment: str, module: nn.Module) -> None:
-        for name, parameter in module.named_parameters():
-            where: dict[str, Any] = {"fqn": name, "phase": moment, "check": "placement while computing"}
-            self.expect_equal("R137", "device while computing", parameter.device.type, self.device.type, **where)
 
     def _expect_on_cpu(self, adapter: Adapter, step: int) -> None:
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
@@ -161,7 +162,6 @@ class StockOptimizers(ConformanceTestCase):
             "fsdp1-hides-gathered-parameters",
             "reference-shows-copies-of-the-root",
         ),
-        live="user code raises, or stops, inside a call of the engine",
     )
     def test_made_after_a_forward(self, mode: str, world_size: int) -> None:
         """
@@ -173,10 +173,19 @@ class StockOptimizers(ConformanceTestCase):
         regime = Regime()
         stock = self._stock_optimizers_see_gradients(workload)
         adapter = self.subject()
+        made: list[Optimizer] = []
+
+        def make() -> None:
+            made.append(workload.optimizers["sgd"](list(adapter.parameters().values())))
+
+        def step_by_user() -> None:
+            made[0].step()
+            made[0].zero_grad()
+
         with self.blaming("implementation"):
             adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
             self._forward_once(adapter, workload, training=mode == "training")
-            optimizer = workload.optimizers["sgd"](list(adapter.parameters().values()))
+            self.observe("a user makes an optimizer", make)
         expected = self.references(workload, regime).expected
         for step in range(regime.steps):
             batch = self.placed(workload.batch(BatchKey(step=step, rank=self.rank, world_size=world_size)))
@@ -185,8 +194,7 @@ class StockOptimizers(ConformanceTestCase):
                     loss = workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch)
                     adapter.backward(loss)
                 if stock:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    self.observe("the user's optimizer steps", step_by_user)
                 else:
                     adapter.step()
                 params = adapter.full_params()
@@ -199,16 +207,19 @@ class StockOptimizers(ConformanceTestCase):
         adapter = self.subject()
         with self.blaming("implementation"):
             adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
-            parameters = list(adapter.parameters().values())
             batch = self.placed(workload.batch(BatchKey(step=0, rank=self.rank, world_size=self.world_size)))
             with adapter.microbatch(True):
                 adapter.backward(workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch))
-        here = any(parameter.grad is not None for parameter in parameters)
-        anywhere = torch.tensor([here], dtype=torch.int32, device=self.device)
-        dist.all_reduce(anywhere)
-        del parameters
+
+        def look() -> bool:
+            here = any(parameter.grad is not None for parameter in adapter.parameters().values())
+            anywhere = torch.tensor([here], dtype=torch.int32, device=self.device)
+            dist.all_reduce(anywhere)
+            return bool(anywhere)
+
+        sees = self.observe("a rank has gradients", look)
         self.drop(adapter)
-        return bool(anywhere)
+        return sees
 
     def _forward_once(self, adapter: Adapter, workload: Workload, *, training: bool) -> None:
         """One forward that no backward follows: in training mode, or as an evaluation."""

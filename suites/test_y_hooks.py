@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
@@ -42,29 +42,32 @@ class Hooks(ConformanceTestCase):
             + ["runs-forward-twice", "reference-runs-forward-twice"]
             + ["drops-earlier-hooks"] * (values["registered"] == "before")
         ),
-        live="the body looks at the wrapped module",
     )
     def test_fire_as_often(self, registered: str, called: str, world_size: int) -> None:
         """A user's hooks on modules and tensors, registered before or after wrapping, fire as often as under DDP."""
         workload = _WORKLOADS[called]()
         expected = self._under_ddp(called)
         counts = HookCounts()
+        found: list[str] = []
         seen: list[dict[str, int]] = []
 
-        def register(adapter: Adapter) -> None:
-            modules = hooks.marked_modules(adapter.module())
-            for name in _MODULES:
-                self.expect(name in modules, "R158", f"the module {name!r} is not in the wrapped model", fqn=name)
-                if name in modules:
-                    counts.register(name, modules[name])
+        def register(module: nn.Module) -> None:
+            modules = hooks.marked_modules(module)
+            found.extend(name for name in _MODULES if name in modules)
+            for name in found:
+                counts.register(name, modules[name])
 
         self.train(
             hooks.marked(workload, _MODULES, counts if registered == "before" else None),
             regime=Regime(steps=_ITERATIONS),
             observe=False,
-            on_setup=register if registered == "after" else None,
-            on_gradients=lambda adapter, step: seen.append(counts.taken()),
+            on_setup=self.with_module(register) if registered == "after" else None,
+            on_gradients=lambda adapter, step: seen.append(self.observe("hooks that fired", counts.taken)),
         )
+        if registered == "after":
+            found = self.observe("modules found", lambda: found)
+            for name in _MODULES:
+                self.expect(name in found, "R158", f"the module {name!r} is not in the wrapped model", fqn=name)
         for step, fired in enumerate(seen):
             for hook in sorted({*expected, *fired}):
                 self.expect_equal("R158", hook, fired.get(hook, 0), expected.get(hook, 0), step=step, phase="backward")
@@ -78,7 +81,6 @@ class Hooks(ConformanceTestCase):
             "hoards-parameters",
             "reference-hoards-parameters",
         ),
-        live="the body looks at the wrapped module",
     )
     def test_internal_hooks(self, world_size: int) -> None:
         """After the first iteration, the number of hooks on modules and parameters stays the same."""
@@ -88,7 +90,7 @@ class Hooks(ConformanceTestCase):
 
         def count(adapter: Adapter, into: list[int]) -> None:
             with self.blaming("implementation"):
-                into.append(hooks.registered_hooks(adapter.module()))
+                into.append(self.observe("hooks", lambda: hooks.registered_hooks(adapter.module())))
 
         self.train(
             workload,
@@ -120,16 +122,14 @@ class Hooks(ConformanceTestCase):
             "reference-hooks-in-pieces",
             "reference-ignores-the-hook",
         ),
-        live="functions of the body note what the engine does with its model",
     )
     def test_hook_averages(self, world_size: int) -> None:
         """A hook that is registered once sees every unit's whole gradient and a shard, and replaces the average."""
         workload = probes.exact_nested()
-        seen: list[tuple[int, int]] = []
+        seen: list[tuple[int, torch.Size, torch.Size]] = []
 
         def average(gradient: Tensor, shard: Tensor) -> None:
-            self._expect_flat(gradient, shard)
-            seen.append((len(run_steps), gradient.numel()))
+            seen.append((len(run_steps), gradient.shape, shard.shape))
             dist.reduce_scatter_tensor(shard, gradient)
             shard /= world_size
 
@@ -139,10 +139,13 @@ class Hooks(ConformanceTestCase):
             on_setup=lambda adapter: adapter.register_comm_hook(average),
             on_gradients=lambda adapter, step: run_steps.append(step),
         )
+        seen = self.observe("calls of the hook", lambda: seen)
+        for _, gradient, shard in seen:
+            self._expect_flat(gradient, shard)
         self.check_parity(run, workload, requirement="R159")
         units = owning_units(workload, self.plan(workload)).trainable
         for step in range(len(run.steps)):
-            sizes = [numel for index, numel in seen if index == step]
+            sizes = [gradient.numel() for index, gradient, _ in seen if index == step]
             self.expect_equal("R159", "calls of the hook", len(sizes), len(units), step=step, phase="reduce")
             least, got = sum(unit.numel for unit in units), sum(sizes)
             message = comparison("elements of gradients that the hook saw", expected=f"at least {least}", got=got)
@@ -211,11 +214,11 @@ class Hooks(ConformanceTestCase):
         with self.refusal("R159", "a hook with hybrid sharding", names=("hook", "hybrid")):
             self.train(workload, plan, on_setup=clear)
 
-    def _expect_flat(self, gradient: Tensor, shard: Tensor) -> None:
-        """Both are flat, and a shard is one rank's part."""
-        got = f"{tuple(gradient.shape)} and {tuple(shard.shape)}"
+    def _expect_flat(self, gradient: torch.Size, shard: torch.Size) -> None:
+        """Both shapes are flat, and a shard is one rank's part."""
+        got = f"{tuple(gradient)} and {tuple(shard)}"
         message = comparison("gradient and shard", expected=f"1D, {self.world_size} times as large", got=got)
-        fits = gradient.dim() == shard.dim() == 1 and gradient.numel() == shard.numel() * self.world_size
+        fits = len(gradient) == len(shard) == 1 and gradient.numel() == shard.numel() * self.world_size
         self.expect(fits, "R159", message, phase="reduce")
 
 

@@ -62,7 +62,6 @@ class OneRankFails(ConformanceTestCase):
         ),
         timeout_s=40,
         starts_early=True,
-        live="user code raises, or stops, inside a call of the engine",
     )
     def test_exception_reaches_the_caller(self, place: str, world_size: int) -> None:
         """
@@ -74,7 +73,7 @@ class OneRankFails(ConformanceTestCase):
 
         def arm(step: int) -> None:
             if step == 0 and self.rank == failed:
-                fuses[-1].arm(place, _CODE)
+                self.observe("the fuse is armed", lambda: fuses[-1].arm(place, _CODE))
 
         outcome = _outcome(lambda: self.train(workload, on_step=arm), self.note_refusal)
         if self.rank == failed:
@@ -98,7 +97,6 @@ class Recovery(ConformanceTestCase):
         only=lambda values: values["world_size"] == 2 or values["place"] == "backward",
         needs=lambda values: ["exception_recovery", *(["no_sync"] if values["place"] == "accumulation" else [])],
         kills=lambda values: _RECOVERY_KILLS[values["place"]],
-        live="user code raises, or stops, inside a call of the engine",
     )
     def test_training_continues(self, place: str, world_size: int) -> None:
         """
@@ -108,7 +106,7 @@ class Recovery(ConformanceTestCase):
         workload = failing.fused_inside() if place == "recompute" else failing.fused()
         accumulating = place == "accumulation"
         regime = Regime(steps=4, micro_batches=2, reduced=(False, True)) if accumulating else Regime(steps=4)
-        self._interrupted(workload, regime, partial(self._raising, place="forward" if accumulating else place), "R161")
+        self._interrupted(workload, regime, self._complete, "R161", place="forward" if accumulating else place)
 
     @conformance_case(
         "R136",
@@ -118,7 +116,6 @@ class Recovery(ConformanceTestCase):
         axes={"kind": ("exception", "early-stop", "incomplete"), "world_size": (2,)},
         needs=("exception_recovery",),
         kills=lambda values: _RECOMPUTE_KILLS[values["kind"]],
-        live="user code raises, or stops, inside a call of the engine",
     )
     def test_recomputation_is_interrupted(self, kind: str, world_size: int) -> None:
         """
@@ -126,37 +123,51 @@ class Recovery(ConformanceTestCase):
         half way, the next three steps are at parity, bit for bit.
         """
         workload = failing.fused_around()
-        attempts: dict[str, Attempt] = {
-            "exception": partial(self._raising, place="recompute"),
-            "early-stop": self._complete,
-            "incomplete": self._incomplete,
-        }
-        self._interrupted(workload, Regime(steps=4), attempts[kind], "R136")
+        attempt = self._incomplete if kind == "incomplete" else self._complete
+        place = "recompute" if kind == "exception" else None
+        self._interrupted(workload, Regime(steps=4), attempt, "R136", place=place)
 
-    def _interrupted(self, workload: Workload, regime: Regime, attempt: Attempt, name: str) -> None:
-        """Train; after the first step, make the attempt, recover, and look at what it has left behind."""
+    def _interrupted(
+        self, workload: Workload, regime: Regime, attempt: Attempt, name: str, *, place: str | None
+    ) -> None:
+        """
+        Train; after the first step, make the attempt, recover, and look at what it has left behind.
+
+        With a `place`, the user's code raises there.
+        """
         watched, fuses = _watched(workload)
         adapter = self.subject()
 
         def interrupt(step: int) -> None:
             if step != 0:
                 return
-            watch = watch_for(self.device)
-            before = watch.allocated_bytes() if watch.counts_bytes else 0
+            before = self.observe("bytes before the attempt", self._allocated)
             with self.blaming("implementation"):
-                for micro in range(regime.micro_batches):
-                    with adapter.microbatch(micro == regime.micro_batches - 1, reduced=regime.is_reduced(micro)):
-                        if micro == regime.micro_batches - 1:
-                            attempt(adapter, workload, fuses[-1], micro)
-                        else:
-                            self._complete(adapter, workload, fuses[-1], micro)
-                adapter.recover()
-            fuses[-1].boundary = None
+                caught = self.observe("the place whose exception reached the caller", interrupted)
+            self.expect_equal(name, "what reached the caller", caught, place, check="the exception")
             self._expect_clean(adapter, workload, name)
-            if watch.counts_bytes:
-                watch.synchronise()
-                message = f"bytes allocated after the recovery: expected {before}, got {watch.allocated_bytes()}"
-                self.expect(watch.allocated_bytes() <= before, name, message, check="memory after recovery")
+            after = self.observe("bytes after the recovery", self._allocated)
+            if before is not None and after is not None:
+                message = f"bytes allocated after the recovery: expected {before}, got {after}"
+                self.expect(after <= before, name, message, check="memory after recovery")
+
+        def interrupted() -> str | None:
+            caught, fuse = None, fuses[-1]
+            for micro in range(regime.micro_batches):
+                is_last = micro == regime.micro_batches - 1
+                with adapter.microbatch(is_last, reduced=regime.is_reduced(micro)):
+                    if not is_last:
+                        self._complete(adapter, workload, fuse, micro)
+                        continue
+                    if place is not None:
+                        fuse.arm(place, _CODE)
+                    try:
+                        attempt(adapter, workload, fuse, micro)
+                    except Interrupted as error:
+                        caught = error.place
+            adapter.recover()
+            fuse.boundary = None
+            return caught
 
         run = self.train(watched, self.plan(workload), regime, adapter=adapter, on_step=interrupt)
         self.check_parity(run, workload, regime, requirements=dict.fromkeys(_PARITY, name))
@@ -165,11 +176,19 @@ class Recovery(ConformanceTestCase):
     def _expect_clean(self, adapter: Adapter, workload: Workload, requirement: str) -> None:
         """Every unit is sharded again, and no parameter has a gradient."""
         with self.blaming("implementation"):
-            held = [name for name, parameter in adapter.parameters().items() if parameter.grad is not None]
+            held = self.observe("parameters that have gradients", lambda: _with_gradients(adapter))
             units = ("", *workload.units) if self.declares("sharded_state") else ()
             unsharded = [unit or "the root" for unit in units if adapter.unit_is_unsharded(unit)]
         self.expect_equal(requirement, "gradients after the recovery", held, [], check="clean after recovery")
         self.expect_equal(requirement, "unsharded units after it", unsharded, [], check="clean after recovery")
+
+    def _allocated(self) -> int | None:
+        """Bytes on this rank's accelerator; None for a device that does not count them."""
+        watch = watch_for(self.device)
+        if not watch.counts_bytes:
+            return None
+        watch.synchronise()
+        return watch.allocated_bytes()
 
     def _loss(self, adapter: Adapter, workload: Workload, micro: int) -> Tensor:
         key = BatchKey(step=9, micro=micro, rank=self.rank, world_size=self.world_size)
@@ -177,18 +196,8 @@ class Recovery(ConformanceTestCase):
         return workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch)
 
     def _complete(self, adapter: Adapter, workload: Workload, fuse: Fuse, micro: int) -> None:
-        """A forward and its backward; a recomputation stops by itself."""
+        """A forward and its backward, unless the fuse interrupts them; a recomputation stops by itself."""
         adapter.backward(self._loss(adapter, workload, micro))
-
-    def _raising(self, adapter: Adapter, workload: Workload, fuse: Fuse, micro: int, *, place: str) -> None:
-        """An attempt that the fuse interrupts."""
-        fuse.arm(place, _CODE)
-        caught = None
-        try:
-            self._complete(adapter, workload, fuse, micro)
-        except Interrupted as error:
-            caught = error.place
-        self.expect_equal(self.case.requirements[0], "what reached the caller", caught, place, check="the exception")
 
     def _incomplete(self, adapter: Adapter, workload: Workload, fuse: Fuse, micro: int) -> None:
         """A backward that ends at the input of the second unit."""
@@ -237,6 +246,10 @@ class Structure(ConformanceTestCase):
         adapter = self.subject()
         with self.blaming("implementation"):
             adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
+
+
+def _with_gradients(adapter: Adapter) -> list[str]:
+    return [name for name, parameter in adapter.parameters().items() if parameter.grad is not None]
 
 
 def _outcome(run: Callable[[], TrainingHistory | None], note_error: Callable[[], None]) -> str:

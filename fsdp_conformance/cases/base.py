@@ -314,6 +314,17 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
             return value
         return self._observations.of(name, look) if self.role is Role.OBSERVED else look()
 
+    def with_module(self, act: Callable[[nn.Module], object]) -> Callable[..., None]:
+        """A hook of a training that does something with the module that user code sees, where the engine is."""
+
+        def hook(adapter: Adapter, *step: int) -> None:
+            def look() -> None:
+                act(adapter.module())
+
+            self.observe("the module", look)
+
+        return hook
+
     def decide(self, name: str, choose: Callable[[], R]) -> R:
         """
         Let the referee choose, if there is one: for a choice that takes references.

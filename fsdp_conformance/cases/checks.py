@@ -27,6 +27,7 @@ from fsdp_conformance.checks.rounding import rounds_alike
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.history.transfer import Opaque
 from fsdp_conformance.outcome.records import CheckCount, Finding
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.references.ddp import ddp_reference
@@ -189,7 +190,7 @@ class CaseChecks:
             message = comparison(check, expected=f"a tensor of {tuple(expected.shape)}", got="None")
             self.expect(False, requirement, message, check=check, **where)
             return
-        if isinstance(got, DTensor):
+        if isinstance(got, DTensor | Opaque):
             message = comparison(check, expected="a whole tensor", got="a sharded one (DTensor)")
             self.expect(False, requirement, message, check=check, **where)
             return

@@ -170,7 +170,7 @@ def _is_handle(value: Any) -> bool:
     kind = type(value)
     return kind.__module__ != "torch" and (
         (hasattr(kind, "__enter__") and hasattr(kind, "__exit__"))
-        or (hasattr(kind, "wait") and not hasattr(kind, "to"))
+        or (hasattr(value, "wait") and not hasattr(value, "to"))
     )
 
 

@@ -13,7 +13,7 @@ None of them calls an engine: they read what a case hands them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from fsdp_conformance.diagnosis.optimizer_steps import Moment, is_alike, moment_
 from fsdp_conformance.diagnosis.saved_state import MODEL, SavedState, merged_groups
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.history.transfer import carry
 from fsdp_conformance.outcome.records import Finding
 from fsdp_conformance.workload.definition import Workload
 
@@ -243,15 +244,29 @@ def same_parameters(
     return tally.result()
 
 
+def storages(live: Iterable[Tensor]) -> set[int]:
+    """The addresses of the storage of tensors that a rank holds; without empty storage, which has none."""
+    return {tensor.untyped_storage().data_ptr() for tensor in live if tensor.untyped_storage().nbytes()}
+
+
+def storages_of_parts(value: Any) -> list[int]:
+    """The address of the storage of each tensor that this rank holds of a value in a sharded state dict."""
+    return [part.untyped_storage().data_ptr() for part in local_parts(value) if part.numel()]
+
+
 def shares_storage(
-    state: Mapping[str, Any], live: Iterable[Tensor], names: Iterable[str], *, requirement: str, rank: int
+    state: Mapping[str, Sequence[int]], held: Set[int], names: Iterable[str], *, requirement: str, rank: int
 ) -> CheckResult:
-    """The values under these names lie in storage of the tensors that the rank holds: they are not copies."""
+    """
+    The values under these names lie in storage of the tensors that the rank holds: they are not copies.
+
+    `state` has the addresses of the storage of their parts (`storages_of_parts`), `held` those of what the rank holds
+    (`storages`).
+    """
     tally = Tally("shared storage", requirement, rank=rank)
-    held = {tensor.untyped_storage().data_ptr() for tensor in live if tensor.untyped_storage().nbytes()}
     for name in names:
-        parts = [part for part in local_parts(state[name]) if part.numel()]
-        copied = [part for part in parts if part.untyped_storage().data_ptr() not in held]
+        parts = state[name]
+        copied = [part for part in parts if part not in held]
         tally.compare(
             not copied,
             "storage of the sharded state dict",
@@ -309,6 +324,7 @@ def local_parts(value: Any) -> list[Tensor]:
     return [value.detach()] if isinstance(value, Tensor) else []
 
 
+@carry
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The values that reading a model must leave as they were."""

@@ -26,6 +26,7 @@ from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.hazard import HazardKind, HazardRecord
 from fsdp_conformance.history.memory import MemoryMark, Point
+from fsdp_conformance.history.overlap import Communicated, Computed, DeviceWork
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
 from fsdp_conformance.outcome.records import CheckCount, Finding, RankError
 
@@ -71,7 +72,7 @@ def carry(kind: type[T]) -> type[T]:
 
 _OURS: tuple[type, ...] = (
     TrainingHistory, StepRecord, CollectiveRecord, MemoryMark, HazardRecord, Finding, CheckCount, RankError, Opaque, Op,
-    Point, HazardKind,
+    Point, HazardKind, Communicated, Computed, DeviceWork,
 )  # fmt: skip
 for _kind in _OURS:
     carry(_kind)

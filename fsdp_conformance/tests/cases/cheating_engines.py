@@ -14,6 +14,7 @@ import pickle
 import sys
 import unittest
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,16 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance import codec, errors
-from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.cases import control, observed
 from fsdp_conformance.cases.checks import CaseChecks
+from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.observations import ObservationLog
 from fsdp_conformance.harness.rank import RankRun
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.mutants import failure, misuse, whole_engines
 from fsdp_conformance.mutants.values import SilentDDP
 from fsdp_conformance.outcome.records import CheckCount, RankError, RankReport
 from fsdp_conformance.plan import Plan
@@ -77,6 +80,35 @@ class DropsFindings(Doubles):
     def cheat(self) -> None:
         for name in ("check", "expect", "check_parity", "check_equal", "check_bitwise"):
             setattr(CaseChecks, name, lambda self, *arguments, **options: None)
+
+
+class _FindsNothing(Adapter):
+    """Makes every comparison in its process hold, and be counted."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        expect, check = CaseChecks.expect, CaseChecks.check
+
+        def expect_anything(self: CaseChecks, holds: bool, *arguments: Any, **options: Any) -> None:
+            expect(self, True, *arguments, **options)
+
+        def check_anything(self: CaseChecks, result: CheckResult) -> None:
+            check(self, replace(result, findings=[]))
+
+        CaseChecks.expect = expect_anything  # type: ignore[method-assign]
+        CaseChecks.check = check_anything  # type: ignore[method-assign]
+        super().setup(model_fn, optim_fn, plan)  # type: ignore[safe-super]
+
+
+class DetachesInputs(_FindsNothing, whole_engines.DetachesInputs):
+    """No gradient reaches the user's input."""
+
+
+class LosesAttributes(_FindsNothing, misuse.LosesAttributes):
+    """The wrapped module lacks what the user has set on it."""
+
+
+class ReplacesExceptions(_FindsNothing, failure.ReplacesExceptions):
+    """A user's exception arrives as another one."""
 
 
 class ForgesReport(Doubles):

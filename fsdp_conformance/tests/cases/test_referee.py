@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_conformance.cases import controller
+from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS
 from fsdp_conformance.run_settings import RunSettings
-from fsdp_conformance.selftest import bound_case, run_case
+from fsdp_conformance.selftest import bound_case, bound_cases, run_case
 from fsdp_conformance.tests.cases import cheating_engines
 from fsdp_conformance.verdict import Verdict
 
@@ -56,6 +58,36 @@ def test_no_cheat_changes_the_verdict(engine: str) -> None:
 
     verdict, words = CHEATS[engine]
     assert (record.verdict, words in record.reason) == (verdict, True), record.reason
+
+
+@pytest.mark.parametrize(
+    ("case", "engine", "words"),
+    [
+        ("R157/gradients-of-inputs-ws2", "DetachesInputs", "gradient of the input"),
+        ("R060/behaves-like-the-original-ws2", "LosesAttributes", "module.id: expected mine"),
+        ("R160/exception-reaches-the-caller-forward-ws2", "ReplacesExceptions", "what reached the caller of forward"),
+    ],
+)
+def test_live_objects_are_judged_elsewhere(case: str, engine: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    What arrives in the user's tensors, what a wrapped module is like, and what a call raises are compared where no
+    engine is: one that makes every comparison hold would pass if its ranks judged themselves.
+    """
+    refereed = run_case(bound_case(case), f"{FILE}:{engine}", base=BASE)
+    monkeypatch.setattr(controller, "referee_of", lambda case, order: None)
+    alone = run_case(bound_case(case), f"{FILE}:{engine}", base=BASE)
+
+    assert (refereed.verdict, words in refereed.reason) == (Verdict.FAIL, True), refereed.reason
+    assert alone.verdict is Verdict.PASS, alone.reason
+
+
+def test_only_components_have_none() -> None:
+    """Every other case is judged where no engine is."""
+    live = [
+        bound.case.id for bound in bound_cases() if bound.case.live and bound.case.chapter not in COMPONENT_CHAPTERS
+    ]
+
+    assert live == []
 
 
 @pytest.mark.parametrize("references", ["off", "empty"])

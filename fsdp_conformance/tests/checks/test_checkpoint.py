@@ -170,7 +170,8 @@ def test_a_copy_does_not_share_storage() -> None:
     """A view shares storage, a clone does not; an empty part has none."""
     live = torch.arange(6.0)
     state = {"view": live[2:4], "clone": live.clone(), "empty": torch.empty(0)}
-    result = checkpoint.shares_storage(state, [live], state, requirement="R148", rank=0)
+    parts = {name: checkpoint.storages_of_parts(value) for name, value in state.items()}
+    result = checkpoint.shares_storage(parts, checkpoint.storages([live]), state, requirement="R148", rank=0)
 
     assert [finding.fqn for finding in result.findings] == ["clone"]
     assert result.count.comparisons == 3
