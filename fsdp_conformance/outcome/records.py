@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from fsdp_conformance import codec
 from fsdp_conformance.verdict import Verdict
-from fsdp_conformance.visible import visible_content
+from fsdp_conformance.visible import visible, visible_content
 
 #: For readers of the schema only: files with other ids, and records of cases that never ran, are read as well.
 RequirementId = Annotated[str, Meta(extra_json_schema={"pattern": "^R[0-9]{3}$"})]
@@ -176,6 +176,12 @@ class RankExit:
     last_collectives: list[str] = field(default_factory=list)
     output: str = ""
     """The tail of what the rank wrote to stdout and stderr."""
+
+    def __post_init__(self) -> None:
+        """What comes from the rank is shown to people."""
+        self.stack = None if self.stack is None else visible(self.stack, lines=True)
+        self.output = visible(self.output, lines=True)
+        self.last_collectives = [visible(line) for line in self.last_collectives]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
