@@ -220,7 +220,7 @@ class CaseRecord:
     """One line of the run file: the verdict on one case, and why."""
 
     case: CaseId
-    requirements: Annotated[list[RequirementId], Meta(extra_json_schema={"minItems": 1})]
+    requirements: Annotated[list[RequirementId], Meta(min_length=1)]
     chapter: str
     verdict: Verdict
     reason: str = ""

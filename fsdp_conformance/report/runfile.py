@@ -241,7 +241,15 @@ def _header(line: bytes, path: Path) -> dict[str, Any]:
         _unknown_keys(header)
     except ValueError as error:
         raise RunFileError(f"{path} is not a run file of this version: its first line: {error}") from error
+    return _with_parts(header)
+
+
+def _with_parts(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The header as readers get it: visible, and with a mapping for each part that has names of its own."""
     shown: dict[str, Any] = visible_content(header)
+    for part in ("profile", "implementation", "environment", "settings"):
+        if shown.get(part) is None:
+            shown[part] = {}
     return shown
 
 
@@ -267,7 +275,7 @@ def _take(run: RunFile, order: _Order, line: bytes, number: int) -> None:
             if number > 1:
                 run.problems.append(f"line {number} is a second header")
             content.pop("format", None)
-            run.header = run.header if number > 1 else content
+            run.header = run.header if number > 1 else _with_parts(content)
         elif kind == "start":
             start = codec.typed(Start, content)
             run.started.append(start.case)
