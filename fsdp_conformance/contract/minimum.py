@@ -48,7 +48,7 @@ FILE = Path(__file__).with_name("minimum.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Minimum:
-    """What a record of one case must show if it passes."""
+    """The checks that a record of one case must show if it passes."""
 
     device: str
     """The type of device that the ranks used."""

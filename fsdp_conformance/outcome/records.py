@@ -178,7 +178,7 @@ class RankExit:
     """The tail of what the rank wrote to stdout and stderr."""
 
     def __post_init__(self) -> None:
-        """What comes from the rank is shown to people."""
+        """Make visible all text that comes from the rank."""
         self.stack = None if self.stack is None else visible(self.stack, lines=True)
         self.output = visible(self.output, lines=True)
         self.last_collectives = [visible(line) for line in self.last_collectives]

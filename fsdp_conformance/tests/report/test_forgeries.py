@@ -543,7 +543,7 @@ def test_a_run_of_another_version_can_be_read_and_is_not_verified(tmp_path: Path
 def test_a_key_or_a_type_that_no_line_has_is_a_problem_at_any_depth(
     tmp_path: Path, profile: Profile, change: Callable[[Lines], None], problem: str
 ) -> None:
-    """What this version does not know, it has not written."""
+    """This version has written nothing that it does not know."""
     verification = verify(rewritten(written(tmp_path, profile), change), profile)
 
     assert problem in "\n".join(verification.discrepancies)
