@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance import codec
+from fsdp_conformance.contract.case import Case
+from fsdp_conformance.contract.profile import FULL, load_profile
 from fsdp_conformance.outcome.records import CaseRecord, case_record_from_json
 from fsdp_conformance.verdict import Verdict
 
@@ -56,9 +58,10 @@ class Minimum:
     """The name of a check to the number of ranks that make it."""
 
 
-def minimum_of(case: str) -> Minimum | None:
-    """The figures of a case; None if the suite has none."""
-    return _minimums().get(case)
+def minimum_of(case: Case) -> Minimum | None:
+    """The figures of a case; None if the suite has none: a case of others may have the id of one of its own."""
+    entry = load_profile(FULL).by_id.get(case.id)
+    return _minimums().get(case.id) if entry is not None and entry.case() == case else None
 
 
 @functools.cache

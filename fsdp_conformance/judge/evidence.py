@@ -132,7 +132,7 @@ def _of_ranks(record: CaseRecord, case: Case, device: str, declared: Callable[[s
         if stated != counted:
             problems.append(f"stated {stated} {name}, but its ranks made {counted}")
     if record.verdict is again.verdict is Verdict.PASS:
-        problems += _of_comparisons(record)
+        problems += _of_comparisons(record, case)
     return problems
 
 
@@ -164,11 +164,11 @@ def _of_processes(record: CaseRecord, settings: RunSettings) -> list[str]:
     return problems
 
 
-def _of_comparisons(record: CaseRecord) -> list[str]:
+def _of_comparisons(record: CaseRecord, case: Case) -> list[str]:
     """How a record shows less than the suite's own runs of the case, which the contract keeps."""
     if not record.elements:
         return ["no rank compared an element of anything"]
-    minimum: Minimum | None = minimum_of(record.case)
+    minimum: Minimum | None = minimum_of(case)
     if minimum is None or minimum.device != record.device:
         return []
     problems = []

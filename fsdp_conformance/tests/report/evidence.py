@@ -95,7 +95,7 @@ def a_finding(requirement: str = "R003", **changes: Any) -> Finding:
 DESCRIBED: dict[str, Any] = {
     "spec": "mine.py",
     "name": "mine",
-    "version": "1",
+    "version": "1.2",
     "capabilities": ["no_sync"],
     "class_name": "Mine",
     "file_sha256": "f11e" * 16,

@@ -14,7 +14,7 @@ def test_the_certificate_names_what_was_judged() -> None:
     """It has versions and hashes."""
     assert certified().subject == {
         "implementation": "mine",
-        "version": "1",
+        "version": "1.2",
         "adapter": LOADED["adapter"],
         "suite": "0.1",
         "suite_sha256": suite_sha256(),

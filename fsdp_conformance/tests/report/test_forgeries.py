@@ -653,7 +653,7 @@ def test_a_pass_that_made_fewer_checks_than_the_suites_own_runs_certifies_nothin
     """Each missing check is named, and so is one that compared nothing."""
     case = "R001/exact-probe-ws2"
     entry = load_profile("core-2026.11").by_id[case]
-    minimum = minimum_of(case)
+    minimum = minimum_of(entry.case())
     assert minimum is not None
     made = {name: CheckCount(comparisons=1, elements=1) for name in minimum.checks}
     profile = Profile(name="core-test", interpretation=1, entries=(entry,))
