@@ -109,14 +109,15 @@ def _unknown_keys(data: Any, accepted: Any, path: str) -> Iterator[str]:
             yield from _unknown_keys(item, other, f"{path}[{index}]")
 
 
-def unknown_keys(kind: Any, data: Mapping[str, Any]) -> list[str]:
+def unknown_keys(kind: Any, data: Mapping[str, Any], *, deep: bool = False) -> list[str]:
     """
-    The keys of `data` that the dataclass `kind` does not have.
+    The keys of `data` that the dataclass `kind` does not have; with `deep`, also those inside, each with its path.
 
-    Any key may be missing, and what is inside may have more: another version has written it. Raises ValueError for a
-    wrong type.
+    Any key may be missing. Raises ValueError for a wrong type.
     """
-    msgspec.convert(data, _partial(kind))
+    value = msgspec.convert(data, _partial(kind))
+    if deep:
+        return list(_unknown_keys(data, plain(value), "$"))
     return [key for key in data if key not in kind.__dataclass_fields__]
 
 

@@ -127,6 +127,8 @@ class RunSettings:
     seed: int = 20261121
     num_threads: int = 1
     """Intra-op threads per rank."""
+    smoke: bool = True
+    """False if `run --no-smoke` did without the check of the adapter. Under pytest there is none."""
 
     @property
     def scenario_seed(self) -> int:
@@ -348,6 +350,28 @@ def from_words(**words: str | bool | Iterable[str] | None) -> RunSettings:
     if problems:
         raise ConfigError(problems, where="options")
     return settings
+
+
+def impossible(settings: RunSettings) -> list[str]:
+    """Why no command makes these settings; empty if one does. A run file can have any."""
+    typed = {
+        option.name: getattr(settings, option.target)
+        for option in OPTIONS.values()
+        if getattr(settings, option.target) not in (getattr(DEFAULTS, option.target), None, ())
+    }
+    problems = [
+        f"{option.name} must be one of {', '.join(option.choices)}, got {typed[option.name]!r}"
+        for option in OPTIONS.values()
+        if option.choices and option.name in typed and typed[option.name] not in option.choices
+    ]
+    if not 0.0 < settings.deadline_scale < float("inf"):
+        problems.append(f"deadline_scale must be a positive number, got {settings.deadline_scale}")
+    problems += [
+        f"{name} must be at least {least}, got {getattr(settings, name)}"
+        for name, least in (("num_threads", 1), ("num_workers", 0), ("slots_per_device", 0))
+        if getattr(settings, name) < least
+    ]
+    return problems + [problem for rule in _RULES for problem in rule(settings, typed)]
 
 
 def _check_ranks(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:

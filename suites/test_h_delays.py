@@ -8,6 +8,7 @@ sharding). Init mode and offload cannot be exercised on a CPU, so there all 47 r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_conformance.cases.base import ConformanceTestCase
@@ -128,6 +129,34 @@ def _kills(values: dict[str, Any]) -> list[str]:
     return ["no-reduction", "reads-before-wait", *races]
 
 
+def _fault(delay: str) -> Fault | None:
+    """The delay of that name, on rank 1."""
+    faults = {
+        "all-gather": CollectiveDelay(op=Op.ALL_GATHER, ranks=(1,), milliseconds=_DELAY_MS),
+        "reduction": ReductionDelay(ranks=(1,), milliseconds=_DELAY_MS),
+        "after-loss": PointDelay(point="after_loss", ranks=(1,), milliseconds=_DELAY_MS),
+        "before-free": FreeDelay("stages.1.linear", ranks=(1,), milliseconds=_DELAY_MS),
+        "before-step": PointDelay(point="before_step", ranks=(1,), milliseconds=_DELAY_MS),
+    }
+    return faults.get(delay)
+
+
+def _every_fault(degree: str) -> list[Fault]:
+    """A delay at every point of the step, each on another rank; without sharding there is no all-gather to delay."""
+    faults: list[Fault] = [
+        CollectiveDelay(op=Op.ALL_GATHER, ranks=(0,), milliseconds=_DELAY_MS),
+        ReductionDelay(ranks=(1,), milliseconds=_DELAY_MS),
+        PointDelay(point="after_loss", ranks=(2,), milliseconds=_DELAY_MS),
+        PointDelay(point="before_step", ranks=(3,), milliseconds=_DELAY_MS),
+    ]
+    return faults[1:] if degree == "no-shard" else faults
+
+
+def _may_not_apply(faults: Sequence[Fault | None]) -> list[str]:
+    """The descriptions of those that strike collectives, which an engine may not issue."""
+    return [fault.describe() for fault in faults if isinstance(fault, CollectiveDelay)]
+
+
 class Delays(ConformanceTestCase):
     """One rank is late at one point of the step; no rank's numbers change, and no rank reads too early."""
 
@@ -152,11 +181,12 @@ class Delays(ConformanceTestCase):
         needs=_needs,
         environment=_environment,
         kills=_kills,
+        faults=lambda values: _may_not_apply([_fault(values["delay"])]),
     )
     def test_matrix(self, init: str, offload: str, degree: str, prefetch: str, delay: str) -> None:
         """A late rank does not change losses, gradients or parameters, in any mode."""
         workload = probes.exact_nested()
-        fault = self._fault(delay)
+        fault = _fault(delay)
         plan = self.plan(
             workload,
             init_mode=InitMode(init),
@@ -178,30 +208,13 @@ class Delays(ConformanceTestCase):
         axes={"degree": ("default", *_DEGREES)},
         needs=lambda values: [] if values["degree"] == "default" else [_DEGREE_FLAG[values["degree"]]],
         kills=("no-reduction",),
+        faults=lambda values: _may_not_apply(_every_fault(values["degree"])),
     )
     def test_everything_late(self, degree: str) -> None:
         """Simultaneous delays at every point of the step, each on a different rank, change nothing."""
         workload = probes.exact_nested()
-        faults: list[Fault] = [
-            CollectiveDelay(op=Op.ALL_GATHER, ranks=(0,), milliseconds=_DELAY_MS),
-            ReductionDelay(ranks=(1,), milliseconds=_DELAY_MS),
-            PointDelay(point="after_loss", ranks=(2,), milliseconds=_DELAY_MS),
-            PointDelay(point="before_step", ranks=(3,), milliseconds=_DELAY_MS),
-        ]
-        if degree == "no-shard":
-            del faults[0]
+        faults = _every_fault(degree)
         plan = self.plan(workload, sharding=_DEGREES.get(degree, Sharding.DEFAULT))
         run = self.train(workload, plan, faults=faults)
         self.check_undisturbed(run, workload, plan, faults=faults)
         self.check_parity(run, workload, requirement="R073")
-
-    def _fault(self, delay: str) -> Fault | None:
-        """The delay of that name, on rank 1."""
-        faults = {
-            "all-gather": CollectiveDelay(op=Op.ALL_GATHER, ranks=(1,), milliseconds=_DELAY_MS),
-            "reduction": ReductionDelay(ranks=(1,), milliseconds=_DELAY_MS),
-            "after-loss": PointDelay(point="after_loss", ranks=(1,), milliseconds=_DELAY_MS),
-            "before-free": FreeDelay("stages.1.linear", ranks=(1,), milliseconds=_DELAY_MS),
-            "before-step": PointDelay(point="before_step", ranks=(1,), milliseconds=_DELAY_MS),
-        }
-        return faults.get(delay)

@@ -19,6 +19,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import os
 import re
 import sys
@@ -34,6 +35,7 @@ from fsdp_conformance.adapters.absent import why_absent
 from fsdp_conformance.capability import offered
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, ConformanceError
 from fsdp_conformance.plan import SIMULATED, flags_of_names
+from fsdp_conformance.visible import visible
 
 if TYPE_CHECKING:
     from fsdp_conformance.adapters.base import Adapter
@@ -81,6 +83,12 @@ class AdapterDescription:
     """The file that defines the class."""
     source_sha256: str = ""
     """`source_sha256` of the class."""
+    class_name: str = ""
+    """The qualified name of the class in its file."""
+    file_sha256: str = ""
+    """The hash of the file that defines the class, which is the one that was named."""
+    identity: str = ""
+    """`identity_of` the class. Each record of a run has it, too."""
     max_unsharded: int = 0
     """`Adapter.max_unsharded`."""
     kept_buffers: int = 0
@@ -98,6 +106,11 @@ class AdapterDescription:
 def names() -> list[str]:
     """The installed implementations, by entry point name."""
     return sorted(_entry_points(ENTRY_POINTS))
+
+
+def is_installed(spec: str) -> bool:
+    """True if an entry point has that name, or its family, so that no path and no other module is imported."""
+    return spec in _entry_points(ENTRY_POINTS) or spec.partition(":")[0] in _entry_points(FAMILIES)
 
 
 @functools.cache
@@ -171,18 +184,21 @@ def describe_here(spec: str) -> AdapterDescription:
     bundled = adapter.__module__ if adapter.__module__.startswith("fsdp_conformance.") else None
     return AdapterDescription(
         spec=spec,
-        name=adapter.display_name(),
-        version=version,
+        name=visible(adapter.display_name()),
+        version=visible(version),
         capabilities=tuple(sorted(adapter.declared())),
         declines_on={device: sorted(flags) for device, flags in adapter.declines_on.items()},
         environment=dict(adapter.environment),
         adds_on={SIMULATED: sorted(named)} if named else {},
-        shims=(*adapter.shims, *((cuda_names.SHIM,) if adapter.cuda_names else ())),
+        shims=tuple(map(visible, (*adapter.shims, *((cuda_names.SHIM,) if adapter.cuda_names else ())))),
         padding=adapter.padding,
         alignment=adapter.alignment,
         accumulation=adapter.grad_reduction_of_accumulation,
         source=inspect.getsourcefile(adapter) or "",
         source_sha256=source_sha256(adapter),
+        class_name=adapter.__qualname__,
+        file_sha256=_file_sha256(adapter),
+        identity=identity_of(adapter),
         max_unsharded=adapter.max_unsharded,
         kept_buffers=adapter.kept_buffers,
         avoids=[dict(values) for values in adapter.avoids],
@@ -205,6 +221,54 @@ def source_sha256(adapter: type[Adapter]) -> str:
             return ""
         digest.update(Path(path).read_bytes())
     return digest.hexdigest()
+
+
+def _file_sha256(adapter: type[Adapter]) -> str:
+    """The hash of the file that defines the class, or "" if there is none."""
+    source = inspect.getsourcefile(adapter)
+    return "" if source is None else hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+
+def identity_of(adapter: type[Adapter]) -> str:
+    """
+    One hash for what is judged: the class, its file, those that it inherits from, its name and its version.
+
+    The header of a run file has it with its parts, each record alone.
+    """
+    return identity(
+        {
+            "name": visible(adapter.display_name()),
+            "version": visible(adapter.version()),
+            "class_name": adapter.__qualname__,
+            "file_sha256": _file_sha256(adapter),
+            "source_sha256": source_sha256(adapter),
+        }
+    )
+
+
+def identity(described: Mapping[str, Any]) -> str:
+    """`identity_of` an adapter, from its description as a run file has it."""
+    parts = [str(described.get(part)) for part in ("name", "version", "class_name", "file_sha256", "source_sha256")]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def bundled_as(described: Mapping[str, Any]) -> dict[str, str]:
+    """
+    The bundled adapters that a description names, by the name of the entry point, and by its class and file.
+
+    An honest description yields none, or one adapter twice. The files are read; nothing is imported.
+    """
+    found = {}
+    for name, point in _entry_points(ENTRY_POINTS).items():
+        if point.module.partition(".")[0] != "fsdp_conformance":
+            continue
+        if described.get("name") == name:
+            found["name"] = name
+        file = Path(__file__).parents[1].joinpath(*point.module.split(".")[1:]).with_suffix(".py")
+        is_class = described.get("class_name") == point.attr
+        if is_class and described.get("file_sha256") == hashlib.sha256(file.read_bytes()).hexdigest():
+            found["code"] = name
+    return found
 
 
 def description_from_answer(answer: Mapping[str, Any]) -> AdapterDescription:

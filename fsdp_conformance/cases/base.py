@@ -216,6 +216,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
             directory=Path(self._directory.name),
         )
         self.record.refereed = self.referee is not None
+        self.record.adapter = self.description.identity
         controller.tell_pytest(self.record)
 
     @property

@@ -20,7 +20,7 @@ from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.cases import places, stress
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.fingerprint import suite_sha256
-from fsdp_conformance.contract.gate import Gated, gate
+from fsdp_conformance.contract.gate import Gated, gate, is_refereed
 from fsdp_conformance.errors import RequirementFailed
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.accounting import Part
@@ -60,6 +60,7 @@ def admission(case: Case, *, shares_references: bool) -> Admission | CaseRecord:
     description = registry.describe_once(settings.implementation)
     gated = _gated(case, description, settings)
     if gated.record is not None:
+        gated.record.adapter = description.identity
         return gated.record
     references = _offered_references(settings) if shares_references else None
     order = RunOrder(
@@ -129,8 +130,8 @@ class Referee:
 
 def referee_of(case: Case, order: CaseOrder) -> Referee | None:
     """The referee of a case, started; None if its ranks judge alone."""
-    alone = case.live or order.worker or order.reuse or order.debugged or devices.is_scarce(order.device_type)
-    return None if alone or run_settings.current().stress_seed is not None else Referee(order)
+    judged = is_refereed(case, run_settings.current(), order.device_type)
+    return None if not judged or order.reuse or order.debugged else Referee(order)
 
 
 def judged(

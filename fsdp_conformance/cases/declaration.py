@@ -42,13 +42,15 @@ def conformance_case(
     starts_early: bool = False,
     processes: str = "",
     live: str = "",
+    faults: Strings = (),
 ) -> Callable[[F], F]:
     """
     Bind a test method of a `DeclaresCases` to requirements, and expand it over its axes.
 
     `axes` maps argument names to values. The method is replaced by one method for each combination of values (filtered
     by `only`), in the order of the axes. An axis named `world_size` sets the case's world size; without one,
-    `world_size` must be given. `needs`, `environment`, `kills` and `world_size` may be functions of the axis values.
+    `world_size` must be given. `needs`, `environment`, `kills`, `faults` and `world_size` may be functions of the axis
+    values.
 
     Raises ConfigError for a method without a docstring or a malformed requirement id, and, when the class is complete,
     for a world size that is missing or an axis value that does not make a stable id.
@@ -85,6 +87,7 @@ def conformance_case(
                 starts_early=starts_early,
                 processes=processes,
                 live=live or ("a component is an object of the engine" if chapter in COMPONENT_CHAPTERS else ""),
+                faults=_strings(faults, values),
                 axes=tuple(values.items()),
             )
 

@@ -71,7 +71,7 @@ class CaseTraining:
         # What is declared was fixed by the controller: an adapter cannot say one thing there and another one here.
         vars(adapter)["declared"] = lambda: self._declared
         # The code that this rank has loaded, not the code that the controller was told of.
-        here.report.environment["adapter"] = registry.source_sha256(type(adapter))
+        here.report.environment["adapter"] = registry.identity_of(chosen)
         here.subjects.append(adapter)
         return adapter
 
@@ -169,6 +169,8 @@ class CaseTraining:
         """Raise SuiteError for a fault that never struck; report one that had no collective to strike."""
         here = self._here
         unmet = {text: ops for fault in faults for text, ops in fault.unmet(here.rank, run.collectives).items()}
+        if unknown := sorted(unmet.keys() - set(here.case.faults)):
+            raise SuiteError(f"{'; '.join(unknown)} must be among the faults that the case declares [{here.case.id}]")
         here.report.unmet |= {text: sorted(ops) for text, ops in unmet.items()}
         silent = [text for fault in faults for text in fault.silent(here.rank) if text not in unmet]
         if silent:

@@ -219,6 +219,12 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
     repro.add_argument("-o", "--output", metavar="FILE", help="write to this file (default: to stdout)")
 
     replay.add_argument("--times", metavar="N", default="1", help="how many times (default: 1)")
+    _add_options(
+        replay,
+        "implementation",
+        default=None,
+        help="the implementation (default: that of the run, if it is installed under its name)",
+    )
 
 
 def _add_readers(command: Callable[..., Parser]) -> None:
@@ -235,6 +241,7 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     printed.add_argument("--markdown", action="store_true", help="print a summary in Markdown instead")
     _add_json(printed, "the certificate")
     verify.add_argument("--html", metavar="FILE", help="also write the run as one HTML page")
+    verify.add_argument("--key", metavar="FILE", help="check the signature, too, with this public Ed25519 key (PEM)")
     _add_profile_of_run(verify)
     _add_expected(verify)
 
@@ -247,6 +254,7 @@ def _add_readers(command: Callable[..., Parser]) -> None:
         help="the whole contract instead: the cases of each requirement, and what every run shows of it",
     )
     _add_json(board, "the table")
+    _add_profile_of_run(board)
 
     update = command(
         "update-expectations", "write the failures of a run into conformance.toml", module="update_expectations"
@@ -257,6 +265,7 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     update.add_argument(
         "--file", metavar="FILE", default=EXPECTATIONS, help=f"the list to update (default: {EXPECTATIONS})"
     )
+    _add_profile_of_run(update)
 
     compare = command("compare", "show which verdicts differ between two runs")
     compare.add_argument("old", metavar="OLD", help="a run file, or its directory")
@@ -283,6 +292,7 @@ def _add_run(parser: Parser) -> None:
         "--no-smoke", dest="smoke", action="store_false", help="run the cases even if the adapter check fails"
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report, one HTML page, to this file")
+    parser.add_argument("--sign", metavar="KEY", help="sign the run file with this private Ed25519 key (PEM)")
     group = _add_expected(parser)
     group.add_argument("--no-expectations", action="store_true", help=f"ignore the {EXPECTATIONS} of this directory")
     _add_workers(parser, "pytest workers; `auto` fits the available devices")

@@ -28,8 +28,10 @@ def prepare(path: Path) -> None:
     except OSError as error:
         raise _unwritable(path, error) from error
     # A run that ends before it has written its file must not take this one for it.
-    with contextlib.suppress(FileNotFoundError):
-        (path / runfile.NAME).replace(path / runfile.PREVIOUS)
+    try:
+        runfile.set_aside(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
     problem = room_problem(path)
     if problem is not None:
         raise _unwritable(path, problem)

@@ -5,6 +5,7 @@ The contract: what an implementation of sharded data-parallel training owes its 
     lint           checks of the contract's data
     scopes         the base and the extensions of a certificate
     profile        the frozen lists of cases from which certificates are computed
+    minimum        the checks that a passing case has made, whatever the engine
     case           a case as data: its id, its requirements, and its needs
     gate           before anything starts: the device of a case, or why it does not run
     fingerprint    the hash of the suite

@@ -54,6 +54,8 @@ class Case:
     """Why the ranks of this case must be processes; empty if they can be simulated."""
     live: str = ""
     """Why the ranks of this case judge by themselves; empty if a referee judges what they observe."""
+    faults: tuple[str, ...] = ()
+    """Descriptions of the case's faults that strike collectives which an engine may not issue."""
     axes: tuple[tuple[str, Any], ...] = ()
     """The arguments of the test method, by name."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from fsdp_conformance.capability import CAPABILITIES, Asked
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.selection import left_out_by
-from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.outcome.records import ABSENT, UNDECLARED, CaseRecord
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.run_settings import SHAREABLE, SHARED_DEVICES, RunSettings
 from fsdp_conformance.verdict import Verdict
@@ -72,6 +72,16 @@ def device_for(case: Case, settings: RunSettings) -> str:
     return SIMULATED if simulates and not environment & {"cuda", "nccl"} else settings.device
 
 
+def is_refereed(case: Case, settings: RunSettings, device: str) -> bool:
+    """
+    True if a referee judges the case on a type of device, a process that no code under test enters, and not its ranks.
+
+    Ranks that own devices, that torchrun's workers start, or that a stress run disturbs judge by themselves.
+    """
+    simulable = device in ("cpu", SIMULATED)
+    return simulable and not case.live and settings.ranks != "torchrun" and settings.stress_seed is None
+
+
 def gate(
     case: Case,
     *,
@@ -92,7 +102,7 @@ def gate(
         return Gated(device=device, record=decided(record, Verdict.DISABLED, f"left out by {option}"))
     missing = declined_flags(case, declared=declared, device=device)
     if missing:
-        record.measurements["undeclared"] = missing
+        record.measurements[UNDECLARED] = missing
         reason = f"{', '.join(missing)} not declared by {settings.implementation}"
         return Gated(device=device, record=decided(record, Verdict.UNSUPPORTED, reason))
     return Gated(device=device, record=_not_run(case, record, settings, places))
@@ -121,11 +131,11 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
         record = _record_without_ranks(case, settings, settings.device)
     place = places[record.device].shared() if settings.share_devices else places[record.device]
     if settings.num_workers and case.world_size > settings.num_workers:
-        record.measurements["absent"] = ["workers"]
+        record.measurements[ABSENT] = ["workers"]
         reason = f"needs {case.world_size} ranks, but torchrun has started {settings.num_workers} workers"
         return decided(record, Verdict.NOT_RUN_ENV, reason)
     if settings.ranks == "simulated" and case.processes:
-        record.measurements["absent"] = ["processes"]
+        record.measurements[ABSENT] = ["processes"]
         return decided(record, Verdict.NOT_RUN_ENV, f"needs a process for each rank: {case.processes}")
     absent = [name for name in case.environment if name not in place.present]
     if absent:
@@ -139,7 +149,7 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
             reason += "; --share-devices runs it without a certificate"
     else:
         return None
-    record.measurements["absent"] = absent
+    record.measurements[ABSENT] = absent
     return decided(record, Verdict.NOT_RUN_ENV, reason)
 
 

@@ -77,6 +77,10 @@ class Entry:
     environment: tuple[str, ...] = ()
     scope: tuple[str, ...] = BASE
     """The part of a certificate that the case belongs to: see `contract.scopes`."""
+    refereed: bool = True
+    """False if the ranks of the case judge by themselves: see `Case.live`."""
+    faults: tuple[str, ...] = ()
+    """Descriptions of faults that may have nothing to strike, so that the case does not apply: see `Case.faults`."""
     title: str = ""
     """Not part of the hash."""
 
@@ -95,6 +99,8 @@ class Entry:
             title=self.title,
             needs=self.needs,
             environment=self.environment,
+            live="" if self.refereed else "it has no referee",
+            faults=self.faults,
         )
 
     def hashed(self) -> dict[str, Any]:
@@ -339,6 +345,8 @@ def profile_of(
             needs=case.needs,
             environment=case.environment,
             scope=scope_of(contract[case.requirements[0]], case.needs),
+            refereed=not case.live,
+            faults=case.faults,
             title=case.title,
         )
         for case in chosen

@@ -16,7 +16,7 @@ another rank's ending explains ("connection closed by peer"); it is never the he
 """
 
 from fsdp_conformance.judge.drill import drilled
-from fsdp_conformance.judge.evidence import contradictions, keep_evidence
+from fsdp_conformance.judge.evidence import contradictions, is_excused, keep_evidence, shutdown_problems
 from fsdp_conformance.judge.referee import refereed_report, without_directory
 from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFUSAL, Observed, judge
 
@@ -27,8 +27,10 @@ __all__ = [
     "Observed",
     "contradictions",
     "drilled",
+    "is_excused",
     "judge",
     "keep_evidence",
     "refereed_report",
+    "shutdown_problems",
     "without_directory",
 ]

@@ -1,8 +1,9 @@
 """
 The part of the ranks' reports that a record keeps, and whether its verdict follows from that.
 
-A run file can be edited, so a verdict that would do an implementation good is derived again from the record's evidence.
-Verdicts against it need no proof: adding them gains nothing.
+A run file can be edited, so a verdict that would do an implementation good is derived again from the record's
+evidence, by the function that derived it in the run. Verdicts against it need no proof: adding them gains nothing. One
+of them does it good, too: the failure of a recommendation, which counts as a remark.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from fsdp_conformance.contract.case import Case
-from fsdp_conformance.contract.gate import declined_flags, device_for
+from fsdp_conformance.contract.gate import declined_flags, device_for, is_refereed, ranks_of
+from fsdp_conformance.contract.minimum import Minimum, minimum_of
+from fsdp_conformance.contract.requirement import Level, load
 from fsdp_conformance.judge.verdicts import Observed, judge
 from fsdp_conformance.outcome.endings import shutdown_note
-from fsdp_conformance.outcome.records import CaseRecord, RankReport
-from fsdp_conformance.run_settings import RunSettings
+from fsdp_conformance.outcome.records import INAPPLICABLE, UNDECLARED, CaseRecord, RankReport
+from fsdp_conformance.run_settings import RANKS, SHARED_DEVICES, RunSettings
 from fsdp_conformance.verdict import CERTIFIABLE, Verdict
 
 #: The label of the digest that stands for all digests of a rank that every rank has.
@@ -24,13 +27,33 @@ COMMON = "common digests"
 
 def keep_evidence(record: CaseRecord, reports: Sequence[RankReport | None]) -> CaseRecord:
     """The record with the reports of its ranks, if they show something in favour of the implementation."""
-    if record.verdict in CERTIFIABLE:
+    if record.verdict in CERTIFIABLE or is_excused(record):
         arrived = [report for report in reports if report is not None]
-        shared = set.intersection(*(set(report.digests) for report in arrived)) if arrived else set()
+        # Which digests differ is a part of a failure.
+        digests = [set(report.digests) for report in arrived if record.verdict is not Verdict.FAIL]
+        shared = set.intersection(*digests) if digests else set()
         # Whether a fault could strike follows from what every rank issued.
         needs_schedule = any(report.unmet for report in arrived)
         record.evidence = [_reduced(report, shared, with_schedule=needs_schedule) for report in arrived]
     return record
+
+
+def is_excused(record: CaseRecord) -> bool:
+    """
+    True if a failure shows no more than that a recommendation is not followed.
+
+    The case must be one of a recommendation: a case of a mandatory requirement has other things to show. Its findings
+    must name recommendations that it binds.
+    """
+    known = load().requirements
+    levels = {name: known[name].level for name in record.requirements if name in known}
+    named = {finding.requirement for finding in record.findings}
+    return (
+        record.verdict is Verdict.FAIL
+        and bool(named)
+        and levels.get(record.requirements[0]) is Level.SHOULD
+        and all(levels.get(name) is Level.SHOULD for name in named)
+    )
 
 
 def contradictions(
@@ -41,23 +64,35 @@ def contradictions(
 
     `declared` returns the implementation's flags on a type of device, and `settings` are those of the run.
     """
-    if record.verdict not in CERTIFIABLE or settings.stress_failure:
-        # A rank that was made to fail has no report, and such a run certifies nothing.
+    if not (record.verdict in CERTIFIABLE or is_excused(record)) or settings.stress_seed is not None:
+        # A rank that was made to fail has no report, and a stress run certifies nothing.
         return []
-    problems = []
+    problems: list[str] = []
     # Ranks that lose a peer are what a refusal leads to.
     number = len(record.findings) + (len(record.consequences) if record.verdict is Verdict.PASS else 0)
-    if number:
+    if number and record.verdict in CERTIFIABLE:
         problems.append(f"{record.verdict} with {number} finding{'s' if number > 1 else ''}")
     device = device_for(case, settings)
     if record.evidence:
-        return problems + _of_ranks(record, case, device, declared)
-    if record.verdict is Verdict.PASS:
-        problems.append("PASS without the reports of its ranks")
+        problems += _of_processes(record, settings)
+        problems += _of_ranks(record, case, device, declared)
+        if is_refereed(case, settings, device) is not record.refereed and not settings.reuse_ranks:
+            problems.append(
+                "it was judged by its own ranks, although it has a referee"
+                if not record.refereed
+                else "it was judged by a referee, although its ranks judge by themselves"
+            )
+        return problems
+    if record.verdict in (Verdict.PASS, Verdict.FAIL):
+        problems.append(f"{record.verdict} without the reports of its ranks")
     elif record.verdict is Verdict.UNSUPPORTED:
         missing = declined_flags(case, declared=declared, device=device)
         if not missing:
             problems.append("UNSUPPORTED, but every flag that the case needs is declared")
+        elif record.measurements.get(UNDECLARED) != missing:
+            problems.append(f"declined for another reason than that {', '.join(missing)} is not declared")
+        if INAPPLICABLE in record.measurements:
+            problems.append("it does not apply, but no rank has seen that")
     return problems
 
 
@@ -83,15 +118,76 @@ def _of_ranks(record: CaseRecord, case: Case, device: str, declared: Callable[[s
         problems.append(f"reports of ranks {sorted(report.rank for report in record.evidence)}")
     if again.verdict is not record.verdict:
         problems.append(f"stated {record.verdict}, but its evidence yields {again.verdict}: {again.reason}")
+    elif record.verdict is Verdict.FAIL and _sentences(again) != _sentences(record):
+        problems.append("its findings are not those of its ranks")
+    for name in (UNDECLARED, INAPPLICABLE):
+        stated, derived = record.measurements.get(name, []), again.measurements.get(name, [])
+        if stated != derived:
+            problems.append(f"stated that {_listed(stated)} is {name}, but its evidence yields {_listed(derived)}")
+    strange = sorted({fault for report in record.evidence for fault in report.unmet} - set(case.faults))
+    if strange:
+        problems.append(f"a fault never struck that the case does not have: {'; '.join(strange)}")
     for name in ("comparisons", "elements"):
         stated, counted = getattr(record, name), getattr(again, name)
         if stated != counted:
             problems.append(f"stated {stated} {name}, but its ranks made {counted}")
-    if record.verdict is Verdict.PASS:
-        # The reason is unknown, and it may be the implementation: enough for a note, too little for a certificate.
-        notes = (shutdown_note(by_rank.get(end.rank), end) for end in record.exits)
-        problems += [note for note in notes if note is not None]
+    if record.verdict is again.verdict is Verdict.PASS:
+        problems += _of_comparisons(record, case)
     return problems
+
+
+def shutdown_problems(record: CaseRecord) -> list[str]:
+    """
+    How ranks of a case that passed ended badly after they had reported.
+
+    The reason is unknown, and it may be the implementation: enough for a note, too little for a certificate.
+    """
+    if record.verdict is not Verdict.PASS:
+        return []
+    by_rank = {report.rank: report for report in record.evidence}
+    notes = (shutdown_note(by_rank.get(end.rank), end) for end in record.exits)
+    return [note for note in notes if note is not None]
+
+
+def _of_processes(record: CaseRecord, settings: RunSettings) -> list[str]:
+    """Contradictions between a record's ranks and the kind of ranks of the run."""
+    problems = []
+    ranks = ranks_of(settings)
+    if record.ranks != ranks:
+        problems.append(f"its ranks were {record.ranks}, but those of the run {ranks}")
+    if ranks in (RANKS[0], SHARED_DEVICES):
+        pids = [end.pid for end in record.exits]
+        if any(pid is None or pid <= 1 for pid in pids):
+            problems.append(f"its ranks had the process ids {_listed(pids)}, which no ranks have")
+        elif len(set(pids)) < len(pids):
+            problems.append(f"its ranks had the process ids {_listed(pids)}, but each is a process of its own")
+    return problems
+
+
+def _of_comparisons(record: CaseRecord, case: Case) -> list[str]:
+    """How a record shows less than the suite's own runs of the case, which the contract keeps."""
+    if not record.elements:
+        return ["no rank compared an element of anything"]
+    minimum: Minimum | None = minimum_of(case)
+    if minimum is None or minimum.device != record.device:
+        return []
+    problems = []
+    for name, ranks in minimum.checks.items():
+        made = [count for report in record.evidence if (count := report.checks.get(name)) is not None]
+        made = [count for count in made if count.comparisons > 0]
+        if len(made) < ranks:
+            problems.append(f"{len(made)} ranks made the check {name!r}, which {ranks} ranks must make")
+        elif not any(count.elements for count in made):
+            problems.append(f"the check {name!r} compared no element")
+    return problems
+
+
+def _sentences(record: CaseRecord) -> list[str]:
+    return [finding.sentence() for finding in record.findings]
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values)) or "nothing"
 
 
 def _reduced(report: RankReport, shared: set[str], *, with_schedule: bool) -> RankReport:
@@ -109,6 +205,7 @@ def _reduced(report: RankReport, shared: set[str], *, with_schedule: bool) -> Ra
         unmet=report.unmet,
         schedule=report.schedule if with_schedule else [],
         digests=digests,
+        digest_requirements={} if shared else report.digest_requirements,
         error=report.error,
         not_run=report.not_run,
         inconclusive=report.inconclusive,

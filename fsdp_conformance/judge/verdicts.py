@@ -24,7 +24,16 @@ from fsdp_conformance.outcome.endings import (
     ranks_in_words,
 )
 from fsdp_conformance.outcome.mismatch import differing_calls
-from fsdp_conformance.outcome.records import CaseRecord, Finding, RankError, RankExit, RankReport
+from fsdp_conformance.outcome.records import (
+    ABSENT,
+    INAPPLICABLE,
+    UNDECLARED,
+    CaseRecord,
+    Finding,
+    RankError,
+    RankExit,
+    RankReport,
+)
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.verdict import Verdict
 
@@ -210,7 +219,7 @@ def _judge_ending(record: CaseRecord, evidence: Evidence, headline: RankEnding) 
             _judge_refusal(record, evidence, headline.rank, error)
             return
         if blame == "environment":
-            record.measurements["absent"] = [error.capability or "unnamed"]
+            record.measurements[ABSENT] = [error.capability or "unnamed"]
         verdict = _VERDICT_BY_BLAME.get(blame, Verdict.ERROR_SUITE)
     decided(record, verdict, headline.full_sentence)
     if error is not None and len(error.problems) > 1:
@@ -276,7 +285,7 @@ def _judge_refusal(record: CaseRecord, evidence: Evidence, rank: int, error: Ran
         evidence.level == "C" and optional
     ):
         names = [flag] if flag is not None else list(evidence.undeclared)
-        record.measurements["undeclared"] = names
+        record.measurements[UNDECLARED] = names
         decided(record, Verdict.UNSUPPORTED, f"{', '.join(names)} is not declared and was refused: {text}")
         return
     elif flag is not None and flag in evidence.declared:
@@ -306,7 +315,7 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
     elif any(report.unmet for report in evidence.reports):
         _judge_unmet(record, evidence.reports)
     elif unobserved := list(dict.fromkeys(flag for report in evidence.reports for flag in report.unobserved)):
-        record.measurements["undeclared"] = unobserved
+        record.measurements[UNDECLARED] = unobserved
         requirement = evidence.case.requirements[0]
         decided(record, Verdict.UNSUPPORTED, f"{requirement} cannot be judged: {', '.join(unobserved)} is not declared")
     elif empty := _compared_nothing(evidence.reports):
@@ -324,7 +333,7 @@ def _judge_not_run(record: CaseRecord, reports: Sequence[RankReport]) -> None:
         decided(record, Verdict.ERROR_SUITE, f"ranks disagree on whether to run: {absence}, {ranks_in_words(ran)} did")
         return
     # A certificate accepts only what the manifest names: a rank that names nothing is not excused.
-    record.measurements.setdefault("absent", ["unnamed"])
+    record.measurements.setdefault(ABSENT, ["unnamed"])
     decided(record, Verdict.NOT_RUN_ENV, absent[0].not_run or "no reason given")
 
 
@@ -345,7 +354,7 @@ def _judge_unmet(record: CaseRecord, reports: Sequence[RankReport]) -> None:
                 return
     faults = dict.fromkeys(fault for report in reports for fault in report.unmet)
     missing = dict.fromkeys(" or ".join(ops) for report in reports for ops in report.unmet.values())
-    record.measurements["inapplicable"] = list(faults)
+    record.measurements[INAPPLICABLE] = list(faults)
     issued = f"the engine issues no {', and no '.join(missing)} in training"
     decided(record, Verdict.UNSUPPORTED, f"{issued}, so the case does not apply: {'; '.join(faults)} never struck")
 

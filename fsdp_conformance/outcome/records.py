@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from fsdp_conformance import codec
 from fsdp_conformance.verdict import Verdict
+from fsdp_conformance.visible import visible, visible_content
 
 #: For readers of the schema only: files with other ids, and records of cases that never ran, are read as well.
 RequirementId = Annotated[str, Meta(extra_json_schema={"pattern": "^R[0-9]{3}$"})]
@@ -32,6 +33,12 @@ DECLINED = "declined"
 
 #: `RankReport.measurements` has this where the scenario was chosen while the case ran: its JSON form.
 SCENARIO = "scenario"
+
+#: `CaseRecord.measurements` has these where a case could not be judged: the flags that are not declared, what the
+#: machine lacks, and the faults of the case that had nothing to strike.
+UNDECLARED = "undeclared"
+ABSENT = "absent"
+INAPPLICABLE = "inapplicable"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +180,12 @@ class RankExit:
     output: str = ""
     """The tail of what the rank wrote to stdout and stderr."""
 
+    def __post_init__(self) -> None:
+        """Make visible all text that comes from the rank."""
+        self.stack = None if self.stack is None else visible(self.stack, lines=True)
+        self.output = visible(self.output, lines=True)
+        self.last_collectives = [visible(line) for line in self.last_collectives]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Takes:
@@ -210,7 +223,7 @@ class CaseRecord:
     """One line of the run file: the verdict on one case, and why."""
 
     case: CaseId
-    requirements: Annotated[list[RequirementId], Meta(extra_json_schema={"minItems": 1})]
+    requirements: Annotated[list[RequirementId], Meta(min_length=1)]
     chapter: str
     verdict: Verdict
     reason: str = ""
@@ -223,6 +236,8 @@ class CaseRecord:
     traceback: str = ""
     """The traceback of the first rank that raised."""
     world_size: Annotated[int, Meta(extra_json_schema={"minimum": 1})] = 0
+    adapter: str = ""
+    """The identity of the adapter that was judged: `AdapterDescription.identity`. Empty if it was not known."""
     device: str = ""
     ranks: str = "processes"
     refereed: bool = False
@@ -263,3 +278,8 @@ def case_record_from_json(content: dict[str, Any]) -> CaseRecord:
             for finding in holder.get("findings", ()):
                 finding.update({key: float(finding[key]) for key in FIGURES if finding.get(key) in NOT_FINITE})
     return codec.typed(CaseRecord, content)
+
+
+def rank_report_from_json(content: Any) -> RankReport:
+    """The report that a rank has sent. Raises ValueError if it is invalid."""
+    return codec.typed(RankReport, visible_content(content))

@@ -10,10 +10,12 @@ The output of a run: the run file, the certificate that follows from it, and the
     pairs          the pairs of values that a run covers
     certificate    what a run certifies, computed from its file and the profile
     verify         the certificate, derived again from a file
+    signature      who vouches for a file
     folding        text folded to the width of the terminal
     terminal       findings and verdicts as plain text
     repeated       a case that was run again: what differs, and how often it failed
     explanation    a requirement or a case, with what a run found
+    marked         text of others in Markdown, which cannot become markup
     markdown       a run as a Markdown page
     html           a run as one HTML file
     formats        a run in the formats that other programs read

@@ -19,22 +19,24 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fsdp_conformance import codec, stress
+from fsdp_conformance import __version__, codec, stress
+from fsdp_conformance.adapters.registry import bundled_as, identity
 from fsdp_conformance.capability import CAPABILITIES, Asked, offered
 from fsdp_conformance.contract import Contract, Level, load
+from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION, Entry, Profile, shipped
 from fsdp_conformance.contract.scopes import ADVICE, BASE, PAIRS, title
 from fsdp_conformance.contract.selection import OPTIONS
-from fsdp_conformance.judge import LOUD_REFUSAL, contradictions
-from fsdp_conformance.outcome.records import SCENARIO, CaseRecord, RequirementId
+from fsdp_conformance.judge import LOUD_REFUSAL, contradictions, is_excused, shutdown_problems
+from fsdp_conformance.outcome.records import ABSENT, INAPPLICABLE, SCENARIO, UNDECLARED, CaseRecord, RequirementId
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.report.pairs import pair_coverage
 from fsdp_conformance.report.run_content import RunFile
-from fsdp_conformance.run_settings import SHARED_DEVICES, RunSettings, settings_from_json
+from fsdp_conformance.run_settings import DEFAULTS, SHARED_DEVICES, RunSettings, impossible, settings_from_json
 from fsdp_conformance.scenarios import fresh
 from fsdp_conformance.scenarios.axes import PROCESSES_ALONE
 from fsdp_conformance.status import Status
-from fsdp_conformance.verdict import ACCUSING, Verdict
+from fsdp_conformance.verdict import ACCUSING, CERTIFIABLE, Verdict
 
 #: How many ids a reason names.
 _NAMED = 3
@@ -164,8 +166,11 @@ class _Shown:
     reason: str = ""
     """Why the case does not count as passed, without its id."""
     remark: str = ""
-    silent: bool = False
-    """It trained to wrong results on a model that needs nothing that has to be declared, so nothing excuses it."""
+    refuses: bool = False
+    """
+    It rules out a certificate whatever its scope: its record was edited, or it trained to wrong results on a model that
+    needs nothing that has to be declared, so nothing excuses it.
+    """
 
 
 def certify(
@@ -181,8 +186,8 @@ def certify(
     records = {record.case: record for record in run.records}
     reasons = [*_run_problems(run), *_manifest_problems(run, profile, private=private)]
     settings = settings_from_json(run.header.get("settings") or {})
-    shown = [_shown(records.get(entry.id), entry, run, settings, contract) for entry in profile.entries]
-    blocking = [item for item in shown if item.silent or (item.entry.scope == BASE and item.reason)]
+    shown = [_shown(records.get(entry.id), entry, run, settings) for entry in profile.entries]
+    blocking = [item for item in shown if item.refuses or (item.entry.scope == BASE and item.reason)]
     reasons += _gathered(blocking)
     scopes = _scopes(shown)
     if all(scope.names != BASE and scope.state is not State.PASSED for scope in scopes) and profile.entries:
@@ -206,35 +211,38 @@ def certify(
     )
 
 
-def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, settings: RunSettings, contract: Contract) -> _Shown:
+def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, settings: RunSettings) -> _Shown:
     """The state of the case, from its record."""
     if record is None:
         return _Shown(entry=entry, state=State.LEFT_OUT)
     shown = _Shown(entry=entry, state=_STATE.get(record.verdict, State.UNJUDGED), verdict=record.verdict)
     if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
         reason = "ran with a world size or requirements that are not those in the profile"
-        return replace(shown, state=State.UNJUDGED, reason=reason)
+        return replace(shown, state=State.UNJUDGED, reason=reason, refuses=True)
     lies = contradictions(record, entry.case(), declared=lambda device: _declared(run, device), settings=settings)
     lies = lies or _another_subject(record, run) or _another_scenario(record, run, settings)
     if lies:
-        return replace(shown, state=State.UNJUDGED, reason=f"the record contradicts itself ({'; '.join(lies)})")
+        reason = f"the record contradicts itself ({'; '.join(lies)})"
+        return replace(shown, state=State.UNJUDGED, reason=reason, refuses=True)
+    if untidy := shutdown_problems(record):
+        return replace(shown, state=State.UNJUDGED, reason=f"ended badly ({'; '.join(untidy)})")
     match record.verdict:
         case Verdict.PASS:
             return shown
-        case Verdict.FAIL if _only_should(record, contract):
+        case Verdict.FAIL if is_excused(record):
             return replace(shown, state=State.PASSED, remark=f"SHOULD, not met: {record.case}: {record.reason}")
-        case Verdict.UNSUPPORTED if record.measurements.get("inapplicable") and record.evidence:
+        case Verdict.UNSUPPORTED if record.measurements.get(INAPPLICABLE):
             return replace(shown, state=State.INAPPLICABLE, remark=f"does not apply: {record.case}: {record.reason}")
         case Verdict.UNSUPPORTED:
-            flags = ", ".join(map(str, record.measurements.get("undeclared", ()))) or "something unnamed"
+            flags = ", ".join(map(str, record.measurements.get(UNDECLARED, ()))) or "something unnamed"
             return replace(shown, reason=f"declined ({flags})")
         case Verdict.NOT_RUN_ENV:
-            absent = ", ".join(map(str, record.measurements.get("absent", ()))) or "something unnamed"
+            absent = ", ".join(map(str, record.measurements.get(ABSENT, ()))) or "something unnamed"
             return replace(shown, reason=f"NOT_RUN_ENV (this machine lacks {absent})")
         case Verdict.DISABLED:
             return replace(shown, reason="incomplete: DISABLED")
-    silent = shown.state is State.FAILED and _is_silent(record, entry)
-    return replace(shown, reason=str(record.verdict), silent=silent)
+    refuses = shown.state is State.FAILED and _is_silent(record, entry)
+    return replace(shown, reason=str(record.verdict), refuses=refuses)
 
 
 def _is_silent(record: CaseRecord, entry: Entry) -> bool:
@@ -253,13 +261,17 @@ def _is_silent(record: CaseRecord, entry: Entry) -> bool:
 
 
 def _another_subject(record: CaseRecord, run: RunFile) -> list[str]:
-    """How what the ranks had loaded differs from what the header says was judged."""
-    if record.verdict is not Verdict.PASS:
-        return []
+    """How what was judged, and what the ranks had loaded, differs from what the header says."""
     environment: Mapping[str, Any] = run.header.get("environment") or {}
     implementation: Mapping[str, Any] = run.header.get("implementation") or {}
-    stated = {"torch": environment.get("torch"), "adapter": implementation.get("source_sha256")}
-    problems = [
+    adapter = implementation.get("identity")
+    problems = []
+    if record.adapter != adapter and (record.adapter or record.verdict in CERTIFIABLE or is_excused(record)):
+        problems.append(f"it is on the adapter {record.adapter[:12] or 'of no name'}, the header on {adapter!s:.12}")
+    if record.verdict is not Verdict.PASS:
+        return problems
+    stated = {"torch": environment.get("torch"), "adapter": adapter}
+    problems += [
         f"its ranks loaded {name} {str(record.environment.get(name))[:12]}, the header says {str(expected)[:12]}"
         for name, expected in stated.items()
         if record.environment.get(name) != expected
@@ -330,7 +342,7 @@ def _subject(run: RunFile) -> dict[str, str]:
     subject = {
         "implementation": implementation.get("name"),
         "version": implementation.get("version"),
-        "adapter": implementation.get("source_sha256"),
+        "adapter": implementation.get("identity"),
         "suite": header.get("suite"),
         "suite_sha256": header.get("suite_sha256"),
         "torch": environment.get("torch"),
@@ -376,13 +388,23 @@ def _declarations(run: RunFile) -> list[str]:
 #: What a header must say for a certificate to name what was judged.
 _NAMED_IN_HEADER = {
     "implementation": "the implementation's name",
-    "adapter": "the hash of the adapter's source",
+    "adapter": "the identity of the adapter",
     "suite": "the suite's version",
     "suite_sha256": "the suite's hash",
     "torch": "the version of torch",
     "python": "the version of Python",
 }
 
+
+#: Settings that no reason and no other remark is about, in words.
+_UNUSUAL = {
+    "seed": "the seed of the ranks",
+    "num_threads": "threads per rank",
+    "simulator": "a simulated accelerator for cases that need one (--no-simulator)",
+}
+
+#: How the reason begins against a run that another version of the suite has made.
+OTHER_VERSION = "another version: this run was made by"
 
 #: How the reason begins that a run with --share-devices certifies nothing.
 #: How a reason begins that concerns a profile or cases that the suite does not ship.
@@ -394,7 +416,7 @@ _SHARING = "incomplete: --share-devices, so ranks shared devices and communicate
 def _run_problems(run: RunFile) -> list[str]:
     """Why the run as a whole proves nothing, whatever its verdicts are."""
     settings: Mapping[str, Any] = run.header.get("settings") or {}
-    problems = list(run.problems)
+    problems = [*run.problems, *run.misplaced, *_of_another_version(run), *_header_problems(run)]
     if run.unfinished():
         problems.append(f"incomplete: {_some(run.unfinished())} started but did not finish")
     for option, key in OPTIONS.items():
@@ -419,6 +441,57 @@ def _run_problems(run: RunFile) -> list[str]:
         if missing:
             problems.append(f"the header does not name what was judged: {', '.join(missing)} is missing")
     return problems
+
+
+def _of_another_version(run: RunFile) -> Iterator[str]:
+    """Why this version of the suite cannot confirm the run: other cases and checks may have made it."""
+    stated = str(run.header.get("suite_sha256") or "")
+    if stated and not run.is_of_this_suite:
+        version = f"{run.header.get('suite')} {stated:.12}"
+        yield (
+            f"{OTHER_VERSION} {version} of the suite, and only that version can confirm it; this is {__version__} "
+            f"{suite_sha256():.12}"
+        )
+
+
+def _header_problems(run: RunFile) -> Iterator[str]:
+    """How the header contradicts itself."""
+    described: Mapping[str, Any] = run.header.get("implementation") or {}
+    environment: Mapping[str, Any] = run.header.get("environment") or {}
+    settings = settings_from_json(run.header.get("settings") or {})
+    for problem in impossible(settings):
+        yield f"no run has such settings: {problem}"
+    if environment.get("device", settings.device) != settings.device:
+        yield (
+            f"the header names two devices: {environment['device']} in its environment, {settings.device} in its "
+            "settings"
+        )
+    if not described:
+        return
+    if described.get("spec", settings.implementation) != settings.implementation:
+        yield (
+            f"the header names two implementations: {described['spec']} in its description, "
+            f"{settings.implementation} in its settings"
+        )
+    if "identity" in described and described["identity"] != identity(described):
+        yield "the identity of the adapter does not follow from its name, version, class and hashes"
+    if run.is_of_this_suite:
+        yield from _bundled_problems(run.header)
+
+
+def _bundled_problems(header: Mapping[str, Any]) -> Iterator[str]:
+    """How the header contradicts what this suite knows of the adapters that it ships."""
+    described = header["implementation"]
+    bundled = bundled_as(described)
+    by_name, by_code = bundled.get("name"), bundled.get("code")
+    if by_code is None and by_name is not None:
+        yield f"the adapter is called {by_name} like a bundled one, but is another class or file"
+    if by_code is not None and by_name != by_code:
+        yield f"the adapter is the bundled {by_code}, but is called {described.get('name')}"
+    versions = {"torch": (header.get("environment") or {}).get("torch"), "reference": header.get("suite")}
+    family = (by_code or "").partition("-")[0]
+    if family in versions and described.get("version") != versions[family]:
+        yield f"the version of {by_code} must be {versions[family]}, got {described.get('version')}"
 
 
 def _manifest_problems(run: RunFile, profile: Profile, *, private: bool) -> list[str]:
@@ -451,12 +524,6 @@ def _manifest_problems(run: RunFile, profile: Profile, *, private: bool) -> list
     return problems
 
 
-def _only_should(record: CaseRecord, contract: Contract) -> bool:
-    """True if all requirements that were seen to fail are SHOULD requirements."""
-    levels = [contract[item.requirement].level for item in record.findings if item.requirement in contract.requirements]
-    return len(levels) == len(record.findings) and set(levels) == {Level.SHOULD}
-
-
 def _gathered(blocking: Sequence[_Shown]) -> list[str]:
     """One reason for all cases that rule out a certificate for the same reason."""
     by_reason: dict[str, list[str]] = {}
@@ -485,6 +552,13 @@ def _unobserved(shown: Sequence[_Shown], profile: Profile, contract: Contract) -
 def _remarks(run: RunFile) -> list[str]:
     remarks = []
     settings = settings_from_json(run.header.get("settings") or {})
+    if not settings.smoke:
+        remarks.append("the adapter was not checked before the run (--no-smoke)")
+    remarks += [
+        f"{words}: {getattr(settings, name)}, usually {getattr(DEFAULTS, name)}"
+        for name, words in _UNUSUAL.items()
+        if getattr(settings, name) != getattr(DEFAULTS, name)
+    ]
     if settings.deadline_scale != 1.0:
         remarks.append(f"deadlines were multiplied by {settings.deadline_scale:g}")
     if settings.backend:

@@ -18,6 +18,7 @@ from fsdp_conformance.contract.gate import declined_flags, device_for
 from fsdp_conformance.contract.profile import COMPONENTS, Entry, load_profile, shipped
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.mutants import MUTANTS
+from fsdp_conformance.report.marked import Markdown, marked, row
 from fsdp_conformance.report.tally import Shown, Tally, digest_of
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.run_settings import RunSettings
@@ -172,11 +173,11 @@ def _lines(table: Coverage, heading: str, link: str) -> Iterator[str]:
         ]
         names = [table.engines[index].name for index in shown]
         yield from ("", f"{heading} {letter}. {CHAPTERS[letter]}", "")
-        yield "| " + " | ".join(["requirement", "cases", "known wrong", "adapters", *names]) + " |"
+        yield row(["requirement", "cases", "known wrong", "adapters", *names])
         yield "|---|--:|--:|--:|" + "---|" * len(names)
-        for row in rows:
-            words = [row.cells[index].text() for index in shown]
-            yield "| " + " | ".join([_title(row, link), *_counts(row, table), *words]) + " |"
+        for each in rows:
+            words = [each.cells[index].text() for index in shown]
+            yield row([_title(each, link), *_counts(each, table), *words])
 
 
 def _is_of_components(engine: Tally) -> bool:
@@ -201,22 +202,22 @@ def _engines(table: Coverage, places: Sequence[int]) -> Iterator[str]:
         "of these, gone since": [str(table.stale[place][1]) for place in places],
         "cases not run, or changed since": [str(table.stale[place][0]) for place in places],
     }
-    yield "| engine | " + " | ".join(engine.name for engine in engines) + " |"
+    yield row(["engine", *(engine.name for engine in engines)])
     yield "|---|" + "---|" * len(engines)
     for label, values in facts.items():
-        yield f"| {label} | " + " | ".join(values) + " |"
+        yield row([label, *values])
 
 
-def _title(row: Row, link: str) -> str:
-    requirement = row.requirement
-    name = f"[{requirement.id}]({link}#{requirement.id.lower()})" if link else requirement.id
-    return f"{name} {requirement.name}" + (f". {row.reason}" if row.reason else "")
+def _title(one: Row, link: str) -> Markdown:
+    requirement = one.requirement
+    name = Markdown(f"[{requirement.id}]({link}#{requirement.id.lower()})") if link else requirement.id
+    return marked("{} {}{}", name, requirement.name, f". {one.reason}" if one.reason else "")
 
 
-def _counts(row: Row, table: Coverage) -> list[str]:
-    if not row.cases:
+def _counts(one: Row, table: Coverage) -> list[str]:
+    if not one.cases:
         return ["", "", ""]
-    return [str(row.cases), str(row.wrong), f"{len(row.adapters)} of {len(table.adapters)}"]
+    return [str(one.cases), str(one.wrong), f"{len(one.adapters)} of {len(table.adapters)}"]
 
 
 def _runnable(entries: Iterable[Entry], declared: Declared) -> Iterator[str]:

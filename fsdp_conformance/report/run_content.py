@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.outcome.records import REFERENCES, CaseId, CaseRecord
 
 #: Raised when readers of the old format cannot read the new one. Records of format 1 have no evidence.
@@ -44,6 +45,13 @@ class RunFile:
     """The hash of the last intact line."""
     problems: list[str] = field(default_factory=list)
     """Lines that are torn, edited or out of place."""
+    misplaced: list[str] = field(default_factory=list)
+    """Lines that no run writes in this order: a verdict on a case that had not started, a time that runs backwards."""
+
+    @property
+    def is_of_this_suite(self) -> bool:
+        """True if this version of the suite has made the run, to the byte."""
+        return bool(self.header.get("suite_sha256") == suite_sha256())
 
     @property
     def aborted(self) -> bool:

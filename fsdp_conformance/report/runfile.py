@@ -10,22 +10,36 @@ The run file: what a run did, one JSON object a line, appended as it happens.
 Each line is on disk before the next case starts, so a run that ends for any reason leaves a readable file. Each line
 carries the hash of itself and of all lines before it, which reveals edited, removed and added lines. The hash is not a
 signature: anyone who rewrites the whole file can compute new hashes, but then the last one is not the one that the run
-printed.
+printed, nor the one that `report.signature` has signed.
+
+What is read is only content: no text in it names a file that is opened, and control characters come as their escapes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_conformance import codec
+from fsdp_conformance import codec, stress
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
-from fsdp_conformance.outcome.records import CaseRecord, case_record_from_json
+from fsdp_conformance.outcome.records import (
+    ABSENT,
+    INAPPLICABLE,
+    REFERENCES,
+    UNDECLARED,
+    CaseRecord,
+    case_record_from_json,
+)
 from fsdp_conformance.report.run_content import FORMAT, Note, RunFile, Start
 from fsdp_conformance.report.schema import LINES
+from fsdp_conformance.report.signature import signature_file
+from fsdp_conformance.run_settings import RANKS, SHARED_DEVICES
+from fsdp_conformance.visible import visible_content
 
 #: Formats that can be read. Only the newest can certify.
 READABLE = (1, 2)
@@ -35,6 +49,16 @@ NAME = "run.jsonl"
 PREVIOUS = "run.previous.jsonl"
 
 _SEED = "fsdp-conformance run file"
+
+#: The types of measurements that a certificate is derived from. All others are figures for people.
+_MEASURED: dict[str, Any] = {
+    **dict.fromkeys((UNDECLARED, ABSENT, INAPPLICABLE), list[str]),
+    **dict.fromkeys((REFERENCES, stress.MEASUREMENT), dict[str, int | dict[str, int]]),
+    stress.STRUCK: str,
+}
+
+#: Kinds of ranks that end one case after the other on the host of their worker.
+_ENDS_IN_ORDER = (RANKS[0], SHARED_DEVICES)
 
 
 class RunFileWriter:
@@ -52,8 +76,7 @@ class RunFileWriter:
         self._fd: int | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                self.path.replace(directory / PREVIOUS)
+            set_aside(directory)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         except OSError as error:
             raise EnvironmentUnavailable(
@@ -116,6 +139,17 @@ class RunFileWriter:
         self._size += len(line)
 
 
+def set_aside(directory: Path) -> None:
+    """Rename the file of an earlier run in the directory, with its signature. Raises OSError if that is impossible."""
+    earlier, aside = directory / NAME, directory / PREVIOUS
+    if earlier.exists():
+        earlier.replace(aside)
+        if signature_file(earlier).exists():
+            signature_file(earlier).replace(signature_file(aside))
+        else:
+            signature_file(aside).unlink(missing_ok=True)
+
+
 def read(path: Path) -> RunFile:
     """
     The run file at `path`, or in the directory `path`.
@@ -124,18 +158,76 @@ def read(path: Path) -> RunFile:
     in `problems`.
     """
     path = path / NAME if path.is_dir() else path
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise RunFileError(f"the run file {path} cannot be read: {error.strerror or error}") from error
-    lines = data.split(b"\n")
+    lines = _bytes_of(path).split(b"\n")
     torn = lines.pop()
     run = RunFile(path=str(path), header=_header(lines[0] if lines else torn, path), chain=_SEED)
+    order = _Order()
     for number, line in enumerate(lines, start=1):
-        _take(run, line, number)
+        _take(run, order, line, number)
+    run.misplaced = order.problems
     if torn:
         run.problems.append(f"line {len(lines) + 1} is incomplete: the run ended while writing it")
     return run
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The content of the file. A pipe or a device could make a reader wait for ever, and is refused."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise RunFileError(f"the run file must be a regular file, got {path}, which is none")
+            return file.read()
+    except OSError as error:
+        raise RunFileError(f"the run file {path} cannot be read: {error.strerror or error}") from error
+
+
+@dataclass(slots=True)
+class _Order:
+    """The order in which a run writes its lines: each worker finishes one case before it starts the next."""
+
+    problems: list[str] = field(default_factory=list)
+    _running: dict[str, Start] = field(default_factory=dict)
+    """By worker."""
+    _worker_of: dict[str, str] = field(default_factory=dict)
+    """By case, once it has started."""
+    _ended: dict[str, float] = field(default_factory=dict)
+    """By worker, when the ranks of its last case had ended."""
+
+    def start(self, start: Start, number: int) -> None:
+        """Take the start of a case."""
+        if start.case in self._worker_of:
+            self.problems.append(f"line {number}: {start.case} starts a second time")
+        running = self._running.get(start.worker)
+        if running is not None:
+            self.problems.append(f"line {number}: {start.case} starts while its worker still runs {running.case}")
+        self._running[start.worker], self._worker_of[start.case] = start, start.worker
+
+    def end(self, record: CaseRecord, number: int) -> None:
+        """Take the verdict on a case."""
+        worker = self._worker_of.get(record.case)
+        running = self._running.get(worker) if worker is not None else None
+        if worker is None or running is None or running.case != record.case:
+            self.problems.append(f"line {number}: the verdict on {record.case} comes while the case does not run")
+            return
+        del self._running[worker]
+        if running.world_size != record.world_size:
+            self.problems.append(
+                f"line {number}: {record.case} started with {running.world_size} ranks and ended with "
+                f"{record.world_size}"
+            )
+        if not record.exits or record.ranks not in _ENDS_IN_ORDER:
+            return
+        times = [end.time for end in record.exits]
+        if min(times) < self._ended.get(worker, min(times)):
+            self.problems.append(f"line {number}: ranks of {record.case} ended before those of the case before it")
+        self._ended[worker] = max(times)
+
+    def finish(self, header: Mapping[str, Any], footer: Mapping[str, Any], number: int) -> None:
+        """Take the footer."""
+        started, finished = str(header.get("started", "")), str(footer.get("finished", ""))
+        if started and finished and finished < started:
+            self.problems.append(f"line {number}: the run finished at {finished}, before it had started at {started}")
 
 
 def _header(line: bytes, path: Path) -> dict[str, Any]:
@@ -149,10 +241,19 @@ def _header(line: bytes, path: Path) -> dict[str, Any]:
         _unknown_keys(header)
     except ValueError as error:
         raise RunFileError(f"{path} is not a run file of this version: its first line: {error}") from error
-    return header
+    return _with_parts(header)
 
 
-def _take(run: RunFile, line: bytes, number: int) -> None:
+def _with_parts(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The header as readers get it: visible, and with a mapping for each part that has names of its own."""
+    shown: dict[str, Any] = visible_content(header)
+    for part in ("profile", "implementation", "environment", "settings"):
+        if shown.get(part) is None:
+            shown[part] = {}
+    return shown
+
+
+def _take(run: RunFile, order: _Order, line: bytes, number: int) -> None:
     """Add one line to the run, or a problem."""
     try:
         content = _content(line, "type", "chain")
@@ -166,20 +267,27 @@ def _take(run: RunFile, line: bytes, number: int) -> None:
         run.chain = stated
         if run.footer is not None:
             run.problems.append(f"line {number} ({kind}) comes after the footer")
-        if kind in ("header", "footer") and (unknown := _unknown_keys({**content, "type": kind})):
+        content = visible_content(content)
+        own = run.is_of_this_suite
+        if kind in ("header", "footer") and (unknown := _unknown_keys({**content, "type": kind}, deep=own)):
             run.problems.append(f"line {number} ({kind}) has unknown keys: {', '.join(unknown)}")
         if kind == "header":
             if number > 1:
                 run.problems.append(f"line {number} is a second header")
             content.pop("format", None)
-            run.header = run.header if number > 1 else content
+            run.header = run.header if number > 1 else _with_parts(content)
         elif kind == "start":
-            run.started.append(codec.typed(Start, content).case)
+            start = codec.typed(Start, content)
+            run.started.append(start.case)
+            order.start(start, number)
         elif kind == "case":
-            run.records.append(case_record_from_json(content))
+            record = _record(content)
+            run.records.append(record)
+            order.end(record, number)
         elif kind == "note":
             run.notes.append(codec.plain(codec.typed(Note, content)))
         elif kind == "footer":
+            order.finish(run.header, content, number)
             run.footer = content
         else:
             run.problems.append(f"line {number} is of type {kind!r}, which is unknown")
@@ -187,10 +295,26 @@ def _take(run: RunFile, line: bytes, number: int) -> None:
         run.problems.append(f"line {number} cannot be read: {error}")
 
 
-def _unknown_keys(content: Mapping[str, Any]) -> list[str]:
-    """The keys that a header or footer should not have. Raises ValueError if a value has the wrong type."""
-    unknown = codec.unknown_keys(LINES[content["type"]], content)
-    return [key for key in unknown if key not in ("type", "format", "chain")]
+def _record(content: dict[str, Any]) -> CaseRecord:
+    """The record in a line. Raises ValueError if it, or a measurement that a certificate needs, has another form."""
+    record = case_record_from_json(content)
+    for name, kind in _MEASURED.items():
+        if name in record.measurements:
+            try:
+                codec.typed(kind, record.measurements[name])
+            except ValueError as error:
+                raise ValueError(f"the measurement {name!r}: {error}") from None
+    return record
+
+
+def _unknown_keys(content: Mapping[str, Any], *, deep: bool = False) -> list[str]:
+    """
+    The keys that a header or footer should not have, at any depth if `deep`: other versions may have more inside.
+
+    Raises ValueError if a value has the wrong type.
+    """
+    own = {key: item for key, item in content.items() if key not in ("type", "format", "chain")}
+    return codec.unknown_keys(LINES[content["type"]], own, deep=deep)
 
 
 def _content(line: bytes, *keys: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_conformance.contract import Contract, load
 from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.report.marked import marked, row
 from fsdp_conformance.report.terminal import duration, verdict_words
 from fsdp_conformance.report.verify import Verification
 from fsdp_conformance.verdict import ACCUSING, Verdict
@@ -123,14 +124,14 @@ def markdown(board: Scoreboard, *, whole: bool = False) -> str:
         "run": [duration(column.seconds) for column in columns],
         "median case": [duration(column.case_seconds) for column in columns],
     }
-    lines = [f"note: {warning}" for warning in board.warnings] + [""] * bool(board.warnings)
-    lines += ["| | " + " | ".join(column.name for column in columns) + " |", "|---|" + "---|" * len(columns)]
-    lines += [f"| {label} | " + " | ".join(values) + " |" for label, values in facts.items()]
+    lines: list[str] = [marked("note: {}", warning) for warning in board.warnings] + [""] * bool(board.warnings)
+    lines += [row(["", *(column.name for column in columns)]), "|---|" + "---|" * len(columns)]
+    lines += [row([label, *values]) for label, values in facts.items()]
     requirements = load().requirements
     for name in board.requirements if whole else board.remarkable:
-        cells = " | ".join(cell.text() if cell is not None else "" for cell in board.row(name))
+        cells = [cell.text() if cell is not None else "" for cell in board.row(name)]
         only = f" (only {board.alone[name]})" if name in board.alone else ""
-        lines.append(f"| {name} {requirements[name].name}{only} | {cells} |")
+        lines.append(row([f"{name} {requirements[name].name}{only}", *cells]))
     if not whole:
         rest = len(board.requirements) - len(board.remarkable)
         lines += ["", f"{rest} more requirements are passed by every engine here."]

@@ -19,7 +19,7 @@ from fsdp_conformance.contract.profile import Entry, Profile, json_lines, load_p
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.terminal import verdict_words
-from fsdp_conformance.report.verify import Verification, profile_of
+from fsdp_conformance.report.verify import Verification
 from fsdp_conformance.verdict import Verdict
 
 #: The layout of a tally's file.
@@ -249,7 +249,7 @@ def _part(verification: Verification) -> Part:
 
 def _profile_now(verification: Verification) -> Profile:
     """The run's profile as this checkout has it, which must be what the run had."""
-    profile = profile_of(verification.run)
+    profile = verification.profile
     ran = str((verification.run.header.get("profile") or {}).get("sha256", ""))
     if profile.sha256 != ran or profile.sha256 != load_profile(profile.name).sha256:
         raise RunFileError(

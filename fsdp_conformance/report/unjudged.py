@@ -24,6 +24,7 @@ def unjudged(
         reason=reason,
         traceback=text,
         world_size=about["world_size"],
+        adapter=str((run_settings.description() or {}).get("identity", "")),
         device=run.device,
         repro=f"fsdp-conformance run --implementation {run.implementation} --case {about['id']}",
     )

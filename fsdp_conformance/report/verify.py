@@ -1,12 +1,17 @@
-"""Deriving a run's certificate again from its file alone: no torch, no device, no trust in the footer."""
+"""
+Deriving a run's certificate again from its file alone: no torch, no device, no trust in the footer.
+
+What a file says of itself chooses nothing that is opened: a profile that the suite does not ship must be given.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_conformance.contract.profile import Profile, load_profile
+from fsdp_conformance.contract.profile import Profile, load_profile, shipped
 from fsdp_conformance.contract.scopes import title
+from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.report.certificate import Certificate, State, certify
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.runfile import read
@@ -18,10 +23,23 @@ class Verification:
     """The result of verifying a run file."""
 
     run: RunFile
+    profile: Profile
+    """That of the run, or the one that was given."""
     certificate: Certificate
     """As derived here."""
     discrepancies: tuple[str, ...]
     """Where the file was altered, or where its footer differs from what follows from its lines."""
+
+    @property
+    def outcome(self) -> str:
+        """The result of the verification in words."""
+        if self.discrepancies:
+            return "does not verify"
+        if not self.run.is_of_this_suite:
+            return (
+                "not verified: the hashes are intact, but only the version of the suite that made the run can judge it"
+            )
+        return "verified: the stated result follows from the lines of the file"
 
     @property
     def status(self) -> int:
@@ -33,25 +51,34 @@ def verify(path: Path, profile: Profile | None = None) -> Verification:
     """
     Derive the certificate from the run file at `path`.
 
-    Raises RunFileError if it is not a run file, and UsageError if its profile is unknown.
+    Raises RunFileError if it is not a run file, or if its profile is not shipped and not given.
     """
     run = read(path)
     profile = profile or profile_of(run)
     certificate = certify(run, profile)
-    return Verification(run=run, certificate=certificate, discrepancies=tuple(_discrepancies(run, certificate)))
+    return Verification(
+        run=run, profile=profile, certificate=certificate, discrepancies=tuple(_discrepancies(run, certificate))
+    )
 
 
 def profile_of(run: RunFile) -> Profile:
-    """The profile that the run names: a shipped one, or a file."""
-    recorded = str((run.header.get("profile") or {}).get("name"))
-    given = str((run.header.get("settings") or {}).get("profile"))
-    return load_profile(given if given.endswith(".json") else recorded)
+    """The profile that the run names. Raises RunFileError if the suite does not ship it: no file is opened for it."""
+    name = str((run.header.get("profile") or {}).get("name"))
+    if name.endswith(".json") or shipped(name) is None:
+        raise RunFileError(
+            f"{run.path} is a run of the profile {name!r}, which is not shipped with the suite: give its file with "
+            "--profile FILE.json"
+        )
+    return load_profile(name)
 
 
 def _discrepancies(run: RunFile, certificate: Certificate) -> list[str]:
     problems = list(run.problems)
     if run.footer is None:
         problems.append("the footer is missing: the run was aborted")
+        return problems
+    if not run.is_of_this_suite:
+        # Its own version may have judged it otherwise, and the certificate says so.
         return problems
     stated = run.footer.get("certificate") or {}
     # Reasons and remarks are words, which may be put better in another version.

@@ -27,6 +27,7 @@ from fsdp_conformance.cli.child import answers
 from fsdp_conformance.cli.survey import Machine
 from fsdp_conformance.contract.profile import INTERPRETATION, load_profile
 from fsdp_conformance.errors import UsageError
+from fsdp_conformance.outcome.records import ABSENT
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.run_settings import RunSettings
@@ -264,7 +265,7 @@ def _cases(findings: Findings, machine: Machine, settings: RunSettings) -> None:
         name
         for record in records
         if record is not None and record.verdict is Verdict.NOT_RUN_ENV
-        for name in record.measurements.get("absent", ())
+        for name in record.measurements.get(ABSENT, ())
     )
     if absent:
         needs = ", ".join(f"{count} need {name}" for name, count in absent.most_common())

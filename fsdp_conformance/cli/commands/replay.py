@@ -1,18 +1,21 @@
 """
 `fsdp-conformance replay`: run a case again as it was run, and compare the verdicts.
 
-Settings and implementation are those of the run file. Changes since then, such as in the adapter's source or in torch,
-are listed: they may be the reason for the verdict. Nothing is written.
+Settings are those of the run file, and so is an implementation that is installed; another one is given. Changes since
+then, such as in the adapter's source or in torch, are listed: they may be the reason for the verdict. Nothing is
+written.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_conformance.adapters import registry
 from fsdp_conformance.cli import messages, report_dir, single
 from fsdp_conformance.contract import selection
 from fsdp_conformance.contract.fingerprint import suite_sha256
@@ -34,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError([f"--times must be a positive number, got {arguments.times!r}"], where="replay")
     run = _read(runs[0] if runs else None)
     then = _record(run, case)
-    settings = _settings(run)
+    settings = _settings(run, arguments.implementation)
     single.prepare(settings.device, settings.implementation)
     bound = single.bound(case)
     from fsdp_conformance.selftest.cases import record_of
@@ -72,9 +75,20 @@ def _record(run: RunFile, case: str) -> CaseRecord:
     raise UsageError(f"CASE must be a case that {run.path} has a verdict on, got {case!r}{hint or '.'}")
 
 
-def _settings(run: RunFile) -> RunSettings:
-    """Those of the run, without its selection. Raises UsageError for ranks that only torchrun can start."""
+def _settings(run: RunFile, implementation: str | None) -> RunSettings:
+    """
+    Those of the run, without its selection, and with the implementation that was given.
+
+    Raises UsageError for ranks that only torchrun can start, and for an implementation that only the run file names by
+    a path or a module: it would be imported.
+    """
     settings = settings_from_json(run.header.get("settings") or {})
+    if implementation is None and not registry.is_installed(settings.implementation):
+        raise UsageError(
+            f"{run.path} is a run of {settings.implementation}, which is not installed under that name, and nothing is "
+            f"imported because a file names it: add --implementation {shlex.quote(settings.implementation)}"
+        )
+    settings = replace(settings, implementation=implementation or settings.implementation)
     if settings.ranks == "torchrun":
         raise UsageError(
             f"{run.path} is a run of torchrun's workers, which replay cannot start. Run the case again with "
@@ -86,8 +100,6 @@ def _settings(run: RunFile) -> RunSettings:
 
 def _changes(header: Mapping[str, Any], settings: RunSettings) -> Iterator[str]:
     """The changes since the run that a verdict can depend on."""
-    from fsdp_conformance.adapters import registry
-
     before, now = header.get("implementation") or {}, registry.describe_once(settings.implementation)
     if before.get("source_sha256") not in (None, now.source_sha256):
         yield "the adapter's source"

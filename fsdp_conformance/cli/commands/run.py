@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp_conformance import __version__, codec, docs
 from fsdp_conformance.cli import building, chosen_cases, estimate, messages, report_dir, torchrun
@@ -38,10 +39,15 @@ from fsdp_conformance.report.folding import screen_width
 from fsdp_conformance.report.html.page import NAME as PAGE
 from fsdp_conformance.report.last_run import last_run_of, link_last, report_directory
 from fsdp_conformance.report.recorder import usable_cores
+from fsdp_conformance.report.run_content import RunFile
+from fsdp_conformance.report.signature import signature, signature_file, signing_key
 from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.run_settings import RunOrder, RunSettings
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 #: The run in Markdown, next to the run file.
 SUMMARY = "summary.md"
@@ -80,6 +86,7 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
         PytestProcess() as pytest,
     ):
         profile = load_profile(settings.profile)
+        key = signing_key(Path(arguments.sign)) if arguments.sign else None
         cases = chosen_cases.selected(profile, settings, arguments.suites)
         _check_workers(arguments.workers)
         expected = expected_by(arguments)
@@ -101,7 +108,7 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
         progress = Progress(cases, [case for case, _ in will_run])
         words = command(report=report, workers=arguments.workers, suites=arguments.suites)
         order = RunOrder(
-            settings=replace(settings.with_drawn_seed(), report_dir=str(report)),
+            settings=replace(settings.with_drawn_seed(), report_dir=str(report), smoke=arguments.smoke),
             description=codec.plain(survey.description),
         )
         pytest.begin(words, log=report / "pytest.log", order=order)
@@ -110,6 +117,8 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
     compared = partial(expected.status, profile=profile, selected={case.id for case in cases})
     pages = partial(_write_pages, report, arguments.html, expected, {case.id for case in cases})
     status, reason = _conclude(report, profile, pytest, compared, pages, signum=signals[0] if signals else 0)
+    if key is not None:
+        _sign(report / runfile.NAME, key)
     if tell is not None and status:
         tell(reason)
     return status
@@ -295,6 +304,20 @@ def _conclude(
     if path.exists():
         print(f"run file: {path}", flush=True)
     return status, _first_reason(verification) or f"ended with status {status}"
+
+
+def _sign(path: Path, key: Ed25519PrivateKey) -> None:
+    """Write the signature of a run file next to it; only a run that finished has one."""
+    try:
+        run: RunFile | None = runfile.read(path)
+    except RunFileError:
+        run = None
+    if run is None or run.footer is None or run.problems:
+        messages.complain("the run file is not signed, because the run did not finish")
+        return
+    file = signature_file(path)
+    report_dir.write_text(file, signature(run.chain, key), option="--report")
+    print(f"signature: {file}", flush=True)
 
 
 def _write_pages(

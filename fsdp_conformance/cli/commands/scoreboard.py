@@ -20,7 +20,8 @@ def main(arguments: argparse.Namespace) -> int:
 
     Raises RunFileError for a file that is not a finished run, or was edited.
     """
-    runs = [verify(report_dir.named_run(path)) for path in arguments.run_files]
+    profile = load_profile(arguments.profile) if arguments.profile else None
+    runs = [verify(report_dir.named_run(path), profile) for path in arguments.run_files]
     table = _coverage(runs) if arguments.coverage else scoreboard(runs)
     if arguments.json:
         messages.say_json(table.to_json())

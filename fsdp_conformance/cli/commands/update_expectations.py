@@ -7,11 +7,11 @@ import datetime as dt
 from pathlib import Path
 
 from fsdp_conformance.cli import report_dir
-from fsdp_conformance.contract.profile import known_cases
+from fsdp_conformance.contract.profile import known_cases, load_profile
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.report.expectation_writer import Update, updated
 from fsdp_conformance.report.last_run import last_run
-from fsdp_conformance.report.verify import profile_of, verify
+from fsdp_conformance.report.verify import verify
 from fsdp_conformance.status import Status
 
 
@@ -24,12 +24,12 @@ def main(arguments: argparse.Namespace) -> int:
     named = last_run() if arguments.run_file is None else report_dir.named_run(arguments.run_file)
     if named is None:
         raise UsageError("update-expectations needs a run, but there is none in .fsdp-conformance: name a run file")
-    verification = verify(named)
+    verification = verify(named, load_profile(arguments.profile) if arguments.profile else None)
     if verification.discrepancies:
         raise RunFileError(f"{named} cannot be used: {'; '.join(verification.discrepancies)}")
     path = Path(arguments.file)
     today = dt.datetime.now(dt.UTC).date()
-    cases = known_cases(profile_of(verification.run))
+    cases = known_cases(verification.profile)
     update = updated(path, verification.run, profile_cases=cases, today=today)
     for line in update.left_out:
         print(f"left out  {line}")

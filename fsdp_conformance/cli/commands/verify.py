@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_conformance.cli import messages, report_dir
@@ -11,7 +12,8 @@ from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.contract.selection import left_out_by
 from fsdp_conformance.report import markdown, terminal
 from fsdp_conformance.report.folding import screen_width
-from fsdp_conformance.report.verify import profile_of, verify
+from fsdp_conformance.report.signature import public_key, signature_problem
+from fsdp_conformance.report.verify import verify
 from fsdp_conformance.run_settings import settings_from_json
 
 
@@ -19,10 +21,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Print what the file shows, and its contradictions. Returns the exit status that the run should have had."""
     path = report_dir.named_run(arguments.run_file)
     expected = expected_by(arguments, look=False)
-    profile = load_profile(arguments.profile) if arguments.profile else None
-    verification = verify(path, profile)
+    key = public_key(Path(arguments.key)) if arguments.key else None
+    verification = verify(path, load_profile(arguments.profile) if arguments.profile else None)
+    if key is not None and (problem := signature_problem(path, verification.run.chain, key)):
+        verification = replace(verification, discrepancies=(*verification.discrepancies, problem))
     run, certificate = verification.run, verification.certificate
-    profile = profile or profile_of(run)
+    profile = verification.profile
     settings = settings_from_json(run.header.get("settings") or {})
     selected = {entry.id for entry in profile.entries if not left_out_by(entry.case(), settings)}
     if arguments.html:
@@ -55,9 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     for discrepancy in verification.discrepancies:
         messages.complain(discrepancy)
     print(f"last hash: {run.chain}")
-    print(
-        "does not verify"
-        if verification.discrepancies
-        else "verified: the stated result follows from the lines of the file"
-    )
+    print(verification.outcome)
+    if key is not None and not verification.discrepancies:
+        print(f"signed: by the holder of the key {arguments.key}")
     return expected.status(verification, profile=profile, selected=selected)

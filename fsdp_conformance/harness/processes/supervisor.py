@@ -32,7 +32,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fsdp_conformance import codec
 from fsdp_conformance.harness.accounting import Clock, Part, owner_of_time
 from fsdp_conformance.harness.deadlines import Deadlines, remaining
 from fsdp_conformance.harness.order import RankFiles
@@ -46,7 +45,7 @@ from fsdp_conformance.harness.processes.stacks import (
     send_signal,
 )
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
-from fsdp_conformance.outcome.records import RankError, RankExit, RankReport
+from fsdp_conformance.outcome.records import RankError, RankExit, RankReport, rank_report_from_json
 
 #: Between SIGTERM and SIGKILL: engines may want to remove their files.
 TERM_TIMEOUT_S = 0.5
@@ -143,7 +142,7 @@ class Seat:
             return
         data = json.loads(message)
         if "report" in data:
-            self.report = codec.typed(RankReport, data["report"])
+            self.report = rank_report_from_json(data["report"])
         elif "part" in data:
             self.part = Part(data["part"])
         elif "prompt" in data:

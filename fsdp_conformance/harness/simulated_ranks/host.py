@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdp_conformance import codec
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.order import RankFiles, RankOrder, Role
@@ -29,7 +28,7 @@ from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 from fsdp_conformance.harness.simulated_ranks.ranks import simulated_world, start_ranks
 from fsdp_conformance.harness.simulated_ranks.state import RankState
 from fsdp_conformance.outcome.endings import class_of
-from fsdp_conformance.outcome.records import RankExit, RankReport
+from fsdp_conformance.outcome.records import RankExit, RankReport, rank_report_from_json
 
 
 class _SimulatedRankRun(RankRun):
@@ -135,7 +134,7 @@ class HostSeat(Seat):
             return
         data: dict[str, Any] = json.loads(message)
         if "report" in data:
-            report = codec.typed(RankReport, data["report"])
+            report = rank_report_from_json(data["report"])
             if report.rank not in self.spoke:
                 self._in_part[self._part_of(report.rank)] -= 1
             self.spoke[report.rank] = report

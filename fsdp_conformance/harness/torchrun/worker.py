@@ -29,7 +29,7 @@ from fsdp_conformance import codec
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.rendezvous import meet_at
 from fsdp_conformance.harness.torchrun.interface import interface_variables, network_of_this_process
-from fsdp_conformance.outcome.records import RankExit, RankReport
+from fsdp_conformance.outcome.records import RankExit, RankReport, rank_report_from_json
 from fsdp_conformance.run_settings import TorchrunWorker
 
 #: How often the store is polled.
@@ -139,7 +139,7 @@ class CaseMeeting:
                 exits.append(_never_heard_of(rank))
                 continue
             answer = json.loads(self._store.get(f"end/{rank}"))
-            reports.append(codec.typed(RankReport, answer["report"]) if answer["report"] is not None else None)
+            reports.append(rank_report_from_json(answer["report"]) if answer["report"] is not None else None)
             exits.append(codec.typed(RankExit, answer["end"]))
         return reports, exits
 

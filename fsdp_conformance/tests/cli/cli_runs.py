@@ -38,7 +38,9 @@ import sys, types
 
 
 def answer_quickly():
+    from fsdp_conformance import codec
     from fsdp_conformance.adapters import registry
+    from fsdp_conformance.tests.report.evidence import DESCRIBED
 
     devices = types.ModuleType("fsdp_conformance.harness.devices")
     devices.backend_for = lambda device: "gloo"
@@ -46,9 +48,9 @@ def answer_quickly():
     devices.is_scarce = lambda device: device != "cpu"
     devices.present_environments = lambda device: (frozenset({"gloo"}), None if device == "cpu" else 2)
     sys.modules[devices.__name__] = devices
-    registry.describe_here = lambda spec: registry.AdapterDescription(
-        spec=spec, name="mine", version="1.2", capabilities=("cpu_compute", "no_sync", "zero3"),
-        source_sha256="ada9" * 16,
+    flags = ["cpu_compute", "no_sync", "zero3"]
+    registry.describe_here = lambda spec: codec.typed(
+        registry.AdapterDescription, {**DESCRIBED, "spec": spec, "capabilities": flags}
     )
 
 

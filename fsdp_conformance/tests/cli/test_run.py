@@ -56,11 +56,12 @@ def test_a_run_in_which_all_holds_is_certified(suite: mini_suite.MiniSuite, tmp_
     }
     assert f"report: {tmp_path / 'report' / 'report.html'}" in result.out
     copy = tmp_path / "pages" / "copy.html"
-    verified = said("verify", str(tmp_path / "report"), "--html", str(copy), env=suite.environment())
+    profile = ("--profile", str(suite.profile_path))
+    verified = said("verify", str(tmp_path / "report"), "--html", str(copy), *profile, env=suite.environment())
     assert (tmp_path / "report" / "report.html").read_text() == copy.read_text()
     assert verified.status == 0
     assert "verified" in verified.last_line
-    elsewhere = said("verify", str(tmp_path / "report"))
+    elsewhere = said("verify", str(tmp_path / "report"), *profile)
     assert (elsewhere.status, "\nPRIVATE RUN  mini" in elsewhere.out) == (1, True)
 
 
@@ -72,7 +73,8 @@ def test_a_failure_is_not_certified_and_says_why(suite: mini_suite.MiniSuite, tm
     assert "FAIL  R001/probe-ws2" in result.out
     assert "NOT CERTIFIED  mini" in result.out
     assert "repro " in result.out
-    explained = said("explain", "R001/probe-ws2", "--report", str(tmp_path / "report"))
+    profile = ("--profile", str(suite.profile_path))
+    explained = said("explain", "R001/probe-ws2", "--report", str(tmp_path / "report"), *profile)
     assert (explained.status, "✗ FAIL" in explained.out) == (0, True)
 
 
@@ -455,7 +457,8 @@ def test_known_failures_make_a_run_as_expected(suite: mini_suite.MiniSuite, tmp_
     """Without a certificate, but with status 0; what is new, or gone, is named and makes it 1."""
     acts = {"R001/probe-ws2": "FAIL"}
     assert run(suite, tmp_path, acts=acts).status == 1
-    written = said("update-expectations", "report", cwd=tmp_path, env=suite.environment())
+    profile = ("--profile", str(suite.profile_path))
+    written = said("update-expectations", "report", *profile, cwd=tmp_path, env=suite.environment())
     assert (written.status, written.last_line) == (0, "conformance.toml: 1 added, 0 removed")
 
     result = run(suite, tmp_path, acts=acts)
@@ -465,8 +468,8 @@ def test_known_failures_make_a_run_as_expected(suite: mini_suite.MiniSuite, tmp_
 
     fixed = run(suite, tmp_path)
     assert (fixed.status, "CHANGED   R001/probe-ws2: expected FAIL, got PASS" in fixed.out) == (1, True)
-    assert said("verify", "report", cwd=tmp_path, env=suite.environment()).status == 0
-    options = ("--expectations", "conformance.toml")
+    assert said("verify", "report", *profile, cwd=tmp_path, env=suite.environment()).status == 0
+    options = ("--expectations", "conformance.toml", *profile)
     assert said("verify", "report", *options, cwd=tmp_path, env=suite.environment()).status == 1
 
 

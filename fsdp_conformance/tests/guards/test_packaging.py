@@ -131,10 +131,10 @@ def test_every_requirement_is_pinned_for_ci() -> None:
     """ci/setup installs no version by chance: each requirement and each extra has a line in ci's constraints."""
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
-    base = [*project["dependencies"], *extras["xdist"], *extras["completion"], *extras["dev"]]
+    base = [*project["dependencies"], *extras["xdist"], *extras["completion"], *extras["sign"], *extras["dev"]]
     pins = _pins("ci/constraints.txt")
     unpinned = [requirement for requirement in base if _requirement_name(requirement) not in pins]
-    for extra in extras.keys() - {"xdist", "completion", "dev"}:
+    for extra in extras.keys() - {"xdist", "completion", "sign", "dev"}:
         pins_of_extra = pins | _pins(f"ci/constraints-{extra}.txt")
         unpinned += [
             requirement for requirement in extras[extra] if _requirement_name(requirement) not in pins_of_extra

@@ -19,6 +19,7 @@ def judged(*reports: RankReport, declared: str = "", **case: Any) -> CaseRecord:
     made = a_case(**case)
     flags = frozenset(declared.split())
     record = judge(made, Observed(reports=reports, exits=exits(len(reports)), declared=flags), RunSettings())
+    record.refereed = True
     return keep_evidence(record, reports)
 
 

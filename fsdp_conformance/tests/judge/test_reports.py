@@ -75,6 +75,7 @@ def test_what_cannot_be_seen_is_part_of_the_evidence() -> None:
     blind.unobserved = ["full_buffers"]
     reports = [blind, a_report(1)]
     record = keep_evidence(judged(*reports), reports)
+    record.refereed = True
 
     def problems(verdict: Verdict) -> list[str]:
         record.verdict = verdict
@@ -119,9 +120,11 @@ def test_a_fault_without_its_collective_is_part_of_the_evidence() -> None:
     """The verdict follows from what the record keeps; PASS does not, nor would it if a rank had the collective."""
     reports = [a_report(0, unmet=_UNMET), a_report(1, schedule=["step broadcast 64B float32 [0,1]"])]
     record = keep_evidence(judged(*reports), reports)
+    record.refereed = True
+    case = a_case(faults=tuple(_UNMET))
 
     def problems() -> list[str]:
-        return contradictions(record, a_case(), declared=lambda device: frozenset(), settings=RunSettings())
+        return contradictions(record, case, declared=lambda device: frozenset(), settings=RunSettings())
 
     assert problems() == []
     record.evidence[1].schedule = ["forward all_gather 64B float32 [0,1]"]

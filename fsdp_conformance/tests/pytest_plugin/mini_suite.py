@@ -65,6 +65,7 @@ class Mini(DeclaresCases, unittest.TestCase):
         here = {device: Place(device=device, present=frozenset({"gloo"})) for device in {run.device, "sim"}}
         self.record = gate(case, declared=lambda device: declared, settings=run, places=here).record
         if self.record is not None:
+            self.record.adapter = LOADED["adapter"]
             self.skipTest(self.record.reason)
         verdict = Verdict(act) if act in Verdict.__members__ else Verdict.PASS
         if act == "mark-xfail":
@@ -131,10 +132,11 @@ import types
 
 import pytest
 
+from fsdp_conformance import codec
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, EnvironmentUnavailable, RankDied
 from fsdp_conformance.pytest_plugin import dealing
-from fsdp_conformance.tests.report.evidence import LOADED
+from fsdp_conformance.tests.report.evidence import DESCRIBED
 
 # The real module imports torch.
 devices = types.ModuleType("fsdp_conformance.harness.devices")
@@ -158,9 +160,7 @@ def describe(spec, **_):
     if spec in errors:
         raise errors[spec]
     flags = os.environ.get("MINI_SUITE_FLAGS", "zero3").split()
-    return registry.AdapterDescription(
-        spec=spec, name=spec, version="1.2", capabilities=tuple(flags), source_sha256=LOADED["adapter"]
-    )
+    return codec.typed(registry.AdapterDescription, {**DESCRIBED, "spec": spec, "capabilities": flags})
 
 
 registry.describe = describe

@@ -92,7 +92,7 @@ def test_a_run_in_which_all_is_well(suite: MiniSuite, monkeypatch: pytest.Monkey
     assert "NOT_RUN_ENV: needs cuda, which this machine does not have" in result.output
     assert "CERTIFIED base (0 of 2 extensions)  mini   5 PASS" in result.output
     assert f"run file: {result.directory / 'run.jsonl'}" in result.output
-    assert "conformance: torch-fsdp2 1.2 · cpu · mini" in result.output
+    assert "conformance: mine 1.2 · cpu · mini" in result.output
     assert verify(result.directory).discrepancies == ()
 
 

@@ -6,12 +6,15 @@ from dataclasses import asdict
 from typing import Any
 
 from fsdp_conformance.contract.case import Case
+from fsdp_conformance.contract.fingerprint import suite_sha256
+from fsdp_conformance.contract.gate import is_refereed, ranks_of
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile, profile_of
+from fsdp_conformance.judge import Observed, judge, keep_evidence
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate, certify
 from fsdp_conformance.report.run_content import RunFile
-from fsdp_conformance.run_settings import RunSettings
-from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_record
+from fsdp_conformance.run_settings import RunSettings, settings_from_json
+from fsdp_conformance.tests.report.evidence import DESCRIBED, LOADED, a_case, a_finding, a_record, a_report, exits
 from fsdp_conformance.verdict import Verdict
 
 PARITY, SHARDS = "R001/probe-ws2", "R188/probe-ws2"
@@ -39,19 +42,14 @@ def a_run(*records: CaseRecord, profile: Profile | None = None, flags: str = "no
     """A whole run of fresh ranks with these records; every other case of the profile passes."""
     profile = profile or a_profile()
     given = {record.case: record for record in records}
-    settings = {**asdict(RunSettings(implementation="mine", profile=profile.name)), **changes.pop("settings", {})}
+    usual = RunSettings(implementation=DESCRIBED["spec"], profile=profile.name)
+    settings = {**asdict(usual), **changes.pop("settings", {})}
     header = {
         "interpretation": INTERPRETATION,
         "suite": "0.1",
-        "suite_sha256": "5417e" * 12,
+        "suite_sha256": suite_sha256(),
         "profile": {"name": profile.name, "sha256": profile.sha256, "cases": len(profile.entries)},
-        "implementation": {
-            "spec": "mine",
-            "name": "mine",
-            "version": "1",
-            "capabilities": flags.split(),
-            "source_sha256": LOADED["adapter"],
-        },
+        "implementation": {**DESCRIBED, "capabilities": flags.split()},
         "environment": {"torch": LOADED["torch"], "python": "3.11.7"},
         "settings": settings,
     }
@@ -59,6 +57,11 @@ def a_run(*records: CaseRecord, profile: Profile | None = None, flags: str = "no
         given.get(entry.id) or a_record(entry.id, requirements=list(entry.requirements)) for entry in profile.entries
     ]
     extra = [record for record in records if record.case not in profile.by_id]
+    ran = settings_from_json(settings)
+    for record in passed:
+        if record.case not in given:
+            record.ranks, record.device = ranks_of(ran), ran.device
+            record.refereed = is_refereed(profile.by_id[record.case].case(), ran, ran.device)
     started = [record.case for record in (*passed, *extra)]
     return RunFile(path="run.jsonl", **{"header": header, "records": [*passed, *extra], "started": started, **changes})
 
@@ -89,4 +92,15 @@ def only_reason(certificate: Certificate) -> str:
 
 def unsupported(case: str, **changes: Any) -> CaseRecord:
     """A case that the implementation declined."""
-    return a_record(case, Verdict.UNSUPPORTED, requirements=[case[:4]], **changes)
+    flags = {"R093": ["no_sync"], "R172": ["bucketing"], "R166": ["reducer"]}
+    measured = {"undeclared": flags[case[:4]]} if case[:4] in flags else {}
+    return a_record(case, Verdict.UNSUPPORTED, requirements=[case[:4]], **{"measurements": measured, **changes})
+
+
+def unfollowed(case: str) -> CaseRecord:
+    """A case of a recommendation that the implementation does not follow, with its evidence."""
+    primary = case[:4]
+    reports = [a_report(0, a_finding(primary)), a_report(1)]
+    record = judge(a_case(requirements=[primary]), Observed(reports=reports, exits=exits(2)), RunSettings())
+    record.environment, record.adapter, record.refereed = dict(LOADED), LOADED["adapter"], True
+    return keep_evidence(record, reports)

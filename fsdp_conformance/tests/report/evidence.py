@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fsdp_conformance.adapters.registry import identity
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.outcome.records import CaseRecord, CheckCount, Finding, RankError, RankExit, RankReport
 from fsdp_conformance.verdict import Verdict
@@ -90,8 +91,20 @@ def a_finding(requirement: str = "R003", **changes: Any) -> Finding:
     return Finding(requirement=requirement, **{**fields, **changes})
 
 
-#: What the ranks of `a_record` had loaded, and what the header of a run has to say for it.
-LOADED = {"torch": "2.13.0", "adapter": "ada9" * 16}
+#: The adapter that `a_record` is about, as the header of a run has to describe it.
+DESCRIBED: dict[str, Any] = {
+    "spec": "mine.py",
+    "name": "mine",
+    "version": "1.2",
+    "capabilities": ["no_sync"],
+    "class_name": "Mine",
+    "file_sha256": "f11e" * 16,
+    "source_sha256": "ada9" * 16,
+}
+DESCRIBED["identity"] = identity(DESCRIBED)
+
+#: What the ranks of `a_record` had loaded.
+LOADED = {"torch": "2.13.0", "adapter": DESCRIBED["identity"]}
 
 
 def a_record(
@@ -106,6 +119,7 @@ def a_record(
         "reason": findings[0].sentence() if findings else "",
         "findings": list(findings),
         "world_size": world_size,
+        "adapter": LOADED["adapter"],
         "environment": dict(LOADED),
         "device": "cpu",
         "refereed": True,

@@ -194,7 +194,7 @@ def test_the_command_shows_runs_beside_the_contract(tmp_path: Path) -> None:
 
     text, data = (answered("scoreboard", "--coverage", path, *more) for more in ((), ("--json",)))
 
-    assert (own.status, "profile must be one of" in own.err) == (2, True)
+    assert (own.status, "give its file with --profile" in own.err) == (2, True)
     assert (text.status, text.out.splitlines()[0]) == (0, "| engine | one |")
     table = json.loads(data.out)
     entry = smoke.entries[0]

@@ -7,6 +7,7 @@ file is made. It must not verify as CERTIFIED.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,31 +16,34 @@ from typing import Any
 
 import pytest
 
+from fsdp_conformance import adapters
+from fsdp_conformance.adapters.registry import identity
 from fsdp_conformance.codec import encode
+from fsdp_conformance.contract.minimum import minimum_of
 from fsdp_conformance.contract.profile import Profile, load_profile, profile_of, shipped
-from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.judge import Observed, judge, keep_evidence
+from fsdp_conformance.outcome.records import REFERENCES, CaseRecord, CheckCount
 from fsdp_conformance.report import certificate
-from fsdp_conformance.report.certificate import certify
+from fsdp_conformance.report.certificate import Certificate, certify
 from fsdp_conformance.report.recorder import Recorder, version_of
 from fsdp_conformance.report.runfile import chained, read
 from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.run_settings import RunSettings
-from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_record
+from fsdp_conformance.tests.report.certificates import CASES as USUAL
+from fsdp_conformance.tests.report.certificates import PARITY, SHARDS, a_profile, certified
+from fsdp_conformance.tests.report.evidence import (
+    DESCRIBED,
+    LOADED,
+    a_case,
+    a_finding,
+    a_record,
+    a_report,
+    exits,
+)
 from fsdp_conformance.verdict import Verdict
 
-PARITY, SHARDS, DEFERRED = "R001/probe-ws2", "R188/probe-ws2", "R093/probe-ws2"
-CASES = (
-    a_case(requirements=["R001"]),
-    a_case(requirements=["R188"]),
-    a_case(requirements=["R093"], needs=("no_sync",)),
-)
-DESCRIPTION = {
-    "spec": "mine.py",
-    "name": "mine",
-    "version": "1",
-    "capabilities": ["no_sync"],
-    "source_sha256": LOADED["adapter"],
-}
+DEFERRED = "R093/probe-ws2"
+CASES = USUAL[:3]
 Lines = list[dict[str, Any]]
 
 
@@ -51,9 +55,10 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
     return made
 
 
-def written(directory: Path, profile: Profile, *, version: str = "1") -> Path:
+def written(directory: Path, profile: Profile) -> Path:
     """An honest run in which everything passed."""
-    run = Recorder(RunSettings(report_dir=str(directory)), profile, {**DESCRIPTION, "version": version}, directory)
+    settings = RunSettings(implementation=DESCRIBED["spec"], profile=profile.name, report_dir=str(directory))
+    run = Recorder(settings, profile, DESCRIBED, directory)
     for entry in profile.entries:
         loaded = {**LOADED, "torch": version_of("torch")}
         run.start(entry.id, world_size=2)
@@ -187,14 +192,6 @@ def _other_torch(lines: Lines) -> None:
     lines[0]["environment"]["torch"] = "9.9.0"
 
 
-def _never_started(lines: Lines) -> None:
-    lines[:] = [line for line in lines if line["type"] != "start"]
-
-
-def _reused(lines: Lines) -> None:
-    case_line(lines)["ranks"] = "reused"
-
-
 def _elsewhere(lines: Lines) -> None:
     case_line(lines)["device"] = "sim"
 
@@ -217,10 +214,8 @@ def _elsewhere(lines: Lines) -> None:
         (_digests, "its evidence yields FAIL"),
         (_not_run, "its evidence yields ERROR_SUITE: ranks disagree on whether to run"),
         (_inconclusive, "its evidence yields INCONCLUSIVE"),
-        (_other_adapter, "(its ranks loaded adapter 000000000000, the header says ada9ada9ada9)"),
+        (_other_adapter, f"(its ranks loaded adapter 000000000000, the header says {LOADED['adapter'][:12]})"),
         (_other_torch, "the header says 9.9.0"),
-        (_never_started, "(it has a verdict but never started)"),
-        (_reused, "fresh ranks for every case"),
         (_elsewhere, "ran on sim, but the run sends the case to cpu"),
     ],
 )
@@ -278,11 +273,11 @@ def test_another_engines_file_under_a_new_name(tmp_path: Path, profile: Profile)
     """The ranks of every case say which adapter they had loaded."""
 
     def change(lines: Lines) -> None:
-        lines[0]["implementation"].update(name="theirs", spec="theirs.py", source_sha256="1" * 64)
+        described = lines[0]["implementation"]
+        described.update(name="theirs", source_sha256="1" * 64)
+        described["identity"] = identity(described)
 
-    reason = only_reason(forged(written(tmp_path, profile), profile, change))
-
-    assert "its ranks loaded adapter ada9ada9ada9, the header says 111111111111" in reason
+    assert "its ranks loaded adapter" in only_reason(forged(written(tmp_path, profile), profile, change))
 
 
 def test_a_footer_cannot_grant_more_than_the_lines(tmp_path: Path, profile: Profile) -> None:
@@ -329,12 +324,12 @@ def test_a_profile_of_ones_own_certifies_nothing(tmp_path: Path, make: Callable[
     assert shipped(own.name) not in (None, own.sha256)
     file = tmp_path / "own.json"
     file.write_text(json.dumps(own.to_json()), encoding="utf-8")
-    run = Recorder(RunSettings(profile=str(file)), load_profile(str(file)), DESCRIPTION, tmp_path / "run")
+    run = Recorder(RunSettings(profile=str(file)), load_profile(str(file)), DESCRIBED, tmp_path / "run")
     for entry in own.entries:
         run.start(entry.id, world_size=entry.world_size)
         run.case(_passed(entry.id, list(entry.requirements)))
     assert run.finish().word == "PRIVATE RUN"
-    verification = verify(run.path)
+    verification = verify(run.path, load_profile(str(file)))
 
     assert (verification.certificate.word, verification.certificate.certified) == ("PRIVATE RUN", False)
     assert verification.status != 0
@@ -342,3 +337,356 @@ def test_a_profile_of_ones_own_certifies_nothing(tmp_path: Path, make: Callable[
 
 def _passed(case: str, requirements: list[str]) -> CaseRecord:
     return a_record(case, Verdict.PASS, requirements=requirements)
+
+
+# Files that contradict what every run writes.
+
+
+def rewritten(path: Path, change: Callable[[Lines], None]) -> Path:
+    """Change the lines and hash everything again, but leave the footer as it is."""
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        del line["chain"]
+    change(lines)
+    _write(path, lines)
+    return path
+
+
+def _edited_settings(**changes: Any) -> Callable[[Lines], None]:
+    return lambda lines: lines[0]["settings"].update(changes)
+
+
+def _failure_without_stress(lines: Lines) -> None:
+    """Under a stress failure, ranks have no reports, so nothing can be derived from them."""
+    lines[0]["settings"]["stress_failure"] = "kill"
+    for line in lines:
+        if line["type"] == "case":
+            line["evidence"] = []
+
+
+def _all_pids(pid: int | None) -> Callable[[Lines], None]:
+    def change(lines: Lines) -> None:
+        for line in lines:
+            for end in line.get("exits", ()):
+                end["pid"] = pid
+
+    return change
+
+
+def _one_pid(lines: Lines) -> None:
+    for end in case_line(lines)["exits"]:
+        end["pid"] = 4711
+
+
+def _starts_last(lines: Lines) -> None:
+    starts = [line for line in lines if line["type"] == "start"]
+    lines[:] = [line for line in lines[:-1] if line["type"] != "start"] + starts + lines[-1:]
+
+
+def _starts_first(lines: Lines) -> None:
+    starts = [line for line in lines if line["type"] == "start"]
+    lines[:] = [lines[0], *starts, *(line for line in lines[1:] if line["type"] != "start")]
+
+
+def _never_started(lines: Lines) -> None:
+    lines[:] = [line for line in lines if line["type"] != "start"]
+
+
+def _started_twice(lines: Lines) -> None:
+    lines.insert(2, dict(lines[1]))
+
+
+def _started_with_other_ranks(lines: Lines) -> None:
+    lines[1]["world_size"] = 8
+
+
+def _times_backwards(lines: Lines) -> None:
+    for end in case_line(lines, DEFERRED)["exits"]:
+        end["time"] = 1.0
+
+
+def _finished_before_it_started(lines: Lines) -> None:
+    lines[-1]["finished"] = "1999-01-01T00:00:00+00:00"
+
+
+def _not_refereed(lines: Lines) -> None:
+    case_line(lines)["refereed"] = False
+
+
+def _no_elements(lines: Lines) -> None:
+    line = case_line(lines)
+    for report in line["evidence"]:
+        report["checks"] = {"gradient parity": {"comparisons": 1, "elements": 0}}
+    line |= {"comparisons": 2, "elements": 0}
+
+
+def _reused(lines: Lines) -> None:
+    case_line(lines)["ranks"] = "reused"
+
+
+def _record_of_another_class(lines: Lines) -> None:
+    case_line(lines)["adapter"] = "0" * 64
+
+
+def _record_of_nothing(lines: Lines) -> None:
+    case_line(lines)["adapter"] = ""
+
+
+def _other_suite(lines: Lines) -> None:
+    lines[0]["suite_sha256"] = "5" * 64
+
+
+def _described(change: Callable[[dict[str, Any]], object]) -> Callable[[Lines], None]:
+    """The adapter's description changed everywhere, so that header and records agree."""
+
+    def edit(lines: Lines) -> None:
+        described = lines[0]["implementation"]
+        change(described)
+        described["identity"] = identity(described)
+        for line in lines:
+            if line["type"] == "case":
+                line["adapter"] = described["identity"]
+                line["environment"]["adapter"] = described["identity"]
+
+    return edit
+
+
+def _bundled_code(described: dict[str, Any]) -> None:
+    file = Path(adapters.__file__).parent / "vendors/torch_fsdp2.py"
+    described |= {"class_name": "TorchFSDP2", "file_sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
+def _bundled_version(described: dict[str, Any]) -> None:
+    _bundled_code(described)
+    described |= {"name": "torch-fsdp2", "version": "99.0"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_failure_without_stress, "no run has such settings: stress_failure is for a stress run: add --stress"),
+        (_edited_settings(ranks="ghosts"), "no run has such settings: ranks must be one of processes, simulated"),
+        (_edited_settings(num_threads=0), "no run has such settings: num_threads must be at least 1, got 0"),
+        (_edited_settings(device="sim"), "the header names two devices: cpu in its environment, sim in its settings"),
+        (_edited_settings(implementation="theirs.py"), "the header names two implementations: mine.py in its desc"),
+        (_all_pids(1), "its ranks had the process ids 1, 1, which no ranks have"),
+        (_all_pids(None), "its ranks had the process ids None, None, which no ranks have"),
+        (_one_pid, "its ranks had the process ids 4711, 4711, but each is a process of its own"),
+        (_starts_last, "line 2: the verdict on R001/probe-ws2 comes while the case does not run"),
+        (_starts_first, "line 3: R093/probe-ws2 starts while its worker still runs R001/probe-ws2"),
+        (_never_started, "line 2: the verdict on R001/probe-ws2 comes while the case does not run"),
+        (_started_twice, "line 3: R001/probe-ws2 starts a second time"),
+        (_started_with_other_ranks, "line 3: R001/probe-ws2 started with 8 ranks and ended with 2"),
+        (_times_backwards, "ranks of R093/probe-ws2 ended before those of the case before it"),
+        (_finished_before_it_started, "the run finished at 1999-01-01T00:00:00+00:00, before it had started"),
+        (_not_refereed, "it was judged by its own ranks, although it has a referee"),
+        (_no_elements, "no rank compared an element of anything"),
+        (_reused, "its ranks were reused, but those of the run processes"),
+        (_record_of_another_class, "it is on the adapter 000000000000, the header on"),
+        (_record_of_nothing, "it is on the adapter of no name, the header on"),
+        (_other_suite, "another version: this run was made by 2026.11.0 555555555555 of the suite, and only that"),
+        (_described(lambda one: one.update(name="reference")), "the adapter is called reference like a bundled one"),
+        (_described(_bundled_code), "the adapter is the bundled torch-fsdp2, but is called mine"),
+        (_described(_bundled_version), "the version of torch-fsdp2 must be"),
+        (lambda lines: lines[0]["implementation"].update(version="2"), "the identity of the adapter does not follow"),
+    ],
+)
+def test_what_no_run_writes_certifies_nothing(
+    tmp_path: Path, profile: Profile, change: Callable[[Lines], None], words: str
+) -> None:
+    """The reasons name what is contradicted."""
+    verification = forged(written(tmp_path, profile), profile, change)
+
+    assert verification.certificate.word == "NOT CERTIFIED"
+    assert verification.status != 0
+    assert words in "\n".join(verification.certificate.reasons)
+
+
+def test_a_run_of_another_version_can_be_read_and_is_not_verified(tmp_path: Path, profile: Profile) -> None:
+    """An honest file of an earlier version does not contradict itself; only this version cannot confirm it."""
+    path = rewritten(written(tmp_path, profile), _other_suite)
+    path = rewritten(path, lambda lines: lines[0]["environment"].update(novelty="1"))
+    verification = verify(path, profile)
+
+    assert (verification.discrepancies, len(verification.run.records)) == ((), 3)
+    assert verification.outcome.startswith("not verified: ")
+    assert (verification.certificate.certified, verification.status) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda lines: lines[0]["settings"].update(luck=1), "line 1 (header) has unknown keys: `$.settings.luck`"),
+        (
+            lambda lines: lines[0]["environment"].update(luck=1),
+            "line 1 (header) has unknown keys: `$.environment.luck`",
+        ),
+        (lambda lines: lines[-1]["references"].update(luck=1), "(footer) has unknown keys: `$.references.luck`"),
+        (
+            lambda lines: lines[-1]["certificate"]["scopes"][0].update(luck=1),
+            "(footer) has unknown keys: `$.certificate.scopes[0].luck`",
+        ),
+        (lambda lines: lines[2]["exits"][0].update(luck=1), "line 3 cannot be read: unknown key `$.exits[0].luck`"),
+        (lambda lines: lines[1].update(luck=1), "line 2 cannot be read: unknown key `$.luck`"),
+        (lambda lines: lines[2].update(refereed=1), "line 3 cannot be read: Expected `bool`, got `int`"),
+        (lambda lines: lines[2].update(measurements={"absent": 3}), "line 3 cannot be read: the measurement 'absent'"),
+        (
+            lambda lines: lines[2].update(measurements={"inapplicable": {"a": 1}}),
+            "line 3 cannot be read: the measurement 'inapplicable'",
+        ),
+        (
+            lambda lines: lines[2].update(measurements={REFERENCES: {"computed": "x"}}),
+            f"line 3 cannot be read: the measurement {REFERENCES!r}",
+        ),
+    ],
+)
+def test_a_key_or_a_type_that_no_line_has_is_a_problem_at_any_depth(
+    tmp_path: Path, profile: Profile, change: Callable[[Lines], None], problem: str
+) -> None:
+    """This version has written nothing that it does not know."""
+    verification = verify(rewritten(written(tmp_path, profile), change), profile)
+
+    assert problem in "\n".join(verification.discrepancies)
+    assert verification.status == 1
+
+
+def test_a_duplicate_key_is_a_problem_at_any_depth(tmp_path: Path, profile: Profile) -> None:
+    """Another reader could take the other value."""
+    path = written(tmp_path, profile)
+    chain, texts = "fsdp-conformance run file", []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        body = text[: text.rindex(',"chain"')] + "}"
+        body = body.replace('"pid":1000', '"pid":1,"pid":1000')
+        chain = chained(chain, body)
+        texts.append(f'{body[:-1]},"chain":"{chain}"}}\n')
+    path.write_text("".join(texts), encoding="utf-8")
+
+    assert "line 3 cannot be read: duplicate key 'pid'" in verify(path, profile).discrepancies
+
+
+# Failures that are called something else.
+
+
+def failing(case: str, *requirements: str) -> CaseRecord:
+    """A case that failed for what one of its findings names, with evidence for it if a run keeps any."""
+    reports = [a_report(0, *(a_finding(name) for name in requirements)), a_report(1)]
+    record = judge(a_case(requirements=[case[:4]]), Observed(reports=reports, exits=exits(2)), RunSettings())
+    record.environment, record.adapter, record.refereed = {**LOADED}, LOADED["adapter"], True
+    return keep_evidence(record, reports)
+
+
+ADVICE = "R070/probe-ws2"
+
+
+def with_advice() -> Profile:
+    """The profile, with a case of a recommendation."""
+    return a_profile(*CASES, a_case(requirements=["R070"]))
+
+
+def test_failures_of_mandatory_cases_that_name_a_recommendation_count() -> None:
+    """All of them were edited, findings and evidence alike."""
+    profile = with_advice()
+    edited = [replace_requirement(failing(case, case[:4]), "R070") for case in (PARITY, SHARDS)]
+    certificate = certified(*edited, profile=profile)
+
+    assert not certificate.certified
+    assert any(reason.startswith("FAIL: R001/probe-ws2, R188/probe-ws2") for reason in certificate.reasons)
+
+
+def replace_requirement(record: CaseRecord, requirement: str) -> CaseRecord:
+    """The record with another requirement in each finding, of its own and of its ranks."""
+    record.findings = [replace(finding, requirement=requirement) for finding in record.findings]
+    for report in record.evidence:
+        report.findings = [replace(finding, requirement=requirement) for finding in report.findings]
+    return record
+
+
+@pytest.mark.parametrize("named", ["R071", "R000", "R001", "R999"])
+def test_a_recommendations_case_is_excused_for_what_it_binds_only(named: str) -> None:
+    """Another recommendation, a mandatory requirement, or none that exists."""
+    certificate = certified(replace_requirement(failing(ADVICE, "R070"), named), profile=with_advice())
+
+    assert not certificate.certified
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda record: record.evidence.clear(), "FAIL without the reports of its ranks"),
+        (lambda record: record.evidence[0].findings.clear(), "its evidence yields PASS"),
+        (lambda record: setattr(record, "findings", [a_finding("R070", step=7)]), "its findings are not those of its"),
+        (lambda record: setattr(record, "refereed", False), "it was judged by its own ranks, although it has a ref"),
+    ],
+)
+def test_the_failure_of_a_recommendation_needs_evidence(change: Callable[[CaseRecord], object], words: str) -> None:
+    """It does the implementation good, because a hang or wrong numbers would not be excused."""
+    record = failing(ADVICE, "R070")
+    assert certified(record, profile=with_advice()).certified
+    change(record)
+
+    assert words in only_reason_of(certified(record, profile=with_advice()))
+
+
+def only_reason_of(certificate: Certificate) -> str:
+    """The one reason against it."""
+    assert not certificate.certified
+    (reason,) = certificate.reasons
+    return reason
+
+
+def test_a_fault_that_the_case_does_not_have_excuses_nothing() -> None:
+    """A case without faults always applies."""
+    unmet = {"delay of 15 ms before every all_gather on ranks [1]": ["all_gather"]}
+    reports = [a_report(rank, unmet=unmet, schedule=["step broadcast 8B int64 [0,1]"]) for rank in range(2)]
+    record = judge(a_case(requirements=["R001"]), Observed(reports=reports, exits=exits(2)), RunSettings())
+    record.environment, record.adapter, record.refereed = {**LOADED}, LOADED["adapter"], True
+    record = keep_evidence(record, reports)
+
+    assert record.verdict is Verdict.UNSUPPORTED
+    assert "a fault never struck that the case does not have" in only_reason_of(certified(record))
+
+
+# Fewer comparisons than the case makes.
+
+
+def test_a_pass_that_made_fewer_checks_than_the_suites_own_runs_certifies_nothing() -> None:
+    """Each missing check is named, and so is one that compared nothing."""
+    case = "R001/exact-probe-ws2"
+    entry = load_profile("core-2026.11").by_id[case]
+    minimum = minimum_of(entry.case())
+    assert minimum is not None
+    made = {name: CheckCount(comparisons=1, elements=1) for name in minimum.checks}
+    profile = Profile(name="core-test", interpretation=1, entries=(entry,))
+
+    def reasons(checks: dict[str, CheckCount]) -> str:
+        reports = [a_report(rank, checks=checks) for rank in range(2)]
+        counts = {
+            name: 2 * sum(getattr(each, name) for each in checks.values()) for name in ("comparisons", "elements")
+        }
+        record = a_record(case, requirements=list(entry.requirements), evidence=reports, **counts)
+        return "\n".join(certified(record, profile=profile, flags=" ".join(entry.needs)).reasons)
+
+    assert reasons(made) == ""
+    assert "0 ranks made the check 'loss parity', which 2 ranks must make" in reasons(
+        {name: count for name, count in made.items() if name != "loss parity"}
+    )
+    assert "the check 'loss parity' compared no element" in reasons(
+        {**made, "loss parity": CheckCount(comparisons=1, elements=0)}
+    )
+
+
+# Settings.
+
+
+def test_what_runs_under_unusual_settings_is_stated(tmp_path: Path, profile: Profile) -> None:
+    """A reader of the certificate learns of each."""
+    unusual = {"smoke": False, "seed": 7, "num_threads": 4, "deadline_scale": 3.0, "simulator": False}
+    verification = forged(written(tmp_path, profile), profile, _edited_settings(**unusual))
+
+    assert verification.certificate.remarks == (
+        "the adapter was not checked before the run (--no-smoke)",
+        "the seed of the ranks: 7, usually 20261121",
+        "threads per rank: 4, usually 1",
+        "a simulated accelerator for cases that need one (--no-simulator): False, usually True",
+        "deadlines were multiplied by 3",
+    )

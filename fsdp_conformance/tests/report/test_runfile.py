@@ -353,10 +353,10 @@ def rewritten(path: Path, number: int, change: Callable[[dict[str, Any]], object
         (2, lambda line: line["evidence"][1].update(luck=1), "line 3 cannot be read: unknown key `$.evidence[1].luck`"),
         (2, lambda line: line["exits"][0].pop("pid"), "line 3 cannot be read: Object missing required field `pid`"),
         (2, lambda line: line.update(verdict="MAYBE"), "line 3 cannot be read: Invalid enum value 'MAYBE'"),
-        (5, lambda line: line.update(luck=1), "line 6 (footer) has unknown keys: luck"),
+        (5, lambda line: line.update(luck=1), "line 6 (footer) has unknown keys: `$.luck`"),
         (5, lambda line: line.update(certificate=[]), "line 6 cannot be read: Expected `object`, got `array`"),
         (5, lambda line: line["certificate"].update(scopes=3), "line 6 cannot be read: Expected `array`, got `int`"),
-        (0, lambda line: line.update(luck=1), "line 1 (header) has unknown keys: luck"),
+        (0, lambda line: line.update(luck=1), "line 1 (header) has unknown keys: `$.luck`"),
     ],
 )
 def test_a_line_of_another_form_is_a_problem(

@@ -105,7 +105,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     answer = answered("scoreboard", str(tmp_path))
     assert (answer.status, "expected a run file" in answer.err) == (2, True)
     lost = answered("scoreboard", str(ran(tmp_path / "one", "one")))
-    assert (lost.status, "profile must be one of" in lost.err) == (2, True)
+    assert (lost.status, "give its file with --profile" in lost.err) == (2, True)
     profile = tmp_path / "some.json"
     profile.write_text(json.dumps(PROFILE.to_json()), encoding="utf-8")
     settings = RunSettings(report_dir=str(tmp_path / "two"), profile=str(profile))
@@ -114,7 +114,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     run.case(a_record())
     run.finish()
 
-    text, data = (answered("scoreboard", str(run.path), *more) for more in ((), ("--json",)))
+    text, data = (answered("scoreboard", str(run.path), "--profile", str(profile), *more) for more in ((), ("--json",)))
 
     assert (text.status, text.out.splitlines()[0]) == (0, "| | two |")
     assert json.loads(data.out)["columns"][0]["cells"]["R001"]["passed"] == 1

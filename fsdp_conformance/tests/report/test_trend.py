@@ -58,7 +58,7 @@ def test_a_new_failure_says_what_changed() -> None:
 
     assert failing.is_new
     assert (failing.since, failing.last_pass) == (runs[2].header["started"], runs[0].header["started"])
-    assert failing.changed == ("adapter ada9ada9 -> beefbeef", "torch 2.12.0 -> 2.13.0")
+    assert failing.changed == (f"adapter {LOADED['adapter'][:8]} -> beefbeef", "torch 2.12.0 -> 2.13.0")
     assert result.new == result.failing
     assert "NEW       R001/probe-ws2: FAIL\n  " in trend.text(result)
     assert trend.text(result).endswith("1 new, 0 known, 0 fixed")

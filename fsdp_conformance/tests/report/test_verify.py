@@ -5,31 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_conformance.codec import encode
-from fsdp_conformance.contract.profile import Profile, profile_of
-from fsdp_conformance.errors import RunFileError, UsageError
+from fsdp_conformance.contract.profile import Profile, load_profile, profile_of
+from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.outcome.records import REFERENCES
 from fsdp_conformance.report import certificate
 from fsdp_conformance.report.recorder import Recorder, version_of
 from fsdp_conformance.report.runfile import NAME, chained
 from fsdp_conformance.report.verify import verify
 from fsdp_conformance.run_settings import RunSettings
-from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_finding, a_record
+from fsdp_conformance.tests.report.evidence import DESCRIBED, LOADED, a_case, a_finding, a_record
 from fsdp_conformance.verdict import Verdict
-
-DESCRIPTION = {
-    "spec": "mine",
-    "name": "mine",
-    "version": "1",
-    "capabilities": [],
-    "shims": [],
-    "source_sha256": LOADED["adapter"],
-}
 
 
 @pytest.fixture
@@ -40,9 +32,14 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
     return made
 
 
+def settings(directory: Path) -> RunSettings:
+    """Those of a run of the adapter."""
+    return RunSettings(implementation=DESCRIBED["spec"], report_dir=str(directory))
+
+
 def a_run(directory: Path, profile: Profile, verdict: Verdict = Verdict.PASS) -> Path:
     """A whole run; `verdict` is that of the first case."""
-    run = Recorder(RunSettings(report_dir=str(directory)), profile, DESCRIPTION, directory)
+    run = Recorder(settings(directory), profile, DESCRIBED, directory)
     findings = [a_finding("R001")] if verdict is Verdict.FAIL else []
     loaded = {**LOADED, "torch": version_of("torch")}
     for case, outcome, seen in (("R001/probe-ws2", verdict, findings), ("R188/probe-ws2", Verdict.PASS, [])):
@@ -83,7 +80,7 @@ def test_an_honest_run_verifies(
 )
 def test_computed_and_shared_references_verify(tmp_path: Path, profile: Profile, counted: dict[str, int]) -> None:
     """Both do; the footer adds them up, as the first rank of each case tells, and is held to it."""
-    run = Recorder(RunSettings(report_dir=str(tmp_path)), profile, DESCRIPTION, tmp_path)
+    run = Recorder(settings(tmp_path), profile, DESCRIBED, tmp_path)
     loaded = {**LOADED, "torch": version_of("torch")}
     of_ranks = {"rank 0": counted, "rank 1": {"computed": 9, "shared": 9, "checked": 9}}
     for case, counts in (("R001/probe-ws2", counted), ("R188/probe-ws2", of_ranks)):
@@ -148,16 +145,22 @@ def test_another_profile_than_the_runs_does_not_verify(tmp_path: Path, profile: 
     assert verify(a_run(tmp_path, profile), other).discrepancies != ()
 
 
-def test_the_profile_is_the_one_that_the_run_names(tmp_path: Path, profile: Profile) -> None:
-    """A file's path, or the name of a profile that is shipped; another is unknown."""
+def test_a_run_file_names_no_profile_that_is_opened(tmp_path: Path, profile: Profile) -> None:
+    """A profile that is not shipped is given; what the run says of its path is not followed, even if it exists."""
     written = tmp_path / "mine.json"
     written.write_text(json.dumps(profile.to_json()), encoding="utf-8")
-    run = Recorder(RunSettings(profile=str(written), report_dir="x"), profile, DESCRIPTION, tmp_path / "a")
+    named = replace(settings(tmp_path), profile=str(written))
+    run = Recorder(named, profile, DESCRIBED, tmp_path / "a")
     run.finish()
+    path = Recorder(named, replace(profile, name=str(written)), DESCRIBED, tmp_path / "b")
+    path.finish()
 
-    assert verify(run.path).certificate.profile == "core-test"
-    with pytest.raises(UsageError, match=r"profile must be one of .*, got 'core-test'"):
-        verify(a_run(tmp_path / "b", profile))
+    assert verify(run.path, load_profile(str(written))).profile == profile
+    for each in (run.path, path.path):
+        with pytest.raises(
+            RunFileError, match=r"is not shipped with the suite: give its file with --profile FILE.json"
+        ):
+            verify(each)
 
 
 def test_what_is_no_run_file_is_refused(tmp_path: Path) -> None:
