@@ -211,7 +211,8 @@ def _engines(table: Coverage, places: Sequence[int]) -> Iterator[str]:
 def _title(one: Row, link: str) -> Markdown:
     requirement = one.requirement
     name = Markdown(f"[{requirement.id}]({link}#{requirement.id.lower()})") if link else requirement.id
-    return marked("{} {}{}", name, requirement.name, f". {one.reason}" if one.reason else "")
+    # The contract's texts are Markdown.
+    return marked("{} {}{}", name, Markdown(requirement.name), Markdown(f". {one.reason}" if one.reason else ""))
 
 
 def _counts(one: Row, table: Coverage) -> list[str]:

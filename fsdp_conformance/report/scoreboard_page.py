@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_conformance.contract import Contract, load
 from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.outcome.records import CaseRecord
-from fsdp_conformance.report.marked import marked, row
+from fsdp_conformance.report.marked import Markdown, marked, row
 from fsdp_conformance.report.terminal import duration, verdict_words
 from fsdp_conformance.report.verify import Verification
 from fsdp_conformance.verdict import ACCUSING, Verdict
@@ -125,13 +125,13 @@ def markdown(board: Scoreboard, *, whole: bool = False) -> str:
         "median case": [duration(column.case_seconds) for column in columns],
     }
     lines: list[str] = [marked("note: {}", warning) for warning in board.warnings] + [""] * bool(board.warnings)
-    lines += [row(["", *(column.name for column in columns)]), "|---|" + "---|" * len(columns)]
+    lines += ["| " + row(column.name for column in columns), "|---|" + "---|" * len(columns)]
     lines += [row([label, *values]) for label, values in facts.items()]
     requirements = load().requirements
     for name in board.requirements if whole else board.remarkable:
         cells = [cell.text() if cell is not None else "" for cell in board.row(name)]
         only = f" (only {board.alone[name]})" if name in board.alone else ""
-        lines.append(row([f"{name} {requirements[name].name}{only}", *cells]))
+        lines.append(row([marked("{} {}{}", name, Markdown(requirements[name].name), only), *cells]))
     if not whole:
         rest = len(board.requirements) - len(board.remarkable)
         lines += ["", f"{rest} more requirements are passed by every engine here."]

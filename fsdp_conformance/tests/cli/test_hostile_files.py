@@ -149,7 +149,7 @@ EDITS: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "a footer without seconds": lambda lines: lines[-1].pop("seconds"),
     "a header alone": lambda lines: lines.__delitem__(slice(1, None)),
     "a stress failure without a seed": lambda lines: lines[0]["settings"].update(stress_failure="kill"),
-    "capabilities that nobody knows": lambda lines: lines[0]["implementation"].update(capabilities=["\x1b[2J"]),
+    "capabilities that do not exist": lambda lines: lines[0]["implementation"].update(capabilities=["\x1b[2J"]),
     "a negative factor": lambda lines: lines[0]["settings"].update(deadline_scale=-1.0),
 }
 

@@ -22,7 +22,7 @@ NOTHING = CheckCount(comparisons=1, elements=0)
 
 @checkout.required
 def test_every_case_that_the_reference_engine_passes_has_figures() -> None:
-    """Make them anew for new cases: python -m fsdp_conformance.contract.minimum RUN... > .../contract/minimum.json."""
+    """New cases get theirs by python -m fsdp_conformance.contract.minimum RUN... > .../contract/minimum.json."""
     tallies = [Path(checkout.ROOT, f"ci/verdicts/{name}.json") for name in ("reference", "reference-components")]
     verdicts = {
         case: words.partition(" ")[0]

@@ -565,7 +565,7 @@ def test_markdown_is_not_broken_by_what_was_found() -> None:
     text = markdown.summary(a_run([failed(message="``` oops")]), a_certificate(reasons=("a | b <c>",)))
 
     assert "``` oops" not in text
-    assert "- a \\| b &lt;c>" in text
+    assert "- a \\| b &lt;c&gt;" in text
 
 
 def test_many_groups_are_cut_in_the_markdown() -> None:
