@@ -9,15 +9,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.errors import AdapterError, EnvironmentUnavailable, SuiteError, Unsupported
 from fsdp_conformance.fixtures import deferred
 from fsdp_conformance.fixtures.deferred import Deferred
 from fsdp_conformance.plan import Sharding
-from fsdp_conformance.workload.definition import BatchKey, Regime, Workload
+from fsdp_conformance.workload.definition import Batch, BatchKey, Regime, Workload
 from fsdp_conformance.workload.units import owner
 
 T = TypeVar("T")
@@ -228,11 +229,7 @@ class DeferredInit(ConformanceTestCase):
             for step in range(regime.steps):
                 self._expect_on_meta(built, step)
                 batch = self.placed(workload.batch(BatchKey(step=step, rank=self.rank, world_size=world_size)))
-                with adapter.microbatch(True):
-                    loss = workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch)
-                    adapter.backward(loss)
-                adapter.step()
-                losses.append(loss.detach().cpu())
+                losses.append(self.observe("loss of a step", partial(_trained, adapter, workload, batch)))
         self._expect_on_meta(built, regime.steps)
         expected = self.references(workload, regime).expected
         for step, loss in enumerate(losses):
@@ -326,6 +323,15 @@ class InitFunctions(ConformanceTestCase):
                 f"order of calls: expected {outer or 'the root'} before {inner}, got {', '.join(order)}",
                 check="top-down order",
             )
+
+
+def _trained(adapter: Adapter, workload: Workload, batch: Batch) -> Tensor:
+    """The loss of a step, which is trained."""
+    with adapter.microbatch(True):
+        loss = workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch)
+        adapter.backward(loss)
+    adapter.step()
+    return loss.detach().cpu()
 
 
 class _Built:

@@ -219,16 +219,20 @@ class LowPrecision(ConformanceTestCase):
         """A float32 input receives a float32 gradient from a forward in bfloat16."""
         workload = precision.scaled()
         batch = self.placed(workload.batch(BatchKey(step=0, rank=self.rank, world_size=self.world_size)))
-        x = batch.args[0].requires_grad_()
+        x: Tensor = batch.args[0].requires_grad_()
         adapter = self.subject()
+
+        def look() -> Tensor | None:
+            adapter.backward(workload.loss(adapter.forward(*batch.args), batch))
+            return x.grad
+
         with self.blaming("implementation"):
             adapter.setup(
                 lambda: workload.build(self.rank),
                 workload.optimizers["sgd"],
                 self.plan(workload, param_dtype="bfloat16"),
             )
-            adapter.backward(workload.loss(adapter.forward(*batch.args), batch))
-        grad = self.observe("gradient of the input", lambda: x.grad)
+            grad = self.observe("gradient of the input", look)
         got = None if grad is None else grad.dtype
         self.expect_equal("R088", "dtype of the input's gradient", got, torch.float32, phase="backward")
         nonzero = grad is not None and bool(grad.any())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from fsdp_conformance.checks.optimizer_state import same_state, stepped_once
 from fsdp_conformance.checks.whole_matrix import orthogonal_updates
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.fixtures import models, optimizers, probes, unused
-from fsdp_conformance.workload.definition import BatchKey, Regime, Workload
+from fsdp_conformance.workload.definition import Batch, BatchKey, Regime, Workload
 from fsdp_conformance.workload.events import Action, Event, Moment
 
 
@@ -190,9 +191,7 @@ class StockOptimizers(ConformanceTestCase):
         for step in range(regime.steps):
             batch = self.placed(workload.batch(BatchKey(step=step, rank=self.rank, world_size=world_size)))
             with self.blaming("implementation"):
-                with adapter.microbatch(True):
-                    loss = workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch)
-                    adapter.backward(loss)
+                self.observe("a micro-batch", partial(_backward, adapter, workload, batch))
                 if stock:
                     self.observe("the user's optimizer steps", step_by_user)
                 else:
@@ -208,8 +207,7 @@ class StockOptimizers(ConformanceTestCase):
         with self.blaming("implementation"):
             adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
             batch = self.placed(workload.batch(BatchKey(step=0, rank=self.rank, world_size=self.world_size)))
-            with adapter.microbatch(True):
-                adapter.backward(workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch))
+            self.observe("a micro-batch", partial(_backward, adapter, workload, batch))
 
         def look() -> bool:
             here = any(parameter.grad is not None for parameter in adapter.parameters().values())
@@ -228,6 +226,12 @@ class StockOptimizers(ConformanceTestCase):
         with torch.set_grad_enabled(training):
             adapter.forward(*batch.args, **batch.kwargs)
         adapter.train(True)
+
+
+def _backward(adapter: Adapter, workload: Workload, batch: Batch) -> None:
+    """The forward and the backward of a micro-batch whose gradients are reduced."""
+    with adapter.microbatch(True):
+        adapter.backward(workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch))
 
 
 class Groups(ConformanceTestCase):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.errors import SuiteError
@@ -40,13 +42,18 @@ class Structures(ConformanceTestCase):
             batch.args[0].requires_grad_()
         workload.loss(workload.build(self.rank)(*expected.args, **expected.kwargs), expected).backward()
         adapter = self.subject()
+
+        def look() -> Tensor | None:
+            adapter.backward(workload.loss(adapter.forward(*got.args, **got.kwargs), got))
+            gradient: Tensor | None = got.args[0].grad
+            return gradient
+
         with self.blaming("implementation"):
             adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
-            adapter.backward(workload.loss(adapter.forward(*got.args, **got.kwargs), got))
+            shown = self.observe("gradient of the input", look)
         gradient = expected.args[0].grad
         if gradient is None or not gradient.any():
             raise SuiteError(f"the gradient of the input must not be zero [{self.case.id}, rank {self.rank}]")
-        shown = self.observe("gradient of the input", lambda: got.args[0].grad)
         self.check_equal("R157", shown, gradient, check="gradient of the input", step=0, phase="backward")
 
     @conformance_case(

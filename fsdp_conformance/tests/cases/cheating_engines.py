@@ -88,8 +88,8 @@ class _FindsNothing(Adapter):
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         expect, check = CaseChecks.expect, CaseChecks.check
 
-        def expect_anything(self: CaseChecks, holds: bool, *arguments: Any, **options: Any) -> None:
-            expect(self, True, *arguments, **options)
+        def expect_anything(self: CaseChecks, /, holds: bool, requirement: str, message: str, **where: Any) -> None:
+            expect(self, True, requirement, message, **where)
 
         def check_anything(self: CaseChecks, result: CheckResult) -> None:
             check(self, replace(result, findings=[]))

@@ -70,8 +70,8 @@ def test_no_cheat_changes_the_verdict(engine: str) -> None:
 )
 def test_live_objects_are_judged_elsewhere(case: str, engine: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
-    Values in the user's tensors, properties of the wrapped module and exceptions of a call are compared where no engine
-    is: one that makes every comparison hold would pass if its ranks judged themselves.
+    Gradients of a user's tensors, attributes of a wrapped module and exceptions are compared where no engine is: one
+    that makes every comparison hold would pass if its ranks judged themselves.
     """
     refereed = run_case(bound_case(case), f"{FILE}:{engine}", base=BASE)
     monkeypatch.setattr(controller, "referee_of", lambda case, order: None)
