@@ -43,7 +43,7 @@ _OF_SOME_ENGINES = frozenset(
 
 #: The scenarios of these cases depend on the engine and the run, but they are always compared with the references.
 _DRAWN = ("R000/pairs-row", f"R000/{FRESH}", f"R001/{FRESH}")
-_OF_DRAWN = frozenset({"loss parity", "parameter parity"})
+_OF_DRAWN = frozenset({"loss parity", "parameter parity", "negative control"})
 
 FILE = Path(__file__).with_name("minimum.json")
 

@@ -15,9 +15,9 @@ from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.gate import declined_flags, device_for, is_refereed, ranks_of
 from fsdp_conformance.contract.minimum import Minimum, minimum_of
 from fsdp_conformance.contract.requirement import Level, load
-from fsdp_conformance.judge.verdicts import Observed, judge
+from fsdp_conformance.judge.verdicts import LOUD_REFUSAL, Observed, judge
 from fsdp_conformance.outcome.endings import shutdown_note
-from fsdp_conformance.outcome.records import INAPPLICABLE, UNDECLARED, CaseRecord, RankReport
+from fsdp_conformance.outcome.records import DECLINED, INAPPLICABLE, UNDECLARED, CaseRecord, RankReport
 from fsdp_conformance.run_settings import RANKS, SHARED_DEVICES, RunSettings
 from fsdp_conformance.verdict import CERTIFIABLE, Verdict
 
@@ -170,6 +170,9 @@ def _of_comparisons(record: CaseRecord, case: Case) -> list[str]:
         return ["no rank compared an element of anything"]
     minimum: Minimum | None = minimum_of(case)
     if minimum is None or minimum.device != record.device:
+        return []
+    if DECLINED in record.measurements and case.requirements[0] == LOUD_REFUSAL:
+        # A combination may be refused; then the only thing to see is that all ranks refuse it.
         return []
     problems = []
     for name, ranks in minimum.checks.items():

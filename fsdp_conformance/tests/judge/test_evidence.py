@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.judge import Observed, contradictions, judge, keep_evidence
 from fsdp_conformance.judge.evidence import COMMON
-from fsdp_conformance.outcome.records import CaseRecord, RankReport
+from fsdp_conformance.outcome.records import DECLINED, CaseRecord, CheckCount, RankReport
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, a_report, an_error, exits, failed
 from fsdp_conformance.verdict import Verdict
@@ -161,3 +162,17 @@ def test_flags_are_weighed_on_the_device_of_the_case(declared: str, problems: in
     case = a_case(environment=("accelerator",))
 
     assert len(contradictions(record, case, declared=flags.__getitem__, settings=RunSettings())) == problems
+
+
+@pytest.mark.parametrize(("case_id", "is_right"), [("R000/pairs-row1-ws1", True), ("R001/exact-probe-ws2", False)])
+def test_a_combination_that_all_ranks_refuse_compares_no_values(case_id: str, is_right: bool) -> None:
+    """Rows may be refused, and what every engine must train may not."""
+    case = load_profile("core").by_id[case_id].case()
+    checks = {"refusals": CheckCount(comparisons=1, elements=1)}
+    reports = [a_report(rank, checks=checks) for rank in range(case.world_size)]
+    observed = Observed(reports=reports, exits=exits(case.world_size))
+    record = keep_evidence(judge(case, observed, RunSettings()), reports)
+    record.measurements[DECLINED] = "ValueError: not together"
+    lies = contradictions(record, case, declared=lambda _: frozenset(), settings=RunSettings())
+
+    assert (not any("must make" in lie for lie in lies)) is is_right, lies
