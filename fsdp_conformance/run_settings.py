@@ -477,6 +477,20 @@ def settings_from_json(data: Mapping[str, Any]) -> RunSettings:
 
 _order = RunOrder()
 
+#: Of this run, in its controllers alone: ranks get no part of it, so code under test cannot know it.
+_secret = secrets.token_hex(32)
+
+
+def secret() -> str:
+    """A secret of this run, by which its referees know what other referees of the same run have written."""
+    return _secret
+
+
+def use_secret(text: str) -> None:
+    """Use the secret of the controller that this process works for."""
+    global _secret
+    _secret = text
+
 
 def use(settings: RunSettings, description: Mapping[str, Any] | None = None) -> None:
     """Make these the settings of this process, and `description` that of the adapter, if it is known already."""

@@ -75,8 +75,15 @@ class OneRankFails(ConformanceTestCase):
             if step == 0 and self.rank == failed:
                 self.observe("the fuse is armed", lambda: fuses[-1].arm(place, _CODE))
 
-        outcome = _outcome(lambda: self.train(workload, on_step=arm), self.note_refusal)
+        classes: list[type[Exception]] = []
+        outcome = _outcome(lambda: self.train(workload, on_step=arm), self.note_refusal, classes)
+        # Text does not tell: an exception of another class with the same name would pass by the user's `except`.
+        is_users = self.observe("whether the user's class was caught", lambda: classes == [Interrupted])
         if self.rank == failed:
+            self.expect(
+                is_users, "R160", f"the exception that reached the caller of {place} must be of the user's class, got "
+                "another one", phase=place, step=1, check="the class of the exception",
+            )  # fmt: skip
             expected = f"{Interrupted.__name__}: {Interrupted(place, _CODE)}"
             self.expect_equal("R160", f"what reached the caller of {place}", outcome, expected, phase=place, step=1)
         else:
@@ -252,11 +259,15 @@ def _with_gradients(adapter: Adapter) -> list[str]:
     return [name for name, parameter in adapter.parameters().items() if parameter.grad is not None]
 
 
-def _outcome(run: Callable[[], TrainingHistory | None], note_error: Callable[[], None]) -> str:
+def _outcome(
+    run: Callable[[], TrainingHistory | None],
+    note_error: Callable[[], None],
+    classes: list[type[Exception]] | None = None,
+) -> str:
     """
-    The exception that a run raised, in words; empty if it raised none.
+    The exception that a run raised, in words; empty if it raised none. Its class is added to `classes`.
 
-    Only words are kept: the exception's frames would keep the engine alive.
+    Nothing else is kept: the exception's frames would keep the engine alive.
     """
     try:
         run()
@@ -264,6 +275,8 @@ def _outcome(run: Callable[[], TrainingHistory | None], note_error: Callable[[],
         raise
     except Exception as error:  # noqa: BLE001 - whatever ends a rank is what the case asks for
         note_error()
+        if classes is not None:
+            classes.append(type(error))
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import unittest
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from fsdp_conformance.cases import places, stress
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.contract.gate import Gated, gate, is_refereed
+from fsdp_conformance.contract.selection import selection_options
 from fsdp_conformance.errors import RequirementFailed
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.accounting import Part
@@ -28,7 +30,15 @@ from fsdp_conformance.harness.observations import decisions_directory, note_ende
 from fsdp_conformance.harness.order import CaseOrder, FirstGroup, Refereed, Role
 from fsdp_conformance.harness.processes.launcher import RefereeLaunch
 from fsdp_conformance.harness.processes.stacks import is_alive
-from fsdp_conformance.judge import Observed, drilled, judge, keep_evidence, refereed_report, without_directory
+from fsdp_conformance.judge import (
+    Observed,
+    drilled,
+    has_ended_early,
+    judge,
+    keep_evidence,
+    refereed_report,
+    without_directory,
+)
 from fsdp_conformance.outcome.records import CaseRecord, RankExit, RankReport
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.references.sharing import offered
@@ -77,9 +87,19 @@ def _gated(case: Case, description: AdapterDescription, settings: RunSettings) -
     return gated
 
 
+def _secret_of(settings: RunSettings) -> str:
+    """
+    The secret of the run, if all of its profile is run; otherwise "".
+
+    Code under test can write to the store, as any program of its user can. A run that can certify an engine therefore
+    takes no reference that another run has left there.
+    """
+    return "" if selection_options(settings) else run_settings.secret()
+
+
 def _offered_references(settings: RunSettings) -> dict[str, Any] | None:
     """The store of references, for a referee: see `CaseReferences`."""
-    offer = offered(suite_sha256(), cache_directory(), run=settings.report_dir)
+    offer = offered(suite_sha256(), cache_directory(), run=settings.report_dir, secret=_secret_of(settings))
     return None if offer is None else codec.plain(offer)
 
 
@@ -89,26 +109,28 @@ class Referee:
     def __init__(self, order: CaseOrder) -> None:
         """Start the referee of ranks that get `order`. Raises EnvironmentUnavailable if it cannot be started."""
         directory = Path(decisions_directory(str(order.directory)))
-        directory.mkdir()
         refereed = Refereed(role=Role.OBSERVED, directory=str(order.directory), nonce=secrets.token_hex(16))
         self._directory = refereed.directory
         of_device = dict(devices.preload_environment(order.device_type, shared=order.share_devices))
         self.observed = replace(order, refereed=refereed)
-        self._launch = RefereeLaunch(
-            replace(
-                order,
-                refereed=replace(refereed, role=Role.REFEREE),
-                directory=directory,
-                file_name=str(directory / "store"),
-                simulated=True,
-                group=FirstGroup(),
-                first_part=Part.SUITE,
-                # Nothing of the engine: neither its modules nor its variables.
-                engine=(),
-                preload_environment=of_device,
-                variables=of_device,
-            )
+        self._order = replace(
+            order,
+            refereed=replace(refereed, role=Role.REFEREE, secret=_secret_of(run_settings.current())),
+            directory=directory,
+            file_name=str(directory / "store"),
+            simulated=True,
+            group=FirstGroup(),
+            first_part=Part.SUITE,
+            # Nothing of the engine: neither its modules nor its variables.
+            engine=(),
+            preload_environment=of_device,
+            variables=of_device,
         )
+        self._launch = self._started()
+
+    def _started(self) -> RefereeLaunch:
+        self._order.directory.mkdir()
+        return RefereeLaunch(self._order)
 
     def judged(self, reports: Sequence[RankReport | None]) -> list[RankReport | None]:
         """The reports of the ranks, which have ended, with the referee's judgement in place of their own."""
@@ -118,6 +140,13 @@ class Referee:
         except OSError as error:
             return [without_directory(report, str(error)) for report in reports]
         judgements, exits = self._launch.wait()
+        if any(map(_is_disturbed, judgements)):
+            # The ranks may have killed or stopped it, as they run under the same user. Now they have ended, and what
+            # they have shown is still there.
+            self.close()
+            shutil.rmtree(self._order.directory, ignore_errors=True)
+            self._launch = self._started()
+            judgements, exits = self._launch.wait()
         return [
             refereed_report(report, judgement, end)
             for report, judgement, end in zip(reports, judgements, exits, strict=True)
@@ -126,6 +155,12 @@ class Referee:
     def close(self) -> None:
         """End the referee if it still runs."""
         self._launch.close()
+
+
+def _is_disturbed(judgement: RankReport | None) -> bool:
+    """True if a referee has not judged, or has failed by itself."""
+    error = None if judgement is None else judgement.error
+    return judgement is None or (error is not None and error.blame == "suite" and not has_ended_early(error))
 
 
 def referee_of(case: Case, order: CaseOrder) -> Referee | None:

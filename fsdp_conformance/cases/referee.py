@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, distributed
+from torch import distributed
 
 from fsdp_conformance import codec, errors
 from fsdp_conformance.adapters.base import Adapter
@@ -26,11 +26,8 @@ from fsdp_conformance.cases.refusal import ReportedError
 from fsdp_conformance.cases.training import HOOKS, CaseTraining
 from fsdp_conformance.errors import EnvironmentUnavailable, ReferencesDisagree, SuiteError, UsageError
 from fsdp_conformance.harness.observations import ObservationReader, ObservationsInvalid
-from fsdp_conformance.history.collective import CollectiveRecord
-from fsdp_conformance.history.hazard import HazardRecord
-from fsdp_conformance.history.memory import MemoryMark
-from fsdp_conformance.history.training import StepRecord, TrainingHistory
-from fsdp_conformance.history.transfer import Opaque
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.history.typed import mistakes
 from fsdp_conformance.outcome.records import RankError
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.workload.definition import Regime, Workload
@@ -40,6 +37,10 @@ if TYPE_CHECKING:
 
 #: Classes that say something about the suite or the machine. Raised by code under test, they say nothing.
 OF_SUITE = (SuiteError, EnvironmentUnavailable, ReferencesDisagree, UsageError)
+
+
+#: What a training is shown as: its history, and faults to the operations of which none was issued.
+_SHOWN = tuple[TrainingHistory, dict[str, list[str] | tuple[str, ...]]]
 
 
 class Replay:
@@ -167,8 +168,7 @@ class RefereeTraining(CaseTraining):
         hooks = {name: hook for name, hook in options.items() if name in HOOKS}
         with self._here.blaming("implementation"):
             shown = self._trained("train", hooks)
-            if not (isinstance(shown, tuple) and len(shown) == 2 and isinstance(shown[1], dict)):
-                raise ObservationsInvalid("a training must be shown with the faults that found nothing to strike")
+            _typed(shown, _SHOWN, "a training, with the faults that found nothing to strike,")
             run = self._whole(shown[0], (regime or Regime()).steps - options.get("first_step", 0))
         self._here.report.unmet |= shown[1]
         self._note_run(run)
@@ -215,43 +215,15 @@ class RefereeTraining(CaseTraining):
 
 
 def _history(value: Any) -> TrainingHistory:
-    """The value, which must be a history of tensors by name. Raises ObservationsInvalid."""
-    if not isinstance(value, TrainingHistory):
-        raise ObservationsInvalid(f"a training must be shown as a TrainingHistory, got {type(value).__name__}")
-    kinds = {"steps": StepRecord, "collectives": CollectiveRecord, "memory": MemoryMark, "hazards": HazardRecord}
-    for name, kind in kinds.items():
-        _demand(
-            all(isinstance(each, kind) for each in _listed(getattr(value, name), name)), f"{name} of {kind.__name__}"
-        )
-    named = {"initial parameters": value.initial_params, "initial buffers": value.initial_buffers}
-    for step in value.steps:
-        named |= {f"parameters of step {step.step}": step.params, f"buffers of step {step.step}": step.buffers}
-        _demand(all(isinstance(loss, Tensor) for loss in _listed(step.losses, "losses")), "losses that are tensors")
-        for gradients in (step.grads, step.clipped_grads):
-            present = {} if gradients is None else gradients
-            _demand(isinstance(present, dict), "gradients by name")
-            named["gradients"] = {name: grad for name, grad in present.items() if grad is not None}
-            _demand_tensors(named["gradients"], f"gradients of step {step.step}")
-    for what, tensors in named.items():
-        _demand_tensors(tensors, what)
+    """The value, which must be a history as its class declares it. Raises ObservationsInvalid."""
+    return cast(TrainingHistory, _typed(value, TrainingHistory, "a training"))
+
+
+def _typed(value: Any, hint: Any, place: str) -> Any:
+    """The value, which must be of that type. Raises ObservationsInvalid, with the first place where it is not."""
+    if (mistake := next(mistakes(value, hint, place), None)) is not None:
+        raise ObservationsInvalid(f"a rank must show {mistake}")
     return value
-
-
-def _listed(value: Any, what: str) -> list[Any]:
-    _demand(isinstance(value, list), f"a list of {what}")
-    return cast(list[Any], value)
-
-
-def _demand_tensors(tensors: Any, what: str) -> None:
-    _demand(isinstance(tensors, dict), f"{what} by name")
-    for name, tensor in tensors.items():
-        got = tensor.kind if isinstance(tensor, Opaque) else type(tensor).__name__
-        _demand(isinstance(name, str) and isinstance(tensor, Tensor), f"{what} as tensors by name, got {name!r}: {got}")
-
-
-def _demand(holds: bool, what: str) -> None:
-    if not holds:
-        raise ObservationsInvalid(f"a training must be shown with {what}")
 
 
 def exception_from(content: dict[str, Any]) -> ReportedError:

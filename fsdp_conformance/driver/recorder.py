@@ -66,7 +66,7 @@ class Recorder:
         self._kept: list[tuple[str, Any, Any]] = []
         """Outputs that the user keeps, if the regime asks for that: which one, its tensors, and copies of them."""
         self._input_grads: list[Tensor | None] = []
-        self._helpers: frozenset[int] | None = None
+        self._helpers: frozenset[int] = frozenset()
         """Processes of this rank, once the first step has ended."""
 
     # --- labels and times --------------------------------------------------------------------------------------------
@@ -117,10 +117,10 @@ class Recorder:
         host_memory.return_large_blocks()
         own = storage_bytes([*self.history.initial_params.values(), *self.history.initial_buffers.values()])
         held = host_memory.held_bytes() - self.watch.bytes_in_host() - own
-        if point is Point.STEP and self._helpers is None:
-            # Earlier, a new process may still be loading its code.
-            self._helpers = host_memory.children()
-        return held, host_memory.bytes_of(self._helpers or ())
+        if point is Point.STEP:
+            # Those of the first step, and later ones with it: earlier, a new process may still be loading its code.
+            self._helpers |= host_memory.children()
+        return held, host_memory.bytes_of(self._helpers)
 
     # --- values ------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_conformance.errors import ConformanceError, NotExact
 from fsdp_conformance.explore.building import example_of, second_model
@@ -110,16 +110,16 @@ def prepare(example: Example) -> Prepared:
     )
 
 
-def judgeable(scenario: Scenario) -> tuple[Example, Prepared]:
+def judgeable(scenario: Scenario, *, salts: int = _SALTS) -> tuple[Example, Prepared]:
     """
     The example of a scenario with its references, such that these can judge it if possible.
 
-    Whether they can depends on the numbers, so several models are tried, beginning with the one that the scenario's
+    Whether they can depends on the numbers, so `salts` models are tried, beginning with the one that the scenario's
     salt gives. Not collective. Raises NotExact if none of them is exact, although it ought to be.
     """
     candidates: list[tuple[Example, Prepared]] = []
     problem: NotExact | None = None
-    for salt in range(scenario.salt, scenario.salt + _SALTS):
+    for salt in range(scenario.salt, scenario.salt + salts):
         example = example_of(scenario, salt=salt)
         try:
             candidates.append((example, prepare(example)))
@@ -156,22 +156,26 @@ def too_wide(prepared: Prepared) -> str | None:
     """The bound in which a fault could hide, in words; None if there is none."""
     if prepared.exact or prepared.rounds:
         return None
-    references = prepared.of_rank(0)
-    steps = range(len(references.expected.steps))
-    for kind, step in [
+    steps = range(len(prepared.of_rank(0).expected.steps))
+    of_all_ranks = [
         (Kind.PARAMETER, steps[-1]),
-        *((kind, step) for kind in (Kind.LOSS, Kind.GRADIENT, Kind.NORM) for step in steps),
-    ]:
-        for name, value in values_of(references.expected, kind, step).items():
-            bound = None if value is None else references.bound(kind, step, name)
-            if bound is not None and bound.inconclusive:
-                return f"the bound of {name} is {bound.text()}"
+        *((kind, step) for kind in (Kind.GRADIENT, Kind.NORM) for step in steps),
+    ]
+    # Each rank has its own batches.
+    of_each = [(kind, step) for kind in (Kind.LOSS, Kind.OUTPUT, Kind.EVAL, Kind.BUFFER) for step in steps]
+    for rank in range(len(prepared.histories)):
+        references = prepared.of_rank(rank)
+        for kind, step in of_each + (of_all_ranks if rank == 0 else []):
+            for name, value in values_of(references.expected, kind, step).items():
+                bound = references.bound(kind, step, name) if isinstance(value, Tensor) else None
+                if bound is not None and bound.inconclusive:
+                    return f"the bound of {name} is {bound.text()}"
     return None
 
 
-def trained(scenario: Scenario) -> Trained:
+def trained(scenario: Scenario, *, salts: int = _SALTS) -> Trained:
     """Train the references of a scenario and its second model. Not collective. Raises NotExact as `judgeable` does."""
-    example, prepared = judgeable(scenario)
+    example, prepared = judgeable(scenario, salts=salts)
     if not example.second:
         return Trained(scenario, example, prepared)
     other = second_model(example)
@@ -187,7 +191,8 @@ def first_judged(candidates: Sequence[Scenario]) -> Trained:
     *others, last = candidates
     for scenario in others:
         with suppress(NotExact):
-            candidate = trained(scenario)
+            # Another scenario is as good as other numbers.
+            candidate = trained(scenario, salts=1)
             parts = [candidate.prepared, *(() if candidate.second is None else (candidate.second[1],))]
             if all(too_wide(part) is None for part in parts) and liveness(candidate.prepared) >= _ALIVE:
                 return candidate

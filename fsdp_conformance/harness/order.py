@@ -71,6 +71,8 @@ class Refereed:
     """Where the ranks write what they observe."""
     nonce: str
     """Of this case alone."""
+    secret: str = ""
+    """For the referee alone: that of the run, if it takes no references of other runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ another rank's ending explains ("connection closed by peer"); it is never the he
 
 from fsdp_conformance.judge.drill import drilled
 from fsdp_conformance.judge.evidence import contradictions, is_excused, keep_evidence, shutdown_problems
-from fsdp_conformance.judge.referee import refereed_report, without_directory
+from fsdp_conformance.judge.referee import has_ended_early, refereed_report, without_directory
 from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFUSAL, Observed, judge
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Observed",
     "contradictions",
     "drilled",
+    "has_ended_early",
     "is_excused",
     "judge",
     "keep_evidence",

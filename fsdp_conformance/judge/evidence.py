@@ -21,6 +21,9 @@ from fsdp_conformance.outcome.records import DECLINED, INAPPLICABLE, UNDECLARED,
 from fsdp_conformance.run_settings import RANKS, SHARED_DEVICES, RunSettings
 from fsdp_conformance.verdict import CERTIFIABLE, Verdict
 
+#: The check of cases in which an engine may refuse, whether it does or not.
+REFUSAL = "refusal"
+
 #: The label of the digest that stands for all digests of a rank that every rank has.
 COMMON = "common digests"
 
@@ -175,7 +178,9 @@ def _of_comparisons(record: CaseRecord, case: Case) -> list[str]:
         # A combination may be refused; then the only thing to see is that all ranks refuse it.
         return []
     problems = []
-    for name, ranks in minimum.checks.items():
+    # What a case compares besides depends on whether the engine refuses.
+    checks = {REFUSAL: minimum.checks[REFUSAL]} if REFUSAL in minimum.checks else minimum.checks
+    for name, ranks in checks.items():
         made = [count for report in record.evidence if (count := report.checks.get(name)) is not None]
         made = [count for count in made if count.comparisons > 0]
         if len(made) < ranks:

@@ -37,7 +37,7 @@ def refereed_report(report: RankReport | None, judgement: RankReport | None, end
         seconds={**report.seconds, "referee": judgement.seconds.get("body", 0.0)},
     )
     error = judgement.error
-    if error is not None and error.kind == _ENDED:
+    if error is not None and has_ended_early(error):
         return _ended_early(merged, report, error)
     if error is not None and error.kind == _INVALID:
         return _with_error(merged, replace(error, blame="implementation"))
@@ -45,6 +45,11 @@ def refereed_report(report: RankReport | None, judgement: RankReport | None, end
         # The body has ended here, and nothing of the suite runs after it on a rank: whoever is blamed there has no say.
         return _with_error(merged, replace(report.error, blame="implementation"))
     return merged
+
+
+def has_ended_early(error: RankError) -> bool:
+    """True if the referee only says that a rank has shown nothing more."""
+    return error.kind == _ENDED
 
 
 def without_directory(report: RankReport | None, why: str) -> RankReport | None:

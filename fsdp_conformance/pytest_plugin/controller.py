@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fsdp_conformance import run_settings
 from fsdp_conformance.pytest_plugin import items, options
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Controller:
     def pytest_configure_node(self, node: Any) -> None:
         """Hand the order to a worker."""
         node.workerinput[options.WORKER_INPUT] = options.order_of(self.config).to_json()
+        node.workerinput[options.SECRET_INPUT] = run_settings.secret()
 
     @pytest.hookimpl(trylast=True)
     def pytest_report_header(self) -> list[str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fsdp_conformance.run_settings import OPTIONS, RunOrder, from_words, order_from_json
+from fsdp_conformance.run_settings import OPTIONS, RunOrder, from_words, order_from_json, use_secret
 
 if TYPE_CHECKING:
     from fsdp_conformance.contract.profile import Entry, Profile
@@ -36,6 +36,7 @@ ORDER_OPTION = "--conformance-order"
 
 #: What the controller hands to a worker of pytest-xdist.
 WORKER_INPUT = "fsdp_conformance"
+SECRET_INPUT = "fsdp_conformance_secret"
 
 _ORDER = pytest.StashKey[RunOrder]()
 
@@ -142,7 +143,10 @@ def _words(config: pytest.Config) -> dict[str, Any]:
 
 
 def _make_order(config: pytest.Config) -> RunOrder:
-    handed_over: str | None = getattr(config, "workerinput", {}).get(WORKER_INPUT)
+    worker_input = getattr(config, "workerinput", {})
+    if SECRET_INPUT in worker_input:
+        use_secret(worker_input[SECRET_INPUT])
+    handed_over: str | None = worker_input.get(WORKER_INPUT)
     if handed_over is None and (file := config.getoption("conformance_order")):
         handed_over = Path(file).read_text(encoding="utf-8")
     if handed_over is not None:

@@ -53,10 +53,12 @@ class Offer:
     run: str
     known: frozenset[str]
     """Names of entries."""
+    secret: str = ""
+    """In a referee: the run's, if it takes only what its own referees have trained. Ranks never get it."""
 
     @property
     def store(self) -> ReferenceStore:
-        return ReferenceStore(Path(self.directory), self.limit)
+        return ReferenceStore(Path(self.directory), self.limit, self.secret)
 
     def key(self, workload: Workload, regime: Regime, world_size: int) -> dict[str, str] | None:
         """The key of the references, from all that they depend on; None if they are not shared."""
@@ -78,9 +80,11 @@ class Offer:
         return int.from_bytes(drawn[:8], "big") % SPOT_CHECKS == 0
 
 
-def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer | None:
+def offered(suite_sha256: str, cache: Path, *, run: str | None = None, secret: str = "") -> Offer | None:
     """
     The store that the environment names: in the variable's directory, or in `cache`; None if it is "off".
+
+    With a secret, the run has entries of its own in it. The offer does not hold the secret: see `Offer.secret`.
 
     Raises ConfigError for a limit that is no number.
     """
@@ -92,10 +96,15 @@ def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer 
     return Offer(
         directory=str(directory),
         limit=limit,
-        origin={"suite": suite_sha256, **machine()},
+        origin={"suite": suite_sha256, **machine(), **_own_entries(secret)},
         run=run or _RUN,
         known=ReferenceStore(directory, limit).names(),
     )
+
+
+def _own_entries(secret: str) -> dict[str, str]:
+    """The part of a key that tells the entries of runs apart."""
+    return {"run": hashlib.sha256(secret.encode()).hexdigest()} if secret else {}
 
 
 def is_untouched(imported: Iterable[str]) -> bool:

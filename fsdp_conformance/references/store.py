@@ -5,9 +5,11 @@ An entry is a file, named by the hash of its key. Its first line says what it is
 which has the key and the place and the hash of each rank's section; then the sections follow. A section is one line of
 JSON, in which tensors are places in the bytes after it. Nothing in it is ever executed.
 
-Whatever is not as it was written is refused: another key, another hash, a missing end. An entry is written to a file of
-its own and renamed, so that a reader sees all of it or nothing, whoever else is writing. Above the limit, the entries
-that were not used for longest are removed.
+Whatever is not as it was written is refused: another key, another hash, a missing end. With a secret of the run, the
+hash of the header is one that only the referees of that run can compute, so entries of others are refused as well.
+
+An entry is written to a file of its own and renamed, so that a reader sees all of it or nothing, whoever else is
+writing. Above the limit, the entries that were not used for longest are removed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import hmac
 import json
 import os
 import tempfile
@@ -71,9 +74,10 @@ def content_of(data: bytes) -> Any:
 class ReferenceStore:
     """The directory. Whatever a file system may refuse counts as an entry that is not there."""
 
-    def __init__(self, directory: Path, limit: int) -> None:
+    def __init__(self, directory: Path, limit: int, secret: str = "") -> None:
         self.directory = directory
         self.limit = limit
+        self._secret = secret.encode()
 
     def path(self, name: str) -> Path:
         """The file of an entry."""
@@ -94,7 +98,7 @@ class ReferenceStore:
                 if file.readline() != _MAGIC:
                     raise Refused("its first line is not that of an entry of this version")
                 stated, header = file.readline().strip(), file.readline()
-                if hashlib.sha256(header).hexdigest().encode() != stated:
+                if not hmac.compare_digest(self._hash(header), stated):
                     raise Refused("its header does not match its hash")
                 content = json.loads(header)
                 if content["key"] != dict(key):
@@ -122,7 +126,7 @@ class ReferenceStore:
         if begin > _LARGEST * self.limit:
             return False
         header = _line({"key": dict(key), "sections": places})
-        stated = hashlib.sha256(header).hexdigest().encode() + b"\n"
+        stated = self._hash(header) + b"\n"
         name = entry_name(key)
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -138,6 +142,11 @@ class ReferenceStore:
             return False
         self._trim()
         return True
+
+    def _hash(self, header: bytes) -> bytes:
+        if not self._secret:
+            return hashlib.sha256(header).hexdigest().encode()
+        return hmac.new(self._secret, header, hashlib.sha256).hexdigest().encode()
 
     def remove(self, name: str) -> None:
         """Remove an entry."""

@@ -90,15 +90,15 @@ BASE = (
     # More than 65,536 elements in each weight of a block, whose layers have 64 and more features on one side.
     Draw(
         name="large parameters", ranks="2", density=0.2, among=_MANDATORY,
-        sizes=lambda r: {"wider": r.randint(30, 36), "hidden": r.randint(1100, 1300)},
+        sizes=lambda r: {"wider": r.randint(30, 36), "hidden": r.randint(1100, 3300)},
     ),
     # More than 16: each block is one.
     Draw(
         name="many units", ranks="2", density=0.2, among=_MANDATORY, plain=frozenset({"units"}),
-        sizes=lambda r: {"blocks": r.randint(17, 20)},
+        sizes=lambda r: {"blocks": r.randint(17, 28)},
     ),
     Draw(
-        name="many steps", ranks="2", density=0.2, among=_MANDATORY, sizes=lambda r: {"steps": r.randint(13, 16)},
+        name="many steps", ranks="2", density=0.2, among=_MANDATORY, sizes=lambda r: {"steps": r.randint(13, 24)},
     ),
     # More than eight. Nine have what is possible for three: neither is a power of two.
     Draw(

@@ -8,13 +8,18 @@ their rank, on purpose or not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
+import resource
+import signal
 import sys
 import unittest
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +33,7 @@ from fsdp_conformance.cases import control, observed
 from fsdp_conformance.cases.checks import CaseChecks
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.harness import context
-from fsdp_conformance.harness.observations import ObservationLog
+from fsdp_conformance.harness.observations import ObservationLog, decisions_directory
 from fsdp_conformance.harness.rank import RankRun
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.mutants import failure, misuse, whole_engines
@@ -354,3 +359,85 @@ class HidesTheControl(TorchFSDP2):
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         control.wrong_on_purpose = lambda run, kind: run
         super().setup(model_fn, optim_fn, plan)
+
+
+def _referees() -> list[int]:
+    """The processes that have a file of the referee's directory open, or run in it."""
+    place = decisions_directory(context.running().order.case.refereed.directory)  # type: ignore[union-attr]
+    found = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdecimal() and any(
+                os.readlink(file).startswith(place) for file in (process / "fd").iterdir()
+            ):
+                found.append(int(process.name))
+    return found
+
+
+class KillsTheReferee(Doubles):
+    """Kills the process that judges it."""
+
+    def cheat(self) -> None:
+        for process in _referees():
+            os.kill(process, signal.SIGKILL)
+
+
+class LimitsTheReferee(Doubles):
+    """Lets the process that judges it open no more files."""
+
+    def cheat(self) -> None:
+        for process in _referees():
+            resource.prlimit(process, resource.RLIMIT_NOFILE, (4, 4))
+
+
+class ShowsAWordForSeconds(Doubles):
+    """Sends a history in which a number is a word, which only arithmetic notices."""
+
+    def cheat(self) -> None:
+        _replace_in_history("seconds", "x")
+
+
+class ShowsNumbersForFaults(Doubles):
+    """Sends something else than the faults that found nothing to strike."""
+
+    def cheat(self) -> None:
+        original = ObservationLog.send
+
+        def send(log: ObservationLog, kind: str, **content: Any) -> None:
+            if content.get("name") == "train" and kind == "returned":
+                content["value"] = (content["value"][0], {5: None})
+            original(log, kind, **content)
+
+        ObservationLog.send = send  # type: ignore[method-assign]
+
+
+def _replace_in_history(field: str, value: Any) -> None:
+    original = ObservationLog.send
+
+    def send(log: ObservationLog, kind: str, **content: Any) -> None:
+        if content.get("name") == "train" and kind == "returned":
+            setattr(content["value"][0], field, value)
+        original(log, kind, **content)
+
+    ObservationLog.send = send  # type: ignore[method-assign]
+
+
+class ReplacesClassesOfExceptions(TorchFSDP2):
+    """Is right, but exceptions of the user's code arrive as others with the same name and text."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _renamed():
+            return super().forward(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        with _renamed():
+            super().backward(loss, retain_graph=retain_graph)
+
+
+@contextlib.contextmanager
+def _renamed() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - that is the mistake
+        kind = type(type(error).__name__, (RuntimeError,), {"__module__": type(error).__module__})
+        raise kind(str(error)) from None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fsdp_conformance import run_settings
 from fsdp_conformance.cases import controller
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS
+from fsdp_conformance.outcome.records import REFERENCES
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, bound_cases, run_case
 from fsdp_conformance.tests.cases import cheating_engines
@@ -28,7 +31,7 @@ CHEATS = {
     "SendsNonsense": (Verdict.FAIL, "gradient"),
     "SpeaksOfTheMachine": (Verdict.FAIL, "no"),
     "RaisesFromC": (Verdict.FAIL, "no such device"),
-    "ShowsWords": (Verdict.FAIL, "as tensors by name"),
+    "ShowsWords": (Verdict.FAIL, "as Tensor, got str"),
     "ShowsLittle": (Verdict.FAIL, "must show 3 steps of rank"),
     "SwallowsItsErrors": (Verdict.FAIL, "no such device"),
     "NoSuchDevice": (Verdict.FAIL, "no such device"),
@@ -40,6 +43,10 @@ CHEATS = {
     "RefusesOnOneRank": (Verdict.FAIL, "not on this rank"),
     "RaisesSurrogates": (Verdict.FAIL, "a lone surrogate"),
     "ExitsQuietly": (Verdict.CRASH, "exited with code 0"),
+    "KillsTheReferee": (Verdict.FAIL, "gradient"),
+    "LimitsTheReferee": (Verdict.FAIL, "gradient"),
+    "ShowsAWordForSeconds": (Verdict.FAIL, "seconds as float, got str"),
+    "ShowsNumbersForFaults": (Verdict.FAIL, "as str, got int"),
 }
 
 
@@ -65,7 +72,7 @@ def test_no_cheat_changes_the_verdict(engine: str) -> None:
     [
         ("R157/gradients-of-inputs-ws2", "DetachesInputs", "gradient of the input"),
         ("R060/behaves-like-the-original-ws2", "LosesAttributes", "module.id: expected mine"),
-        ("R160/exception-reaches-the-caller-forward-ws2", "ReplacesExceptions", "what reached the caller of forward"),
+        ("R160/exception-reaches-the-caller-forward-ws2", "ReplacesExceptions", "must be of the user's class"),
     ],
 )
 def test_live_objects_are_judged_elsewhere(case: str, engine: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +134,29 @@ def test_a_correct_engine_that_replaces_functions() -> None:
     record = run_case(bound_case("R001/exact-probe-ws2"), f"{FILE}:KeepsStockAdam", base=BASE)
 
     assert record.verdict is Verdict.PASS, record.reason
+
+
+def test_the_class_of_an_exception() -> None:
+    """An `except` of the user's would not catch another class, whatever it is called."""
+    case = bound_case("R160/exception-reaches-the-caller-backward-ws2")
+    record = run_case(case, f"{FILE}:ReplacesClassesOfExceptions", base=BASE)
+
+    assert record.verdict is Verdict.FAIL
+    assert "must be of the user's class" in record.reason
+
+
+def test_references_that_code_under_test_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of a whole profile takes no reference that another run has left, whatever its hash is."""
+    monkeypatch.setenv("FSDP_CONFORMANCE_REFERENCES", str(tmp_path))
+    case = bound_case("R001/exact-probe-ws2")
+    part, whole = replace(BASE, cases=("R001/exact-probe-ws2",)), BASE
+
+    def shared(base: RunSettings) -> int:
+        record = run_case(case, "torch-fsdp2", base=base)
+        assert record.verdict is Verdict.PASS, record.reason
+        return record.measurements[REFERENCES]["shared"]
+
+    assert [shared(part), shared(part)] == [0, 1]
+    assert [shared(whole), shared(whole)] == [0, 1]
+    monkeypatch.setattr(run_settings, "_secret", "that of another run")
+    assert [shared(whole), shared(part)] == [0, 1]
