@@ -17,7 +17,7 @@ import signal
 import sys
 import unittest
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -401,23 +401,25 @@ class ShowsNumbersForFaults(Doubles):
     """Sends something else than the faults that found nothing to strike."""
 
     def cheat(self) -> None:
-        original = ObservationLog.send
-
-        def send(log: ObservationLog, kind: str, **content: Any) -> None:
-            if content.get("name") == "train" and kind == "returned":
-                content["value"] = (content["value"][0], {5: None})
-            original(log, kind, **content)
-
-        ObservationLog.send = send  # type: ignore[method-assign]
+        _change_what_is_shown(lambda history, unmet: (history, {5: None}))
 
 
 def _replace_in_history(field: str, value: Any) -> None:
+    def changed(history: TrainingHistory, unmet: Any) -> tuple[TrainingHistory, Any]:
+        setattr(history, field, value)
+        return history, unmet
+
+    _change_what_is_shown(changed)
+
+
+def _change_what_is_shown(change: Callable[[TrainingHistory, Any], object]) -> None:
+    """Change what a training is shown as."""
     original = ObservationLog.send
 
-    def send(log: ObservationLog, kind: str, **content: Any) -> None:
+    def send(self: ObservationLog, kind: str, **content: Any) -> None:
         if content.get("name") == "train" and kind == "returned":
-            setattr(content["value"][0], field, value)
-        original(log, kind, **content)
+            content["value"] = change(*content["value"])
+        original(self, kind, **content)
 
     ObservationLog.send = send  # type: ignore[method-assign]
 

@@ -154,7 +154,7 @@ def test_references_that_code_under_test_has_written(tmp_path: Path, monkeypatch
     def shared(base: RunSettings) -> int:
         record = run_case(case, "torch-fsdp2", base=base)
         assert record.verdict is Verdict.PASS, record.reason
-        return record.measurements[REFERENCES]["shared"]
+        return int(record.measurements[REFERENCES]["shared"])
 
     assert [shared(part), shared(part)] == [0, 1]
     assert [shared(whole), shared(whole)] == [0, 1]
