@@ -75,6 +75,6 @@ def test_the_case_kills(bound: BoundCase, mutant: str) -> None:
     """A finding for a requirement that the case binds shows the mutant's defect."""
     if absent := _why_not_here(bound):
         pytest.skip(absent)
-    record = run_case(bound, MUTANTS[mutant].spec)
+    record = run_case(bound, MUTANTS[mutant].spec, base=_SETTINGS)
 
     assert kill.reason(record, MUTANTS[mutant]) is not None, kill.survival(record, MUTANTS[mutant])

@@ -93,7 +93,7 @@ def test_a_run_in_which_all_is_well(suite: MiniSuite, monkeypatch: pytest.Monkey
     assert "CERTIFIED base (0 of 2 extensions)  mini   5 PASS" in result.output
     assert f"run file: {result.directory / 'run.jsonl'}" in result.output
     assert "conformance: mine 1.2 · cpu · mini" in result.output
-    assert verify(result.directory).discrepancies == ()
+    assert verify(result.directory, suite.profile).discrepancies == ()
 
 
 def test_the_largest_world_comes_first(suite: MiniSuite) -> None:

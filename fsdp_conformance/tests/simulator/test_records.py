@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.outcome.records import case_record_from_json
+from fsdp_conformance.outcome.records import UNDECLARED, case_record_from_json
 from fsdp_conformance.report.certificate import State
 from fsdp_conformance.report.terminal import render_record
 from fsdp_conformance.tests.report.certificates import (
@@ -30,7 +30,8 @@ FLAGS = "no_sync any_accelerator sharded_state"
 def test_flags_are_those_of_the_device_of_the_case(device: str, state: State) -> None:
     """A case on the simulated accelerator of a run on the CPU is not excused by what is declined on the CPU."""
     profile = a_profile(*CASES, ON_SIM)
-    run = a_run(unsupported(ON_SIM.id, device="sim"), profile=profile, flags=FLAGS)
+    record = unsupported(ON_SIM.id, device="sim", measurements={UNDECLARED: ["sharded_state"]})
+    run = a_run(record, profile=profile, flags=FLAGS)
     run.header["implementation"]["declines_on"] = {device: ["sharded_state"]}
 
     assert {scope.title: scope.state for scope in certificate_of(run, profile).scopes}["sharded-state"] is state
