@@ -58,7 +58,7 @@ def _in_sequence(value: Any, origin: Any, arguments: tuple[Any, ...], hint: Any,
 
 
 def _class(hint: Any) -> Any:
-    """What `isinstance` takes for a plain hint."""
+    """The class, or classes, that `isinstance` takes for a plain hint."""
     if hint is None:
         return types.NoneType
     return (int, float) if hint is float else hint
