@@ -76,6 +76,7 @@ class FreshCombinations(_Fresh):
         axes={"number": range(1, len(fresh.COMBINED) + 1)},
         world_size=lambda values: fresh.world_size(fresh.COMBINED[values["number"] - 1]),
         kills=("sum-instead-of-mean",),
+        # The references of many ranks take a while, also those of candidates that cannot be judged.
         timeout_s=120,
     )
     def test_fresh(self, number: int) -> None:
@@ -95,7 +96,6 @@ class FreshBase(_Fresh):
         axes={"number": range(1, len(fresh.BASE) + 1)},
         world_size=lambda values: fresh.world_size(fresh.BASE[values["number"] - 1]),
         kills=lambda values: ("sum-instead-of-mean", *(("rounded-parameters",) if values["number"] == 1 else ())),
-        # The references of many ranks take a while, also those of candidates that cannot be judged.
         timeout_s=120,
     )
     def test_fresh(self, number: int) -> None:

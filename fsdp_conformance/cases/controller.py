@@ -144,8 +144,11 @@ class Referee:
             # The ranks may have killed or stopped it, as they run under the same user. Now they have ended, and what
             # they have shown is still there.
             self.close()
-            shutil.rmtree(self._order.directory, ignore_errors=True)
-            self._launch = self._started()
+            try:
+                shutil.rmtree(self._order.directory)
+                self._launch = self._started()
+            except OSError as error:
+                return [without_directory(report, str(error)) for report in reports]
             judgements, exits = self._launch.wait()
         return [
             refereed_report(report, judgement, end)

@@ -421,8 +421,8 @@ def no_leak(history: TrainingHistory, workload: Workload, plan: Plan, *, world_s
     """
     Memory on the host, of this process and of those that it has started, does not grow for ever (R039).
 
-    A cache is full after some steps, and then stays as it is; a leak goes on. So the bytes after every third step are
-    looked at, and what grows in each such period, by a quarter of a shard or more, is kept for ever.
+    A cache stops growing once it is full, and a leak does not. So the bytes are compared after every third step, and
+    growth in each of these periods, by a quarter of a shard or more, is a leak.
     """
     shard = sizes(workload, plan, world_size=world_size).shard
     least = max(shard // 4, ON_HOST // 3)

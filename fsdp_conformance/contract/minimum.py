@@ -59,7 +59,7 @@ class Minimum:
 
 
 def minimum_of(case: Case) -> Minimum | None:
-    """The figures of a case; None if the suite has none: a case of others may have the id of one of its own."""
+    """The figures of a case; None if it is not one of the suite's own, even if it has the id of one."""
     entry = load_profile(FULL).by_id.get(case.id)
     return _minimums().get(case.id) if entry is not None and entry.case() == case else None
 

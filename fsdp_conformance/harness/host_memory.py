@@ -23,8 +23,8 @@ _OWN_PAGES = ("Anonymous:", "Swap:")
 #: The beginnings of the targets of descriptors that are files in memory.
 _FILES_IN_MEMORY = ("/dev/shm/", "/memfd:")  # noqa: S108 - nothing is written there
 
-#: The option of `mallopt` from which size on blocks are mappings of their own, and that size in bytes: glibc's default,
-#: which it raises by itself unless it is set.
+#: The option of `mallopt` for the size from which glibc maps each block separately, and that size in bytes. It is
+#: glibc's default, which glibc raises by itself unless it is set.
 _M_MMAP_THRESHOLD = -3
 _LARGE = 128 * 1024
 
@@ -38,7 +38,7 @@ def is_countable() -> bool:
 
 def return_large_blocks() -> None:
     """
-    From now on, let glibc give each large block back to the system as soon as it is free.
+    Make glibc return each large block to the system as soon as it is freed, from now on.
 
     Otherwise it would keep tens of MB for later, which no trimming returns from the arenas of threads.
     """

@@ -139,7 +139,7 @@ def _written(value: Any, pieces: list[bytes], opaque: bool) -> Any:
 
 
 def _simplified(value: Any) -> Any:
-    """A subclass of a plain class, or a scalar of NumPy, as an instance of the plain class; anything else as it is."""
+    """Return a NumPy scalar, or an instance of a subclass of a plain class, as a plain value, and others unchanged."""
     if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         return value.item()
     if isinstance(value, str):

@@ -406,10 +406,10 @@ _UNUSUAL = {
 #: How the reason begins against a run that another version of the suite has made.
 OTHER_VERSION = "another version: this run was made by"
 
-#: How the reason begins that a run with --share-devices certifies nothing.
 #: How a reason begins that concerns a profile or cases that the suite does not ship.
 _PRIVATE = "private:"
 
+#: How the reason begins that a run with --share-devices certifies nothing.
 _SHARING = "incomplete: --share-devices, so ranks shared devices and communicated over gloo:"
 
 

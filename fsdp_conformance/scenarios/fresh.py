@@ -6,8 +6,8 @@ run therefore adds these: their values, numbers, names and sizes follow from a s
 and that stands in its run file, so `verify` draws them again. Some are larger than any other case, in one respect each,
 for engines that do something else above a threshold.
 
-    BASE        what every engine must train, and may not refuse
-    COMBINED    any combination of what an engine declares, as in the rows of the pair profile
+    BASE        trainings that every engine must support, and may not refuse
+    COMBINED    combinations of what an engine declares, as in the rows of the pair profile, and many ranks
 """
 
 from __future__ import annotations
@@ -112,17 +112,18 @@ COMBINED = (
     ),
 )  # fmt: skip
 
-#: The cases that train them, by id.
-CASES = {
-    f"{requirement}/fresh-number{number}-ws{draw.world_size or draw.ranks}": draw
-    for requirement, draws in (("R001", BASE), ("R000", COMBINED))
-    for number, draw in enumerate(draws, start=1)
-}
-
 
 def world_size(draw: Draw) -> int:
     """The number of ranks of a case; the same in every run."""
     return draw.world_size or int(draw.ranks)
+
+
+#: The cases that train them, by id.
+CASES = {
+    f"{requirement}/fresh-number{number}-ws{world_size(draw)}": draw
+    for requirement, draws in (("R001", BASE), ("R000", COMBINED))
+    for number, draw in enumerate(draws, start=1)
+}
 
 
 def candidates(
@@ -132,7 +133,7 @@ def candidates(
     The scenarios that a run with this seed draws for a case.
 
     An engine with these capabilities can be asked for each of them. None has a combination that it avoids, unless the
-    case is one of the base.
+    case draws mandatory values.
     """
     for attempt in range(CANDIDATES):
         random_ = random.Random(f"{seed} {draw.name} {attempt}")
