@@ -149,7 +149,10 @@ class Referee:
                 self._launch = self._started()
             except OSError as error:
                 return [without_directory(report, str(error)) for report in reports]
+            note = f"the first referee could not judge this case, so a second one did: {_reasons(judgements)}"
             judgements, exits = self._launch.wait()
+            if judgements and judgements[0] is not None:
+                judgements[0].notes.append(note)
         return [
             refereed_report(report, judgement, end)
             for report, judgement, end in zip(reports, judgements, exits, strict=True)
@@ -164,6 +167,12 @@ def _is_disturbed(judgement: RankReport | None) -> bool:
     """True if a referee has not judged, or has failed by itself."""
     error = None if judgement is None else judgement.error
     return judgement is None or (error is not None and error.blame == "suite" and not has_ended_early(error))
+
+
+def _reasons(judgements: Sequence[RankReport | None]) -> str:
+    """Why a referee has not judged."""
+    errors = [judgement.error for judgement in judgements if judgement is not None and judgement.error is not None]
+    return "; ".join(f"{error.kind}: {error.message}" for error in errors) or "its process ended early"
 
 
 def referee_of(case: Case, order: CaseOrder) -> Referee | None:

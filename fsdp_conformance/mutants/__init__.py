@@ -55,6 +55,9 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     whole_engines   engines: everything that one refuses, communicates, reads, computes or keeps is wrong
 
     variants        correct implementations that are unusual, which no case may accuse
+    variants_of_memory
+                    the same, with memory that they declare or show
+    owners          the same, for engines that leave each parameter to one rank
 """
 
 from __future__ import annotations

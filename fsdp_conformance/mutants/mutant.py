@@ -78,7 +78,7 @@ class Variant:
     spec: str
     """For `--implementation`."""
     base: str
-    """The name of the engine that it is a variant of."""
+    """The name of the engine that it is a variant of; empty if it is an engine of its own."""
     difference: str
     """The legal difference, in one sentence."""
 
@@ -106,8 +106,8 @@ def known_wrong(
     return named
 
 
-def legal_variant(base: str) -> Callable[[C], C]:
-    """Register the class below as a correct variant of an engine. The argument must be a literal."""
+def legal_variant(base: str = "") -> Callable[[C], C]:
+    """Register the class below as correct: a variant of an engine, or one of its own. `base` must be a literal."""
     return lambda cls: cls
 
 
@@ -120,7 +120,7 @@ def registered(package: Path, import_name: str) -> Iterator[Mutant]:
 def registered_variants(package: Path, import_name: str) -> Iterator[Variant]:
     """The correct variants in the modules of a package directory, by module and line."""
     for node, decorator, _, spec in _decorated(package, import_name, legal_variant.__name__):
-        (base,) = map(ast.literal_eval, decorator.args)
+        base = ast.literal_eval(decorator.args[0]) if decorator.args else ""
         yield Variant(name=_kebab_case(node.name), spec=spec, base=base, difference=_first_paragraph(node, spec))
 
 

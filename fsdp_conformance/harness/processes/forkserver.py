@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeAlias
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.processes import preload, socket_directory
@@ -69,6 +69,13 @@ _KEY_BYTES = 32
 
 #: The most servers kept at once, one per environment: each takes 300 MB.
 MAX_SERVERS = 3
+
+#: Servers with an engine that are kept for each environment.
+MAX_ENGINES = 3
+
+_Environment: TypeAlias = frozenset[tuple[str, str]]
+_Engine: TypeAlias = tuple[str, ...]
+"""The modules of an engine; empty for the suite's own server."""
 
 
 class WarmServer(multiprocessing.forkserver.ForkServer):
@@ -489,17 +496,19 @@ def _prove_key(client: socket.socket, key: bytes) -> None:
 
 class _Servers:
     """
-    The servers of this process: one base per environment, and at most two grown from each, of which one has modules of
-    code under test. The others never import any: a referee comes from them.
+    The servers of this process: one base per environment, and what was grown from each: one server of the suite alone,
+    from which referees come, and one for each engine, up to `MAX_ENGINES`.
+
+    No two engines share a server, because a module may change torch when it is imported.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bases: dict[frozenset[tuple[str, str]], WarmServer] = {}
-        self._grown: dict[tuple[frozenset[tuple[str, str]], bool], GrownServer] = {}
+        self._bases: dict[_Environment, WarmServer] = {}
+        self._grown: dict[tuple[_Environment, _Engine], GrownServer] = {}
         self._retired: list[WarmServer] = []
 
-    def get(self, modules: Iterable[str], variables: Mapping[str, str], engine: Iterable[str]) -> WarmServer:
+    def get(self, modules: Iterable[str], variables: Mapping[str, str], engine: _Engine) -> WarmServer:
         key = frozenset(variables.items())
         requested = tuple(dict.fromkeys(name for name in modules if name != "__main__"))
         with self._lock:
@@ -513,24 +522,31 @@ class _Servers:
             missing = tuple(name for name in dict.fromkeys((*requested, *engine)) if name not in base.modules)
             if not missing:
                 return base
-            kind = key, bool(tuple(engine))
-            grown = self._grown.get(kind)
+            kind = key, engine
+            grown = self._grown.pop(kind, None)
             if grown is None or not set(missing) <= set(grown.modules):
-                if grown is not None:
-                    grown.retire()
-                    self._retired.append(grown)
                 loaded = grown.modules if grown is not None else ()
-                grown = self._grown[kind] = GrownServer(base, dict.fromkeys((*loaded, *missing)))
+                self._end([grown, *(self._engines_above_limit(key) if engine else ())])
+                grown = GrownServer(base, dict.fromkeys((*loaded, *missing)))
+            self._grown[kind] = grown  # as above
             return grown
+
+    def _engines_above_limit(self, key: _Environment) -> list[GrownServer]:
+        """The servers of engines that were not used for longest, so that there is room for one more."""
+        kinds = [kind for kind in self._grown if kind[0] == key and kind[1]]
+        return [self._grown.pop(kind) for kind in kinds[: max(0, len(kinds) + 1 - MAX_ENGINES)]]
 
     def put(self, base: WarmServer) -> None:
         with self._lock:
             self._bases[frozenset(base.environment.items())] = base
 
-    def _retire(self, key: frozenset[tuple[str, str]]) -> None:
-        # The grown server first: it keeps its base alive.
-        grown = (self._grown.pop((key, of_engine), None) for of_engine in (True, False))
-        for server in (*grown, self._bases.pop(key, None)):
+    def _retire(self, key: _Environment) -> None:
+        # What was grown first: it keeps its base alive.
+        grown = [self._grown.pop(kind) for kind in list(self._grown) if kind[0] == key]
+        self._end([*grown, self._bases.pop(key, None)])
+
+    def _end(self, servers: Iterable[WarmServer | None]) -> None:
+        for server in servers:
             if server is not None:
                 server.retire()
                 self._retired.append(server)
@@ -557,7 +573,8 @@ def server_for(
     """
     A server that has imported `modules` (names, or paths of files) under the environment `variables`.
 
-    `engine` are modules of code under test. A server that is asked for without any has never imported one.
+    `engine` are modules of code under test. A server has never imported those of another engine, and one that is asked
+    for without any has imported none.
 
     The first call for an environment decides what its base server imports. A later call that needs more gets a server
     grown from it, and the one grown before is retired.
@@ -569,12 +586,15 @@ def import_and_fork() -> None:
     """
     Import what every rank needs into this process, and fork the first server from it: torch is imported once for both.
 
-    Call it before this process has imported torch, and before it has started any thread: a fork copies neither locks
-    that others hold nor the threads that would release them.
+    If this process has imported torch already, or has other threads, nothing is forked, and the first server will be a
+    new process. A fork would copy what torch has cached here, such as the layouts of a DTensor on another rank, and
+    locks without the threads that would release them.
     """
+    is_fresh = "torch" not in sys.modules and threading.active_count() == 1
     with environment(SERVER_ENVIRONMENT):
         preload.load((*preload.BASE, *preload.OPTIONAL))
-    _servers.put(ForkedServer())
+    if is_fresh:
+        _servers.put(ForkedServer())
 
 
 def start_process(

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_conformance.mutants import VARIANTS
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, run_case
-from fsdp_conformance.tests.cases import hoarding_engines, unusual_engines
+from fsdp_conformance.tests.cases import hoarding_engines
 from fsdp_conformance.verdict import Verdict
 
 BASE = RunSettings(device="cpu")
-HOARDING, UNUSUAL = Path(hoarding_engines.__file__), Path(unusual_engines.__file__)
+HOARDING = Path(hoarding_engines.__file__)
 
 THROUGHOUT = "R039/held-throughout-sgd-ws2"
 
@@ -46,21 +47,22 @@ def test_hoards_are_found(engine: str) -> None:
     assert (record.verdict, bool(found)) == (Verdict.FAIL, True), record.reason
 
 
-WHOLE = (
-    "WholeParameters", "GathersGradients", "SendsAndReceives", "CommunicatesBeneath", "UsesTheStore",
-    "CommunicatesInAThread", "HasAHelper", "ReducesInTheStep", "WholeParametersOfOneRank",
-)  # fmt: skip
-DECLARING = ("GathersIntoBuffers", "PoolsBuffers", "StagesShards", "ShowsItsMasters", "AllocatesStateEarly")
+#: The correct engines whose memory, traffic or order of calls a check could mistake.
+UNUSUAL = [
+    name
+    for name, each in VARIANTS.items()
+    if each.spec.startswith(("fsdp_conformance.mutants.owners:", "fsdp_conformance.mutants.variants_of_memory:"))
+]
 
-#: Those whose bytes, traffic or order of calls a check could mistake, and the rest for the night.
+#: What is run whenever tests are, and the rest for the night.
 _QUICK = {
-    "GathersGradients": ("R188/it-shards-ws4",),
-    "CommunicatesBeneath": ("R001/exact-probe-ws2",),
-    "HasAHelper": (THROUGHOUT,),
-    "WholeParametersOfOneRank": ("R033/shards-alone-ws3", "R035/nothing-full-after-backward-ws2"),
-    "GathersIntoBuffers": ("R033/shards-alone-ws3",),
-    "ShowsItsMasters": ("R035/nothing-full-after-backward-ws2",),
-    "AllocatesStateEarly": ("R033/shards-alone-ws3",),
+    "gathers-gradients": ("R188/it-shards-ws4",),
+    "communicates-beneath": ("R001/exact-probe-ws2",),
+    "has-a-helper": (THROUGHOUT,),
+    "whole-parameters-of-one-rank": ("R033/shards-alone-ws3", "R035/nothing-full-after-backward-ws2"),
+    "gathers-into-buffers": ("R033/shards-alone-ws3",),
+    "shows-its-masters": ("R035/nothing-full-after-backward-ws2",),
+    "allocates-state-early": ("R033/shards-alone-ws3",),
 }
 _NIGHTLY = (
     "R001/exact-probe-ws2",
@@ -80,19 +82,19 @@ _NIGHTLY = (
     ("engine", "case"),
     [
         pytest.param(engine, case, marks=[] if case in _QUICK.get(engine, ()) else [pytest.mark.nightly])
-        for engine in (*WHOLE, *DECLARING)
+        for engine in UNUSUAL
         for case in _NIGHTLY
     ],
 )
 def test_right_engines_are_not_accused(engine: str, case: str) -> None:
     """Whoever holds which parameter, however gradients travel, and whatever memory an engine declares."""
-    record = run_case(bound_case(case), f"{UNUSUAL}:{engine}", base=BASE)
+    record = run_case(bound_case(case), VARIANTS[engine].spec, base=BASE)
 
     assert (record.verdict, list(record.findings)) == (Verdict.PASS, []), record.reason
 
 
 def test_staged_shards_are_no_copy() -> None:
     """On an accelerator, pinned memory as large as the shards may wait on the host."""
-    record = run_case(bound_case(THROUGHOUT), f"{UNUSUAL}:StagesShards", base=RunSettings(device="sim"))
+    record = run_case(bound_case(THROUGHOUT), VARIANTS["stages-shards"].spec, base=RunSettings(device="sim"))
 
     assert (record.verdict, list(record.findings)) == (Verdict.PASS, []), record.reason

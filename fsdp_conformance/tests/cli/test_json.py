@@ -69,7 +69,6 @@ def _two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter_survey = Survey(machine=MACHINE, description=described)
     monkeypatch.setattr("fsdp_conformance.cli.commands.listing.survey", lambda device, spec: adapter_survey)
     monkeypatch.setattr("fsdp_conformance.cli.single.survey", lambda device, spec, fork: adapter_survey)
-    monkeypatch.setattr("fsdp_conformance.harness.processes.forkserver.import_and_fork", lambda: None)
 
 
 @pytest.mark.usefixtures("_two_devices")

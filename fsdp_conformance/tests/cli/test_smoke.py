@@ -38,7 +38,6 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     adapter_survey = Survey(machine=machine, description=AdapterDescription(spec="mine.py", name="mine", version="1"))
     monkeypatch.setattr("fsdp_conformance.cli.single.survey", lambda device, spec, fork: adapter_survey)
-    monkeypatch.setattr("fsdp_conformance.harness.processes.forkserver.import_and_fork", lambda: None)
 
 
 @pytest.mark.parametrize(

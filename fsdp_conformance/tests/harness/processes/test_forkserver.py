@@ -163,6 +163,20 @@ def test_code_under_test_has_a_server_of_its_own(tmp_path: Path) -> None:
     assert answer_from(without, engine)["loaded"] is False
 
 
+@pytest.mark.slow
+def test_engines_share_no_server(tmp_path: Path) -> None:
+    """What one engine changes when it is imported does not reach the next; a few are kept, to be used again."""
+    engines = [module_file(tmp_path, f"engine{number}", "VALUE = 2") for number in range(forkserver.MAX_ENGINES + 1)]
+
+    servers = [forkserver.server_for((), {}, engine=(engine,)) for engine in engines]
+
+    for server, engine in zip(servers[1:], engines[1:], strict=True):
+        assert forkserver.server_for((), {}, engine=(engine,)) is server
+        assert answer_from(server, engine)["loaded"] is True
+        assert answer_from(server, engines[0])["loaded"] is False
+    assert forkserver.server_for((), {}, engine=(engines[0],)) is not servers[0]
+
+
 def answer_from(server: forkserver.WarmServer, path: str) -> dict[str, object]:
     """The result of `value_of` in a process of that server."""
     import multiprocessing
@@ -250,6 +264,42 @@ def test_server_that_was_forked_from_this_process() -> None:
         assert child["cuda"] == [False, False, None]
     for pid in (child_facts["server"], child_facts["second"]["parent"]):
         wait_for_end(pid)
+
+
+_IN_A_PROCESS_THAT_HAS_TORCH = """
+import os, sys
+import torch
+
+torch.mark = 5417  # stands for what torch caches
+from fsdp_conformance.harness.processes import forkserver
+
+forkserver.import_and_fork()
+from fsdp_conformance.harness.probe import run_in_child
+from fsdp_conformance.tests.harness.processes.test_forkserver import has_mark
+
+print(run_in_child(has_mark))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_has_used_torch_is_not_forked() -> None:
+    """Ranks would take what it has cached for their own."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_A_PROCESS_THAT_HAS_TORCH],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+
+    assert done.stdout.strip() == "False"
+
+
+def has_mark() -> bool:
+    """Runs in the child."""
+    import torch
+
+    return hasattr(torch, "mark")
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """
-Correct engines that are unusual: ZeRO-1 and ZeRO-3 by whole parameters, with many ways to communicate, and FSDP2 with
-memory that it declares.
+Correct engines that share a model by whole parameters: ZeRO-1 and ZeRO-3 with many ways to communicate.
+
+Each parameter has an owner, the rank that has its optimizer's state. The engines are no variants of another one, and
+are made to be as unlike FSDP2 as the contract allows.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -16,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import OptimFn
-from fsdp_conformance.adapters.sharded import local_part, state_tensors
+from fsdp_conformance.adapters.sharded import state_tensors
 from fsdp_conformance.adapters.torch_like import TorchAdapter
-from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.mutants.mutant import legal_variant
 from fsdp_conformance.plan import Plan
 
 
+@legal_variant()
 class WholeParameters(TorchAdapter):
     """
     ZeRO-1 without shards: each parameter's optimizer is on one rank, to which gradients are reduced when they are first
@@ -111,6 +114,7 @@ class WholeParameters(TorchAdapter):
         }
 
 
+@legal_variant()
 class GathersGradients(WholeParameters):
     """Gradients are gathered by the owner, which adds them in float64."""
 
@@ -121,6 +125,7 @@ class GathersGradients(WholeParameters):
             gradient.copy_(torch.stack([part.double() for part in parts]).sum(0) / self.size)
 
 
+@legal_variant()
 class SendsAndReceives(WholeParameters):
     """Gradients are sent to the owner one by one, which sends the parameter back."""
 
@@ -146,6 +151,7 @@ class SendsAndReceives(WholeParameters):
                 dist.send(values, peer)
 
 
+@legal_variant()
 class CommunicatesBeneath(WholeParameters):
     """Calls the backend beneath the process group, which the log of collectives does not see."""
 
@@ -159,6 +165,7 @@ class CommunicatesBeneath(WholeParameters):
         return group._get_backend(tensor.device)
 
 
+@legal_variant()
 class UsesTheStore(WholeParameters):
     """Parameters travel through the store of the rendezvous."""
 
@@ -180,6 +187,7 @@ class UsesTheStore(WholeParameters):
             store.delete_key(key)
 
 
+@legal_variant()
 class CommunicatesInAThread(WholeParameters):
     """A thread of the engine's own reduces."""
 
@@ -190,6 +198,7 @@ class CommunicatesInAThread(WholeParameters):
         gradient.div_(self.size)
 
 
+@legal_variant()
 class HasAHelper(WholeParameters):
     """Forks a helper that lives as long as the engine, and shares the pages of its parent."""
 
@@ -213,12 +222,14 @@ class HasAHelper(WholeParameters):
         super().close()
 
 
+@legal_variant()
 class ReducesInTheStep(WholeParameters):
     """Shows no gradients: they are reduced in the step."""
 
     declines: ClassVar[frozenset[str]] = frozenset({"full_grads"})
 
 
+@legal_variant()
 class WholeParametersOfOneRank(WholeParameters):
     """ZeRO-3 by whole parameters: outside of forward and backward, a parameter and its gradient are on one rank."""
 
@@ -309,88 +320,3 @@ class WholeParametersOfOneRank(WholeParameters):
     def local_tensors(self) -> dict[str, list[Tensor]]:
         mine = [parameter.detach() for parameter in self.everything if self.owner[parameter] == self.rank]
         return {**super().local_tensors(), "params": mine, "grads": list(self.summed.values())}
-
-
-# --- memory that is declared ------------------------------------------------------------------------------------------
-
-
-class _Weighs(TorchFSDP2):
-    """FSDP2 with memory of its own."""
-
-    def largest_unit(self) -> int:
-        """The elements of the largest unit below the root."""
-        units = [self.names.modules[unit] for unit in self.plan.units]
-        return max((sum(map(Tensor.numel, unit.parameters())) for unit in units), default=0)
-
-    def shards(self) -> list[Tensor]:
-        """This rank's shards."""
-        return [local_part(parameter).detach() for parameter in self.parameters().values()]
-
-
-class GathersIntoBuffers(_Weighs):
-    """Has buffers for two gathered units from wrap on."""
-
-    kept_buffers: ClassVar[int] = 2
-
-    def make_optimizer(self, optim_fn: OptimFn) -> Any:
-        self.buffers = [torch.ones(self.largest_unit(), device=self.device) for _ in range(2)]
-        return super().make_optimizer(optim_fn)
-
-
-class PoolsBuffers(_Weighs):
-    """Caches a buffer in each step, until it has two."""
-
-    kept_buffers: ClassVar[int] = 2
-
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        super().backward(loss, retain_graph=retain_graph)
-        self.pool = [*getattr(self, "pool", []), torch.ones(self.largest_unit(), device=self.device)][-2:]
-
-
-class StagesShards(_Weighs):
-    """On an accelerator, keeps pinned memory as large as its shards."""
-
-    def make_optimizer(self, optim_fn: OptimFn) -> Any:
-        if self.device.type != "cpu":
-            self.staged = [torch.ones_like(shard, device="cpu").pin_memory() for shard in self.shards()]
-        return super().make_optimizer(optim_fn)
-
-
-class ShowsItsMasters(_Weighs):
-    """Keeps a second copy of its shards in float32, as engines that compute in low precision do, and shows it."""
-
-    masters: Sequence[Tensor] = ()
-
-    def make_optimizer(self, optim_fn: OptimFn) -> Any:
-        self.masters = [shard.clone() for shard in self.shards()]
-        return super().make_optimizer(optim_fn)
-
-    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
-        norm = super().step(max_norm, norm_type=norm_type)
-        for master, shard in zip(self.masters, self.shards(), strict=True):
-            master.copy_(shard)
-        return norm
-
-    def local_tensors(self) -> dict[str, list[Tensor]]:
-        return {**super().local_tensors(), "master": list(self.masters)}
-
-
-class AllocatesStateEarly(_Weighs):
-    """Creates the optimizer's state when it wraps, by a step with gradients of zero and a learning rate of zero."""
-
-    def make_optimizer(self, optim_fn: OptimFn) -> Any:
-        optimizer = super().make_optimizer(optim_fn)
-        if optimizer is not None:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            optimizer.zero_grad()
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            for state in optimizer.state.values():
-                if isinstance(state.get("step"), Tensor):
-                    state["step"].zero_()
-        return optimizer
