@@ -43,7 +43,9 @@ class RegimeOptimizer:
 
     def _named(self, params: Any) -> dict[str, nn.Parameter]:
         """The parameters that an engine hands to its optimizer, by original name."""
-        given = {id(parameter) for parameter in params}
+        given = {
+            id(parameter) for each in params for parameter in (each["params"] if isinstance(each, dict) else [each])
+        }
         try:
             named = self._task.adapter.parameters()
         except (AttributeError, NotImplementedError):
@@ -71,6 +73,11 @@ class RegimeOptimizer:
                 for hook in (partial(_count, history, name), partial(_update, history, name, optimizers[-1])):
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return optimizers
+
+
+def _parameters_of(given: Any) -> list[nn.Parameter]:
+    """The parameters of one item of what an optimizer takes: a parameter or a group."""
+    return list(given["params"]) if isinstance(given, dict) else [given]
 
 
 def _count(history: TrainingHistory, name: str, parameter: Tensor) -> None:

@@ -34,46 +34,53 @@ class WholeParameters(TorchAdapter):
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {"zero1", "init_never", "any_accelerator", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic"}
     )
-    declines: ClassVar[frozenset[str]] = frozenset({"full_optim_state", "clip_grad_norm", "orig_params", "wrap_again"})
+    declines: ClassVar[frozenset[str]] = frozenset(
+        {"full_optim_state", "clip_grad_norm", "orig_params", "own_clearing", "wrap_again"}
+    )
 
     everything: tuple[nn.Parameter, ...] = ()
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        self.summed: dict[nn.Parameter, Tensor] = {}
+        """On the owner: the gradients that are reduced. What is in `.grad` is this rank's, and not reduced yet."""
         return model.to(self.device)
 
     def make_optimizer(self, optim_fn: OptimFn) -> Any:
         self.everything = tuple(self.model.parameters())
+        self.shapes = {parameter: parameter.shape for parameter in self.everything}
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         load = [0] * self.size
         self.owner: dict[nn.Parameter, int] = {}
         for parameter in sorted(self.everything, key=Tensor.numel, reverse=True):
             self.owner[parameter] = load.index(min(load))
             load[self.owner[parameter]] += parameter.numel()
-        self.is_reduced = False
         mine = [parameter for parameter in self.everything if self.owner[parameter] == self.rank]
         return optim_fn(mine) if mine else None
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.is_reduced = False
-        super().backward(loss, retain_graph=retain_graph)
-
     def reduce_all(self) -> None:
-        """Reduce all gradients to the owners, once. Collective."""
-        if self.is_reduced:
+        """Reduce the gradients that backwards have left, and add them to the owners' sums. Collective."""
+        if not self.everything:
             return
-        self.is_reduced = True
         used = torch.tensor([parameter.grad is not None for parameter in self.everything], dtype=torch.int32)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
         for parameter, is_used in zip(self.everything, used.tolist(), strict=True):
-            if is_used and parameter.requires_grad:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-                self.reduce(gradient, self.owner[parameter])
-                parameter.grad = gradient
+            if not is_used:
+                continue
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            parameter.grad = None
+            self.reduce(gradient, self.owner[parameter])
+            if self.owner[parameter] == self.rank:
+                self.summed[parameter] = self.summed[parameter] + gradient if parameter in self.summed else gradient
 
     def reduce(self, gradient: Tensor, owner: int) -> None:
         """Make the gradient the mean over all ranks, on the owner at least. Collective."""
         dist.reduce(gradient, owner)
         gradient.div_(self.size)
+
+    def share(self) -> None:
+        """Give every rank the parameters that the owners have stepped. Collective."""
+        for parameter in self.everything:
+            self.give(parameter)
 
     def give(self, parameter: nn.Parameter) -> None:
         """Give the owner's values to all ranks. Collective."""
@@ -87,29 +94,41 @@ class WholeParameters(TorchAdapter):
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The owner's gradient, on the CPU. Collective."""
-        has = torch.tensor(parameter.grad is not None, dtype=torch.int32)
+        has = torch.tensor(parameter in self.summed, dtype=torch.int32)
         dist.broadcast(has, self.owner[parameter])
         if not has:
             return None
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        empty = torch.empty(self.shapes[parameter], dtype=parameter.dtype, device=self.device)
+        gradient = self.summed.get(parameter, empty).clone().contiguous()
         dist.broadcast(gradient, self.owner[parameter])
         return gradient.cpu()
 
+    def drop_grads(self, names: Iterable[str]) -> None:
+        dropped = set(names)
+        for name, parameter in self.parameters().items():
+            if name in dropped:
+                parameter.grad = None
+                self.summed.pop(parameter, None)
+
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         self.reduce_all()
+        for parameter, gradient in self.summed.items():
+            parameter.grad = gradient
         if self.optimizer is not None:
             self.optimizer.step()
-        for parameter in self.everything:
-            keeps = parameter.grad is not None and not self.sets_to_none
-            parameter.grad = torch.zeros_like(parameter) if keeps else None
-        for parameter in self.everything:
-            self.give(parameter)
-        self.is_reduced = False
+        for parameter in self.summed:
+            parameter.grad = None
+        if self.sets_to_none:
+            self.summed.clear()
+        else:
+            self.summed = {parameter: torch.zeros_like(gradient) for parameter, gradient in self.summed.items()}
+        self.share()
         return None
 
     def local_tensors(self) -> dict[str, list[Tensor]]:
         return {
             "params": [parameter.detach() for parameter in self.everything],
+            "grads": list(self.summed.values()),
             "optim": [] if self.optimizer is None else list(state_tensors(self.optimizer)),
         }
 
@@ -234,14 +253,14 @@ class WholeParametersOfOneRank(WholeParameters):
     """ZeRO-3 by whole parameters: outside of forward and backward, a parameter and its gradient are on one rank."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"zero3"})
-    declines: ClassVar[frozenset[str]] = frozenset({"zero1", "shared_params", "shared_module", "frozen_dynamic"})
+    declines: ClassVar[frozenset[str]] = frozenset(
+        {"zero1", "shared_params", "shared_module", "frozen_dynamic", "write_params"}
+    )
 
     is_whole = False
 
     def make_optimizer(self, optim_fn: OptimFn) -> Any:
         optimizer = super().make_optimizer(optim_fn)
-        self.shapes = {parameter: parameter.shape for parameter in self.everything}
-        self.summed: dict[nn.Parameter, Tensor] = {}
         self.free()
         return optimizer
 
@@ -252,6 +271,7 @@ class WholeParametersOfOneRank(WholeParameters):
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.is_whole = False
 
+    @torch.inference_mode(False)
     def take(self) -> None:
         """Fetch all parameters. Collective."""
         if self.is_whole:
@@ -272,25 +292,8 @@ class WholeParametersOfOneRank(WholeParameters):
         self.take()
         super().backward(loss, retain_graph=retain_graph)
         self.reduce_all()
-        for parameter in self.everything:
-            if parameter.grad is not None and self.owner[parameter] == self.rank:
-                self.summed[parameter] = self.summed.get(parameter, 0) + parameter.grad
-            parameter.grad = None
         if not retain_graph:
             self.free()
-
-    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
-        has = torch.tensor(parameter in self.summed, dtype=torch.int32)
-        dist.broadcast(has, self.owner[parameter])
-        if not has:
-            return None
-        empty = torch.empty(self.shapes[parameter], dtype=parameter.dtype, device=self.device)
-        gradient = self.summed.get(parameter, empty).clone().contiguous()
-        dist.broadcast(gradient, self.owner[parameter])
-        return gradient.cpu()
-
-    def full_grads(self) -> dict[str, Tensor | None]:
-        return {name: self.gradient_of(parameter) for name, parameter in self.parameters().items()}
 
     def full_params(self) -> dict[str, Tensor]:
         was_whole = self.is_whole
@@ -300,23 +303,9 @@ class WholeParametersOfOneRank(WholeParameters):
             self.free()
         return values
 
-    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+    def share(self) -> None:
         self.free()
-        for parameter, gradient in self.summed.items():
-            parameter.grad = gradient
-        if self.optimizer is not None:
-            self.optimizer.step()
-        for parameter in self.summed:
-            parameter.grad = None
-        self.summed.clear()
-        return None
-
-    def drop_grads(self, names: Iterable[str]) -> None:
-        dropped = set(names)
-        for name, parameter in self.parameters().items():
-            if name in dropped:
-                self.summed.pop(parameter, None)
 
     def local_tensors(self) -> dict[str, list[Tensor]]:
         mine = [parameter.detach() for parameter in self.everything if self.owner[parameter] == self.rank]
-        return {**super().local_tensors(), "params": mine, "grads": list(self.summed.values())}
+        return {**super().local_tensors(), "params": mine}

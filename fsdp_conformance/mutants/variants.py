@@ -229,7 +229,8 @@ class ValidatesGradients(TorchFSDP2):
     """Before each step, every rank looks at its own gradients, without telling the others."""
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
-        for name, parameter in self.parameters().items():
+        # A scaler looks for itself, and skips such steps.
+        for name, parameter in self.parameters().items() if self.scaler is None else ():
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             if grad is not None and not bool(grad.isfinite().all()):
                 raise FloatingPointError(f"the gradient of {name!r} is not finite on rank {dist.get_rank()}")

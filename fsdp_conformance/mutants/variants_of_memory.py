@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.adapters.base import OptimFn
 from fsdp_conformance.adapters.sharded import local_part
@@ -19,7 +20,7 @@ class _Weighs(TorchFSDP2):
 
     def largest_unit(self) -> int:
         """The elements of the largest unit below the root."""
-        units = [self.names.modules[unit] for unit in self.plan.units]
+        units = [nn.ModuleList(map(self.names.modules.__getitem__, unit.split("+"))) for unit in self.plan.units]
         return max((sum(map(Tensor.numel, unit.parameters())) for unit in units), default=0)
 
     def shards(self) -> list[Tensor]:
@@ -83,9 +84,12 @@ class ShowsItsMasters(_Weighs):
 class AllocatesStateEarly(_Weighs):
     """Creates the optimizer's state when it wraps, by a step with gradients of zero and a learning rate of zero."""
 
+    #: It has state for parameters that have never had a gradient.
+    declines: ClassVar[frozenset[str]] = frozenset({"full_optim_state"})
+
     def make_optimizer(self, optim_fn: OptimFn) -> Any:
         optimizer = super().make_optimizer(optim_fn)
-        if optimizer is not None:
+        if optimizer is not None and all(map(_is_sharded, self.model.parameters())):
             rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
@@ -99,3 +103,8 @@ class AllocatesStateEarly(_Weighs):
                 if isinstance(state.get("step"), Tensor):
                     state["step"].zero_()
         return optimizer
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """True for a parameter that an optimizer can step, together with others of its kind."""
+    return isinstance(parameter, DTensor) and parameter.is_floating_point()

@@ -11,8 +11,10 @@ On devices where that takes long, the ranks of the next case get ready while thi
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -144,6 +146,9 @@ class RefereeLaunch:
     def wait(self) -> tuple[list[RankReport | None], list[RankExit]]:
         """The report of the referee on each rank, and how the referee ended."""
         ((process, connection),) = self._ranks.members
+        with suppress(OSError):
+            # A rank may have stopped it: it runs under the same user.
+            os.kill(process.pid, signal.SIGCONT)
         files = tuple(order.files for order in self._orders)
         seat = rank_host.HostSeat(
             0, process, Mailbox(connection), files[0], rank_files=files, part=self._case.first_part

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fsdp_conformance import codec, errors
 from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
+from fsdp_conformance.adapters.vendors.reference import Reference
 from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.cases import control, observed
 from fsdp_conformance.cases.checks import CaseChecks
@@ -382,6 +383,14 @@ class KillsTheReferee(Doubles):
             os.kill(process, signal.SIGKILL)
 
 
+class StopsTheReferee(Doubles):
+    """Stops the process that judges it."""
+
+    def cheat(self) -> None:
+        for process in _referees():
+            os.kill(process, signal.SIGSTOP)
+
+
 class LimitsTheReferee(Doubles):
     """Lets the process that judges it open no more files."""
 
@@ -424,7 +433,7 @@ def _change_what_is_shown(change: Callable[[TrainingHistory, Any], object]) -> N
     ObservationLog.send = send  # type: ignore[method-assign]
 
 
-class ReplacesClassesOfExceptions(TorchFSDP2):
+class ReplacesClassesOfExceptions(Reference):
     """Is right, but exceptions of the user's code arrive as others with the same name and text."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

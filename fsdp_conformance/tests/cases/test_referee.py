@@ -44,6 +44,7 @@ CHEATS = {
     "RaisesSurrogates": (Verdict.FAIL, "a lone surrogate"),
     "ExitsQuietly": (Verdict.CRASH, "exited with code 0"),
     "KillsTheReferee": (Verdict.FAIL, "gradient"),
+    "StopsTheReferee": (Verdict.FAIL, "gradient"),
     "LimitsTheReferee": (Verdict.FAIL, "gradient"),
     "ShowsAWordForSeconds": (Verdict.FAIL, "seconds as float, got str"),
     "ShowsNumbersForFaults": (Verdict.FAIL, "as str, got int"),
@@ -72,7 +73,13 @@ def test_no_cheat_changes_the_verdict(engine: str) -> None:
     [
         ("R157/gradients-of-inputs-ws2", "DetachesInputs", "gradient of the input"),
         ("R060/behaves-like-the-original-ws2", "LosesAttributes", "module.id: expected mine"),
-        ("R160/exception-reaches-the-caller-forward-ws2", "ReplacesExceptions", "must be of the user's class"),
+        pytest.param(
+            "R160/exception-reaches-the-caller-forward-ws2",
+            "ReplacesExceptions",
+            "must be of the user's class",
+            # FSDP2's other rank notices only when gloo's timeout has passed.
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_live_objects_are_judged_elsewhere(case: str, engine: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,7 @@ def test_time_is_limited(shrinker_on: Callable[..., RowShrinker], monkeypatch: p
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_names_what_a_failing_row_takes(tmp_path: Path) -> None:
     """On the screen, in the run file, and in what `explain` prints."""
     engine, case = "mutant:loses-a-row-of-the-second-micro-batch", f"R000/pairs-row16-ws{ROW.world_size}"
