@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_conformance.adapters.base import Adapter
@@ -55,7 +56,13 @@ class Checkpoints(ConformanceTestCase):
         axes={"optimizer": ("sgd", "adam"), "world_size": (2, 3)},
         needs=("checkpoint",),
         kills=lambda values: (
-            ["checkpoint-forgets-optimizer", "checkpoint-shifts-state", "saving-drops-momentum"]
+            [
+                "checkpoint-forgets-optimizer",
+                "checkpoint-shifts-state",
+                "saving-drops-momentum",
+                "checkpoint-in-memory",
+                "checkpoint-elsewhere",
+            ]
             if values["optimizer"] == "sgd"
             else ["checkpoint-forgets-optimizer", "checkpoint-loses-step-counter", "checkpoint-swaps-moments"]
         ),
@@ -141,11 +148,12 @@ class Checkpoints(ConformanceTestCase):
                 adapter.save_checkpoint(directory)
 
         def load(adapter: Adapter) -> None:
-            adapter.load_checkpoint(directory)
+            adapter.load_checkpoint(moved[0])
             torch.set_rng_state(states["random"])
 
         torch.manual_seed(17 + self.rank)
         whole = self.train(workload, regime=regime, after_step=save)
+        moved = [self._moved(directory)]
         torch.manual_seed(99)
         resumed = self.train(_otherwise(workload), self.plan(workload), regime, on_setup=load, first_step=FIRST)
         self._check_continuation(resumed, whole, workload, "sgd")
@@ -237,14 +245,38 @@ class Checkpoints(ConformanceTestCase):
         self, workload: Workload, regime: Regime, directory: Path, *, first_step: int = FIRST, **options: Any
     ) -> TrainingHistory:
         """A training from other initial values that loads the checkpoint."""
+        moved = self._moved(directory)
         return self.train(
             _otherwise(workload),
             self.plan(workload),
             regime,
-            on_setup=lambda adapter: adapter.load_checkpoint(directory),
+            on_setup=lambda adapter: adapter.load_checkpoint(moved),
             first_step=first_step,
             **options,
         )
+
+    def _moved(self, directory: Path) -> Path:
+        """
+        The checkpoint under another name, as one that was copied to another machine. Collective.
+
+        An engine that has it in memory, or elsewhere, would have lost it there.
+        """
+        moved = directory.with_name(f"{directory.name}-moved")
+
+        def move() -> int:
+            size = _bytes_below(directory)
+            dist.barrier()
+            if self.rank == 0:
+                directory.rename(moved)
+            dist.barrier()
+            return size
+
+        written = self.observe("bytes of the checkpoint", move)
+        self.expect(
+            written > 0, "R149", f"files in the directory of the checkpoint: expected more than 0 B, got {written} B",
+            phase="checkpoint", check="files of the checkpoint",
+        )  # fmt: skip
+        return moved
 
     def _check_continuation(
         self,
@@ -386,6 +418,11 @@ def _ulps(optimizer: str, step: int) -> float:
 def _otherwise(workload: Workload) -> Workload:
     """The same workload with other initial values, which a load must replace."""
     return recipes.with_values(workload, lambda value: value + 1)
+
+
+def _bytes_below(directory: Path) -> int:
+    """The size of all files in a directory and below it."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _save_checkpoint(adapter: Adapter, directory: Path) -> None:

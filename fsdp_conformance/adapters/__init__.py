@@ -12,6 +12,7 @@ The protocol and its tools:
     gathering           full values of many sharded tensors with one all-gather
     registry            finds and describes the adapter for a name
     absent              engines that have no adapter, and why
+    allowances          the most that an adapter may declare for itself
     validator           checks a class against the protocol
     optimizers          several optimizers of a user, passed to an engine as one
     structures          tensors inside models' inputs and outputs

@@ -62,16 +62,6 @@ class PendingSave(Protocol):
         """Return once the checkpoint is complete on every rank. Collective."""
 
 
-#: The largest `Adapter.padding`. Measured on layers of 1 kB to 6 kB: 0 in FSDP2, at most 1 % in FSDP1, DeepSpeed and
-#: megatron-fsdp, 16 % in BMTrain, which aligns to 512 bytes; larger layers need less. A second pass over the
-#: parameters, or one in a dtype twice as wide, would need 100 %.
-MAX_PADDING = 0.25
-#: The largest `Adapter.alignment`, which BMTrain has.
-MAX_ALIGNMENT = 512
-#: The largest `Adapter.kept_buffers`: two units that are gathered in turn, and their gradients.
-MAX_KEPT_BUFFERS = 4
-
-
 #: `declines_on` of an adapter that has not been tried with its engine on a GPU: no model can be placed there.
 CPU_ONLY: Mapping[str, frozenset[str]] = {"cuda": frozenset({"init_before", "init_never"})}
 
@@ -104,7 +94,7 @@ class Adapter(ABC):
     """
     Declared overhead on the wire as a fraction of the ideal, in addition to the padding of uneven shards.
 
-    At most MAX_PADDING; an adapter that declares more is not loaded.
+    At most `allowances.MAX_PADDING`; an adapter that declares more is not loaded.
     """
     alignment: ClassVar[int] = 16
     """Bytes to which the engine aligns each parameter in what it sends, which shows in small models; 0: it does not."""
@@ -115,7 +105,7 @@ class Adapter(ABC):
     kept_buffers: ClassVar[int] = 0
     """
     The most buffers, each as large as the largest unit in full, that the engine keeps between steps for gathers and
-    gradients. At most MAX_KEPT_BUFFERS; an adapter that declares more is not loaded.
+    gradients. At most `allowances.MAX_KEPT_BUFFERS`; an adapter that declares more is not loaded.
     """
     avoids: ClassVar[tuple[Mapping[str, str], ...]] = ()
     """

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_conformance import codec, run_settings
 from fsdp_conformance.adapters.absent import why_absent
+from fsdp_conformance.adapters.allowances import BOUNDED, excesses
 from fsdp_conformance.capability import offered
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, ConformanceError
 from fsdp_conformance.plan import SIMULATED, flags_of_names
@@ -431,7 +432,7 @@ def _adapters_in(module: ModuleType) -> list[type[Adapter]]:
 
 
 def _checked(adapter: Any, spec: str) -> type[Adapter]:
-    from fsdp_conformance.adapters.base import MAX_ALIGNMENT, MAX_PADDING, Adapter
+    from fsdp_conformance.adapters.base import Adapter
 
     if not inspect.isclass(adapter):
         raise AdapterError(f"{spec} must be a class derived from Adapter, got {type(adapter).__name__}")
@@ -441,12 +442,8 @@ def _checked(adapter: Any, spec: str) -> type[Adapter]:
             f"{spec} must derive from fsdp_conformance.adapters.base.Adapter (or TorchAdapter, for engines with a "
             f"torch-like API), got {bases}"
         )
-    padding: Any = adapter.padding
-    if not isinstance(padding, int | float) or not 0 <= padding <= MAX_PADDING:
-        raise AdapterError(f"{spec}: padding must be a number from 0 to {MAX_PADDING}, got {padding!r}")
-    alignment: Any = adapter.alignment
-    if type(alignment) is not int or not 0 <= alignment <= MAX_ALIGNMENT:
-        raise AdapterError(f"{spec}: alignment must be an int from 0 to {MAX_ALIGNMENT}, got {alignment!r}")
+    if excessive := excesses({name: getattr(adapter, name) for name in BOUNDED}):
+        raise AdapterError([f"{spec}: {problem}" for problem in excessive])
     missing = sorted(getattr(adapter, "__abstractmethods__", ()))
     if missing:
         raise AdapterError([f"{spec} does not implement {method}(), which the protocol requires" for method in missing])

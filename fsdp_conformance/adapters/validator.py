@@ -12,7 +12,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdp_conformance.adapters.base import MAX_KEPT_BUFFERS, MAX_PADDING, Adapter
+from fsdp_conformance.adapters.allowances import BOUNDED, excesses
+from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.capability import CAPABILITIES, unknown
 from fsdp_conformance.scenarios.axes import SPACE
 
@@ -89,15 +90,7 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
         lambda value: isinstance(value, tuple | list) and all(isinstance(each, Mapping) for each in value),
     ),
     "preload": ("a tuple of module names", lambda value: _is_collection(value, tuple | list)),
-    "padding": (
-        f"a number from 0 to {MAX_PADDING}",
-        lambda value: isinstance(value, int | float) and 0 <= value <= MAX_PADDING,
-    ),
     "max_unsharded": ("a non-negative int", lambda value: isinstance(value, int) and value >= 0),
-    "kept_buffers": (
-        f"an int from 0 to {MAX_KEPT_BUFFERS}",
-        lambda value: isinstance(value, int) and 0 <= value <= MAX_KEPT_BUFFERS,
-    ),
     "grad_reduction_of_accumulation": ('"local" or "reduced"', lambda value: value in ("local", "reduced")),
 }
 
@@ -119,6 +112,8 @@ def _variables(adapter: type[Adapter]) -> Iterator[str]:
         value = getattr(adapter, variable)
         if not holds(value):
             yield f"{adapter.__name__}.{variable} must be {expected}, got {value!r}"
+    for problem in excesses({name: getattr(adapter, name) for name in BOUNDED}):
+        yield f"{adapter.__name__}.{problem}"
 
 
 def _avoided(adapter: type[Adapter]) -> Iterator[str]:

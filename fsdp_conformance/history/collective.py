@@ -23,6 +23,10 @@ class Op(StrEnum):
     RECV = "recv"
 
 
+#: Calls in which two ranks take part, with different ones.
+POINT_TO_POINT = frozenset({Op.SEND, Op.RECV})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveRecord:
     """One collective call."""

@@ -158,6 +158,15 @@ def _of_processes(record: CaseRecord, settings: RunSettings) -> list[str]:
     ranks = ranks_of(settings)
     if record.ranks != ranks:
         problems.append(f"its ranks were {record.ranks}, but those of the run {ranks}")
+    silent = [end.rank for end in record.exits if not end.reported]
+    if silent and record.verdict is Verdict.PASS:
+        problems.append(f"PASS, but no report of rank {_listed(silent)} had arrived")
+    chosen = {"seed": settings.seed, "num_threads": settings.num_threads}
+    for name, value in chosen.items():
+        if record.environment.get(name, value) != value:
+            problems.append(f"its {name} was {record.environment[name]!r}, but that of the run {value}")
+    if record.environment.get("start") == "reused" and not settings.reuse_ranks:
+        problems.append("its ranks had run other cases, but those of the run are fresh")
     if ranks in (RANKS[0], SHARED_DEVICES):
         pids = [end.pid for end in record.exits]
         if any(pid is None or pid <= 1 for pid in pids):

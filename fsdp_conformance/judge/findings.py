@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from fsdp_conformance.contract.case import Case
+from fsdp_conformance.history.collective import POINT_TO_POINT
 from fsdp_conformance.outcome.endings import ranks_in_words
 from fsdp_conformance.outcome.records import Finding, RankReport
 
@@ -116,8 +117,10 @@ def _digest_requirement(case: Case, label: str, reports: Sequence[RankReport]) -
 
 
 def _first_unlike(reports: Sequence[RankReport], right: int, wrong: int) -> tuple[int, str, str] | None:
-    """The first collective in which two ranks differ: its index and both lines."""
-    by_rank = {report.rank: report.schedule for report in reports}
+    """The first collective, without sends and receives, in which two ranks differ: its index and both lines."""
+    by_rank = {
+        report.rank: [line for line in report.schedule if not POINT_TO_POINT & set(line.split())] for report in reports
+    }
     for index, (expected, got) in enumerate(zip_longest(by_rank[right], by_rank[wrong], fillvalue="")):
         if expected != got:
             return index, expected, got

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -88,10 +88,14 @@ class SeamCheckpoints(SeamFSDP2):
         torch.save(_cloned(shards), directory / f"shard{self.rank}.pt")
         dist.barrier()
 
+    def read(self, directory: Path) -> list[dict[str, Any]]:
+        """The shards of the ranks that saved, in their order."""
+        files = self.in_order(list(directory.glob("shard*.pt")))
+        return [torch.load(file, weights_only=True) for file in files]
+
     @torch.no_grad()
     def load_checkpoint(self, directory: Path) -> None:
-        files = self.in_order(list(directory.glob("shard*.pt")))
-        parts = [torch.load(file, weights_only=True) for file in files]
+        parts = self.read(directory)
         targets = self.parameters() | self.names.buffers_of(self.model)
         for name, target in targets.items():
             self.place(target, self.joined([part["model"][name] for part in parts], target), len(parts))
@@ -134,6 +138,36 @@ class CheckpointForgetsOptimizer(SeamCheckpoints):
         super().load_checkpoint(directory)
         if self.optimizer is not None:
             self.optimizer.state.clear()
+
+
+@known_wrong("R149")
+class CheckpointInMemory(SeamCheckpoints):
+    """Nothing is written: the state stays in the process, and a restart loses it."""
+
+    _kept: ClassVar[dict[str, Any]] = {}
+
+    def write(self, shards: dict[str, Any], directory: Path) -> None:
+        self._kept.update(_cloned(shards))
+
+    def read(self, directory: Path) -> list[dict[str, Any]]:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, self._kept)
+        return parts
+
+
+@known_wrong("R149")
+class CheckpointElsewhere(SeamCheckpoints):
+    """Files are written into another directory than the one that was given."""
+
+    def write(self, shards: dict[str, Any], directory: Path) -> None:
+        super().write(shards, _beside(directory))
+
+    def read(self, directory: Path) -> list[dict[str, Any]]:
+        return super().read(_beside(directory))
+
+
+def _beside(directory: Path) -> Path:
+    return directory.with_name("checkpoints-of-the-engine")
 
 
 @known_wrong("R149")

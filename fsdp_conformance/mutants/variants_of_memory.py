@@ -89,7 +89,7 @@ class AllocatesStateEarly(_Weighs):
 
     def make_optimizer(self, optim_fn: OptimFn) -> Any:
         optimizer = super().make_optimizer(optim_fn)
-        if optimizer is not None and all(map(_is_sharded, self.model.parameters())):
+        if all(map(_is_sharded, self.model.parameters())):
             rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = 0.0

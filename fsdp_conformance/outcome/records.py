@@ -19,7 +19,10 @@ from fsdp_conformance.visible import visible, visible_content
 #: For readers of the schema only: files with other ids, and records of cases that never ran, are read as well.
 RequirementId = Annotated[str, Meta(extra_json_schema={"pattern": "^R[0-9]{3}$"})]
 CaseId = Annotated[str, Meta(extra_json_schema={"pattern": "^R[0-9]{3}/[a-z0-9.-]+$"})]
-_Count = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
+
+#: Numbers in a run file are bounded, so that nothing that computes with them overflows, or loops for ever.
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 #: Figures of a finding that may be infinite or NaN, and what the run file has in their place then: JSON has neither.
 FIGURES = ("ratio", "ulps")
@@ -54,12 +57,12 @@ class Finding:
     """The oracle, e.g. "gradient parity"."""
     message: str
     """The observation, as `WHAT: expected X, got Y; DETAILS`."""
-    step: int | None = None
+    step: Count | None = None
     phase: str | None = None
     """init, forward, backward, reduce, step, reshard, eval or checkpoint."""
     fqn: str | None = None
-    rank: int | None = None
-    element: tuple[int, ...] | None = None
+    rank: Count | None = None
+    element: tuple[Count, ...] | None = None
     """Index of the first differing element in the full tensor."""
     got: str | None = None
     expected: str | None = None
@@ -69,9 +72,9 @@ class Finding:
     """Distance in units in the last place of the expected value's dtype."""
     bound: str | None = None
     """"bitwise", or the tolerance with its derivation."""
-    differing: int | None = None
+    differing: Count | None = None
     """How many elements of the tensor differ."""
-    elements: int | None = None
+    elements: Count | None = None
     """How many elements the tensor has."""
     call: str | None = None
     """The collective or the call that last wrote the value, where known."""
@@ -105,8 +108,8 @@ class Finding:
 class CheckCount:
     """How much an oracle compared: a check that compares nothing proves nothing."""
 
-    comparisons: int = 0
-    elements: int = 0
+    comparisons: Count = 0
+    elements: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +122,7 @@ class RankError:
     traceback: str
     blame: str
     """implementation, adapter, suite, environment or refusal."""
-    time: float
+    time: Seconds
     """time.monotonic() on this host when it was raised: the earliest failure is the headline."""
     problems: tuple[str, ...] = ()
     capability: str | None = None
@@ -129,7 +132,7 @@ class RankError:
 class RankReport:
     """The report of one rank at the end of its body, before it shuts down."""
 
-    rank: int
+    rank: Count
     findings: list[Finding] = field(default_factory=list)
     checks: dict[str, CheckCount] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -155,18 +158,18 @@ class RankReport:
     """Why the references cannot judge (INCONCLUSIVE)."""
     environment: dict[str, Any] = field(default_factory=dict)
     """Seeds, thread counts, determinism settings and variables, as applied in the rank."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, Seconds] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
 class RankExit:
     """How one rank's process ended, as the controller saw it."""
 
-    rank: int
-    pid: int | None
-    exitcode: int | None
+    rank: Count
+    pid: Count | None
+    exitcode: Annotated[int, Meta(ge=-(2**31), le=2**31)] | None
     """0, a positive exit code, minus the signal number, or None if it had not ended."""
-    time: float
+    time: Seconds
     """time.monotonic() of the end."""
     reported: bool
     """True if the rank's report had arrived before it ended."""
@@ -193,7 +196,7 @@ class Takes:
 
     values: tuple[str, ...] = ()
     """`axis: value` each; none if the plainest training fails in the same way."""
-    trainings: _Count = 0
+    trainings: Count = 0
     """How many plainer trainings were tried."""
     complete: bool = True
     """False if the time was over before each value had been tried: then some of them may not be needed."""
@@ -235,15 +238,15 @@ class CaseRecord:
     """Of a training with many features that failed, those that it takes; None if that is not known."""
     traceback: str = ""
     """The traceback of the first rank that raised."""
-    world_size: Annotated[int, Meta(extra_json_schema={"minimum": 1})] = 0
+    world_size: Annotated[int, Meta(ge=0, le=2**20, extra_json_schema={"minimum": 1})] = 0
     adapter: str = ""
     """The identity of the adapter that was judged: `AdapterDescription.identity`. Empty if it was not known."""
     device: str = ""
     ranks: str = "processes"
     refereed: bool = False
     """True if a referee judged the case, a process that no code under test has entered, and not its ranks."""
-    comparisons: _Count = 0
-    elements: _Count = 0
+    comparisons: Count = 0
+    elements: Count = 0
     notes: list[str] = field(default_factory=list)
     measurements: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -257,8 +260,8 @@ class CaseRecord:
     """Rank 0's collectives."""
     repro: str = ""
     """The command that runs this case again."""
-    seconds: float = 0.0
-    training_seconds: float = 0.0
+    seconds: Seconds = 0.0
+    training_seconds: Seconds = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """The record in terms of JSON; `case_record_from_json` is the inverse."""

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from fsdp_conformance import __version__, codec, stress
+from fsdp_conformance.adapters.allowances import excesses
 from fsdp_conformance.adapters.registry import bundled_as, identity
 from fsdp_conformance.capability import CAPABILITIES, Asked, offered
 from fsdp_conformance.contract import Contract, Level, load
@@ -473,6 +474,7 @@ def _header_problems(run: RunFile) -> Iterator[str]:
             f"the header names two implementations: {described['spec']} in its description, "
             f"{settings.implementation} in its settings"
         )
+    yield from (f"no adapter is loaded that declares this: {problem}" for problem in excesses(described))
     if "identity" in described and described["identity"] != identity(described):
         yield "the identity of the adapter does not follow from its name, version, class and hashes"
     if run.is_of_this_suite:

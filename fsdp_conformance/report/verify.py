@@ -88,6 +88,8 @@ def _discrepancies(run: RunFile, certificate: Certificate) -> list[str]:
         for key in ("certified", "private", "profile", "counts", "executed", "expected", "unobserved")
         if stated.get(key) != derived[key]
     ]
+    if (counts := run.footer.get("counts")) != derived["counts"]:
+        problems.append(f"counts: the footer says {counts!r} in all, but the lines yield {derived['counts']!r}")
     references = run.footer.get("references")
     # A run of an earlier version counts none.
     if references not in (None, counted := run.reference_counts()):

@@ -146,9 +146,10 @@ class RefereeLaunch:
     def wait(self) -> tuple[list[RankReport | None], list[RankExit]]:
         """The report of the referee on each rank, and how the referee ended."""
         ((process, connection),) = self._ranks.members
-        with suppress(OSError):
-            # A rank may have stopped it: it runs under the same user.
-            os.kill(process.pid, signal.SIGCONT)
+        if process.pid is not None:
+            with suppress(OSError):
+                # A rank may have stopped it: it runs under the same user.
+                os.kill(process.pid, signal.SIGCONT)
         files = tuple(order.files for order in self._orders)
         seat = rank_host.HostSeat(
             0, process, Mailbox(connection), files[0], rank_files=files, part=self._case.first_part

@@ -107,7 +107,7 @@ def differences(findings: Iterable[Finding]) -> Strip | None:
     if not cells:
         return None
     names = list(dict.fromkeys(name for name, _ in cells))
-    steps = range(max(step for _, step in cells) + 1)
+    steps = sorted({step for _, step in cells})
     lanes = [
         Lane(name, tuple(_difference(cells[name, step]) if (name, step) in cells else None for step in steps))
         for name in names[:MOST_ROWS]

@@ -345,6 +345,15 @@ def test_evaluation_counts() -> None:
     assert [label for label in one if one[label] != two[label]] == ["schedule step 1"]
 
 
+def test_sends_and_receives_do_not_count() -> None:
+    """Where one rank sends, another one receives."""
+    sends, receives = (
+        history([*full_sharding(STAIRCASE, PLAN), collective(op, 4, step=1, phase="step")]) for op in (Op.SEND, Op.RECV)
+    )
+
+    assert schedule_digests(sends) == schedule_digests(receives)
+
+
 def test_the_order_counts() -> None:
     """The same collectives in another order are another sequence."""
     ours = history(full_sharding(STAIRCASE, PLAN))

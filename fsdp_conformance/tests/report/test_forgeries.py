@@ -269,6 +269,46 @@ def test_a_footer_that_grants_nothing_is_answered(tmp_path: Path, profile: Profi
     assert verify(path, profile).discrepancies == ("scopes: the footer grants none, but the lines accumulation, base",)
 
 
+def test_the_counts_of_the_footer(tmp_path: Path, profile: Profile) -> None:
+    """They stand in it twice, and both are compared with the lines."""
+    path = rewritten(written(tmp_path, profile), lambda lines: lines[-1].update(counts={"PASS": 770}))
+
+    assert verify(path, profile).discrepancies == (
+        "counts: the footer says {'PASS': 770} in all, but the lines yield {'PASS': 3}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda line: line["exits"][1].update(reported=False), "no report of rank 1 had arrived"),
+        (lambda line: line["environment"].update(seed=7), "its seed was 7, but that of the run 20261121"),
+        (lambda line: line["environment"].update(num_threads=7), "its num_threads was 7, but that of the run 1"),
+        (lambda line: line["environment"].update(start="reused"), "but those of the run are fresh"),
+    ],
+    ids=["not reported", "seed", "threads", "reused"],
+)
+def test_ranks_that_this_run_cannot_have_had(
+    tmp_path: Path, profile: Profile, change: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    """What a record says of its ranks fits the settings of the run."""
+    verification = forged(written(tmp_path, profile), profile, lambda lines: change(case_line(lines)))
+
+    assert words in only_reason(verification)
+
+
+@pytest.mark.parametrize("declared", [{"padding": 99.0}, {"kept_buffers": 1000}, {"alignment": 4096}])
+def test_declarations_with_which_no_adapter_is_loaded(
+    tmp_path: Path, profile: Profile, declared: dict[str, Any]
+) -> None:
+    """They loosen what an engine is held to."""
+    verification = forged(
+        written(tmp_path, profile), profile, lambda lines: lines[0]["implementation"].update(declared)
+    )
+
+    assert f"no adapter is loaded that declares this: {next(iter(declared))} must be" in only_reason(verification)
+
+
 def test_another_engines_file_under_a_new_name(tmp_path: Path, profile: Profile) -> None:
     """The ranks of every case say which adapter they had loaded."""
 
@@ -529,6 +569,10 @@ def test_a_run_of_another_version_can_be_read_and_is_not_verified(tmp_path: Path
         (lambda lines: lines[2]["exits"][0].update(luck=1), "line 3 cannot be read: unknown key `$.exits[0].luck`"),
         (lambda lines: lines[1].update(luck=1), "line 2 cannot be read: unknown key `$.luck`"),
         (lambda lines: lines[2].update(refereed=1), "line 3 cannot be read: Expected `bool`, got `int`"),
+        (lambda lines: lines[2].update(seconds=1e308), "line 3 cannot be read: Expected `float` <= 1000000000.0"),
+        (lambda lines: lines[2].update(seconds=-4.0), "line 3 cannot be read: Expected `float` >= 0.0"),
+        (lambda lines: lines[2]["exits"][0].update(pid=10**30), "line 3 cannot be read: "),
+        (lambda lines: lines[2].update(elements=-1), "line 3 cannot be read: Expected `int` >= 0"),
         (lambda lines: lines[2].update(measurements={"absent": 3}), "line 3 cannot be read: the measurement 'absent'"),
         (
             lambda lines: lines[2].update(measurements={"inapplicable": {"a": 1}}),

@@ -143,6 +143,13 @@ def test_differences_are_drawn_by_tensor_and_step() -> None:
     assert "step 0 step 1 0.weight · gradient parity 50 % · 2.bias · gradient parity · 100 %" in shown.text
 
 
+def test_only_steps_that_differ_have_a_column() -> None:
+    """However long the training was."""
+    shown = outline([failed(step=10**12, differing=4, elements=16)])
+
+    assert f"step {10**12} 0.weight" in shown.text
+
+
 def test_many_tensors_are_counted() -> None:
     """The picture has forty rows; the run file has the rest."""
     record = failed()
