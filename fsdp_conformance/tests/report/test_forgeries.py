@@ -291,7 +291,7 @@ def test_the_counts_of_the_footer(tmp_path: Path, profile: Profile) -> None:
 def test_ranks_that_this_run_cannot_have_had(
     tmp_path: Path, profile: Profile, change: Callable[[dict[str, Any]], None], words: str
 ) -> None:
-    """What a record says of its ranks fits the settings of the run."""
+    """The ranks of each record fit the settings of the run."""
     verification = forged(written(tmp_path, profile), profile, lambda lines: change(case_line(lines)))
 
     assert words in only_reason(verification)

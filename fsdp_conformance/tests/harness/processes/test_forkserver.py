@@ -165,7 +165,7 @@ def test_code_under_test_has_a_server_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_engines_share_no_server(tmp_path: Path) -> None:
-    """What one engine changes when it is imported does not reach the next; a few are kept, to be used again."""
+    """A change that one engine makes when it is imported does not reach the next; a few servers are kept."""
     engines = [module_file(tmp_path, f"engine{number}", "VALUE = 2") for number in range(forkserver.MAX_ENGINES + 1)]
 
     servers = [forkserver.server_for((), {}, engine=(engine,)) for engine in engines]
