@@ -148,12 +148,12 @@ class Checkpoints(ConformanceTestCase):
                 adapter.save_checkpoint(directory)
 
         def load(adapter: Adapter) -> None:
-            adapter.load_checkpoint(moved[0])
+            adapter.load_checkpoint(moved)
             torch.set_rng_state(states["random"])
 
         torch.manual_seed(17 + self.rank)
         whole = self.train(workload, regime=regime, after_step=save)
-        moved = [self._moved(directory)]
+        moved = self._moved(directory)
         torch.manual_seed(99)
         resumed = self.train(_otherwise(workload), self.plan(workload), regime, on_setup=load, first_step=FIRST)
         self._check_continuation(resumed, whole, workload, "sgd")
@@ -266,7 +266,7 @@ class Checkpoints(ConformanceTestCase):
         def move() -> int:
             size = _bytes_below(directory)
             dist.barrier()
-            if self.rank == 0:
+            if self.rank == 0 and directory.is_dir():
                 directory.rename(moved)
             dist.barrier()
             return size

@@ -430,7 +430,8 @@ class Adapter(ABC):
 
     def load_checkpoint(self, directory: Path) -> None:
         """
-        Load model and optimizer between two steps: before the first one, or later, to return to what was saved.
+        Load model and optimizer between two steps: before the first one, or later, to return to what was saved. The
+        directory may have been moved since it was written.
 
         Collective. Implemented with `save_checkpoint`.
 

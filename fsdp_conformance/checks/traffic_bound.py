@@ -71,7 +71,10 @@ def at_most(
         trained = padded_bytes(training, group, dtype=partial(reduce_dtype, plan)) * (1 + padding)
         calls = in_step(history, step, *_PHASES)
         # A rank that sends to itself has a peer that receives.
-        gathered = [call for call in of(calls, *GATHERING) if call.op is not Op.RECV]
+        received = [call for call in of(calls, *GATHERING) if call.op is not Op.RECV]
+        # In backward, an all-to-all may bring parameters, or gradients that are then added.
+        either = [call for call in received if call.op is Op.ALL_TO_ALL and call.phase == "backward"]
+        gathered = [call for call in received if call not in either]
         scattered, summed = of(calls, Op.REDUCE_SCATTER, Op.REDUCE), of(calls, Op.ALL_REDUCE)
         most_summed = trained * reductions
         if scattered and plan.replicas > 1:
@@ -80,13 +83,19 @@ def at_most(
         for_update = [call for call in gathered if call.phase == "step"]
         in_eval = [call for call in [*scattered, *summed] if call.phase == "eval"]
         whole = plan.sharding not in (Sharding.NONE, Sharding.OPTIM) and bool(summed) and not scattered
-        for what, seen, ideal, times in (
+        bounds = [
             ("gathered in the step", gathered, one_pass * passes, passes),
             ("gathered for the update", for_update, one_pass, 1),
             ("reduce-scattered in the step", scattered, trained * reductions, reductions),
             ("all-reduced in the step", summed, most_summed, reductions),
             ("reduced by evaluations", in_eval, 0, 0),
-        ):
+        ]
+        if either:
+            both = one_pass * passes + trained * reductions
+            bounds.append(
+                ("gathered and reduced in the step", [*gathered, *scattered, *either], both, passes + reductions)
+            )
+        for what, seen, ideal, times in bounds:
             got, most = nbytes(seen), int(ideal) + SMALL * len(units) * (times + 1) + gaps * times
             tally.compare(
                 got <= most, what, expected=f"at most {most} B", got=f"{got} B",

@@ -43,9 +43,7 @@ class RegimeOptimizer:
 
     def _named(self, params: Any) -> dict[str, nn.Parameter]:
         """The parameters that an engine hands to its optimizer, by original name."""
-        given = {
-            id(parameter) for each in params for parameter in (each["params"] if isinstance(each, dict) else [each])
-        }
+        given = {id(parameter) for each in params for parameter in _parameters_of(each)}
         try:
             named = self._task.adapter.parameters()
         except (AttributeError, NotImplementedError):

@@ -1,8 +1,8 @@
 """
 Correct engines that share a model by whole parameters: ZeRO-1 and ZeRO-3 with many ways to communicate.
 
-Each parameter has an owner, the rank that has its optimizer's state. The engines are no variants of another one, and
-are made to be as unlike FSDP2 as the contract allows.
+Each parameter has an owner, the rank that has its optimizer's state. The engines are not variants of another one: they
+are as unlike FSDP2 as the contract allows.
 """
 
 from __future__ import annotations

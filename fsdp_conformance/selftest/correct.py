@@ -1,4 +1,4 @@
-"""Correct engines that no case may kill: the bundled ones that are correct, and the legal variants of them."""
+"""Correct engines that no case may kill: the bundled ones that are correct, and those of `VARIANTS`."""
 
 from __future__ import annotations
 

@@ -36,6 +36,8 @@ def test_a_plain_schedule_is_within() -> None:
         (Op.BROADCAST, "backward", ["gathered in the step"]),
         (Op.REDUCE_SCATTER, "backward", ["reduce-scattered in the step"]),
         (Op.ALL_GATHER, "step", ["gathered for the update", "gathered in the step"]),
+        (Op.ALL_TO_ALL, "forward", ["gathered in the step"]),
+        (Op.ALL_TO_ALL, "backward", ["gathered and reduced in the step"]),
         (Op.ALL_REDUCE, "step", ["all-reduced in the step"]),
         (Op.ALL_REDUCE, "eval", ["all-reduced in the step", "reduced by evaluations"]),
     ],
@@ -45,6 +47,17 @@ def test_more_than_the_passes_need_is_reported(op: Op, phase: str, what: list[st
     extra = collective(op, 2 * STAIRCASE_BYTES, phase=phase)
 
     assert _findings([*full_sharding(STAIRCASE, PLAN), extra]) == what
+
+
+def test_gradients_may_be_exchanged_and_added() -> None:
+    """An all-to-all in backward in place of each reduce-scatter is within the bounds of both."""
+    exchanged = [
+        replace(record, op=Op.ALL_TO_ALL) if record.op is Op.REDUCE_SCATTER else record
+        for record in full_sharding(STAIRCASE, PLAN)
+    ]
+
+    assert Op.ALL_TO_ALL in {record.op for record in exchanged}
+    assert _findings(exchanged) == []
 
 
 def test_a_second_reduction_over_the_replicas_is_reported() -> None:
