@@ -10,6 +10,7 @@ import pytest
 from fsdp_conformance import run_settings
 from fsdp_conformance.cases import controller
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS
+from fsdp_conformance.harness.processes import forkserver
 from fsdp_conformance.outcome.records import REFERENCES
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, bound_cases, run_case
@@ -155,6 +156,8 @@ def test_the_class_of_an_exception() -> None:
 def test_references_that_code_under_test_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of a whole profile takes no reference that another run has left, whatever its hash is."""
     monkeypatch.setenv("FSDP_CONFORMANCE_REFERENCES", str(tmp_path))
+    # Referees of a server that has imported modules of other tests would write nothing.
+    forkserver.stop_servers()
     case = bound_case("R001/exact-probe-ws2")
     part, whole = replace(BASE, cases=("R001/exact-probe-ws2",)), BASE
 
