@@ -38,7 +38,7 @@ def is_countable() -> bool:
 
 def return_large_blocks() -> None:
     """
-    Make glibc return each large block to the system as soon as it is freed, from now on.
+    Make glibc return each large block to the system as soon as it is freed.
 
     Otherwise it would keep tens of MB for later, which no trimming returns from the arenas of threads.
     """

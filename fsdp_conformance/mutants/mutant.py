@@ -78,7 +78,7 @@ class Variant:
     spec: str
     """For `--implementation`."""
     base: str
-    """The name of the engine that it is a variant of; empty if it is an engine of its own."""
+    """The name of the engine that it is a variant of; empty if it is a separate engine."""
     difference: str
     """The legal difference, in one sentence."""
 
@@ -107,7 +107,7 @@ def known_wrong(
 
 
 def legal_variant(base: str = "") -> Callable[[C], C]:
-    """Register the class below as correct: a variant of an engine, or one of its own. `base` must be a literal."""
+    """Register the class below as correct: a variant of `base`, a literal, or a separate engine."""
     return lambda cls: cls
 
 

@@ -16,7 +16,7 @@ from fsdp_conformance.mutants.mutant import legal_variant
 
 
 class _Weighs(TorchFSDP2):
-    """FSDP2 with memory of its own."""
+    """FSDP2 that holds additional memory."""
 
     def largest_unit(self) -> int:
         """The elements of the largest unit below the root."""

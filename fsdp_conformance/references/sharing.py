@@ -84,7 +84,7 @@ def offered(suite_sha256: str, cache: Path, *, run: str | None = None, secret: s
     """
     The store that the environment names: in the variable's directory, or in `cache`; None if it is "off".
 
-    With a secret, the run has entries of its own in it. The offer does not hold the secret: see `Offer.secret`.
+    With a secret, the run uses separate entries. The offer does not hold the secret: see `Offer.secret`.
 
     Raises ConfigError for a limit that is no number.
     """

@@ -8,8 +8,8 @@ JSON, in which tensors are places in the bytes after it. Nothing in it is ever e
 Whatever is not as it was written is refused: another key, another hash, a missing end. With a secret of the run, the
 hash of the header is one that only the referees of that run can compute, so entries of others are refused as well.
 
-An entry is written to a file of its own and renamed, so that a reader sees all of it or nothing, whoever else is
-writing. Above the limit, the entries that were not used for longest are removed.
+An entry is written to a temporary file, which is then renamed, so that a reader sees all of it or nothing, whoever
+else is writing. Above the limit, the entries that were not used for longest are removed.
 """
 
 from __future__ import annotations

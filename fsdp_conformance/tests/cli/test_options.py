@@ -50,7 +50,7 @@ def test_an_option_reaches_the_settings(
     monkeypatch.setattr(pytestconfig, "option", namespace)
     # A worker of pytest-xdist takes the order of its controller instead of the options.
     monkeypatch.setattr(pytestconfig, "workerinput", {}, raising=False)
-    # Each new run draws a seed of its own.
+    # Each new run draws its own seed.
     by_pytest = replace(options._make_order(pytestconfig).settings, drawn_seed=DEFAULTS.drawn_seed)
     changed = [field.name for field in fields(RunSettings)
                if getattr(by_command, field.name) != getattr(DEFAULTS, field.name)]  # fmt: skip

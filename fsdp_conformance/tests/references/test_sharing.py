@@ -170,7 +170,7 @@ def test_what_an_engine_leaves_behind(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_a_spot_check_finds_a_forged_entry(store: ReferenceStore, implementation: str, verdict: Verdict) -> None:
     """
-    Its hashes are right. It is removed, the case is judged by references that are trained for it, and a note says so.
+    Although its hashes are right, it is removed. The case is judged by newly trained references, and a note says so.
     """
     path = _forged(store, "exact-mlp")
     _only(store, path)
