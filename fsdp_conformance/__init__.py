@@ -17,6 +17,7 @@ Words, in the order in which they may use one another:
     workload       a model with its batches, and how to train it
     contract       the requirements, the cases as data, and the profiles
     history        what was observed: losses, gradients, collectives, memory
+    recordings     what `record` writes: trainings of users' own, as fingerprints
 
 Running and observing:
     harness        ranks: processes, simulated, or started by torchrun
@@ -48,6 +49,8 @@ Ways in:
     simulated_cuda
                    simulated GPUs for any tests, notebooks and functions
     script_ranks   training scripts on ranks of the harness, for `sanitize`
+    recorder       records users' own trainings, for `record` and `parity`; takes the sharding out of a script
+    parity         two recordings compared: where they differ first, and whose fault that is
     cli            the command fsdp-conformance
 
 The cases themselves are in `fsdp_conformance.suites`, their models and batches in `fsdp_conformance.fixtures`; in a
@@ -59,9 +62,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdp_conformance.parity.assertion import assert_same_training
     from fsdp_conformance.pytest_plugin.embedded import conformance_tests
+    from fsdp_conformance.recorder.process import recording
 
-__all__ = ["__version__", "conformance_tests"]
+__all__ = ["__version__", "assert_same_training", "conformance_tests", "recording"]
 
 __version__ = "2026.11.0"
 
@@ -72,4 +77,12 @@ def __getattr__(name: str) -> Any:
         from fsdp_conformance.pytest_plugin.embedded import conformance_tests
 
         return conformance_tests
+    if name == "recording":
+        from fsdp_conformance.recorder.process import recording
+
+        return recording
+    if name == "assert_same_training":
+        from fsdp_conformance.parity.assertion import assert_same_training
+
+        return assert_same_training
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -81,6 +81,21 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.NOT_CERTIFIED: "a known-wrong engine survived, or a correct one was killed",
         Status.ENVIRONMENT: "no case can run on this machine",
     },
+    "record": {
+        Status.CERTIFIED: "the command succeeded, and was recorded",
+        Status.USAGE: "usage error: a wrong option, or a command that trained nothing with this environment",
+        Status.ENVIRONMENT: "the directory cannot be written, or its disk is full",
+        Status.SCRIPT_FAILED: "the command failed; what it trained before is recorded",
+        Status.INTERRUPTED: "interrupted by Ctrl-C; what was trained so far is recorded",
+    },
+    "parity": {
+        Status.CERTIFIED: "the trainings are equal, bit for bit or but for rounding",
+        Status.NOT_CERTIFIED: "they differ: the report says where first, and why",
+        Status.USAGE: "usage error: a wrong option, a directory without a recording, or nothing to compare",
+        Status.ENVIRONMENT: "this machine lacks something: a writable directory",
+        Status.SCRIPT_FAILED: "a script failed before there was anything to compare",
+        Status.INTERRUPTED: "interrupted by Ctrl-C; --output keeps what was recorded",
+    },
     "sanitize": {
         Status.CERTIFIED: "clean: memory accesses were checked, and nothing was found",
         Status.NOT_CERTIFIED: "something was found (even if the script failed afterwards)",

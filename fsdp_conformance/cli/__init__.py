@@ -32,6 +32,9 @@ Child processes. They import torch; the command itself, except for `smoke` and t
 Shared by the commands about one case:
     single          finding it, running it in this process, its exit status
 
+For `record` and `parity`:
+    recorded_run    a command whose Python processes record what they train
+
 For `sanitize`:
     alerts          its findings as code-scanning results and annotations
 """

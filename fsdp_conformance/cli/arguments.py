@@ -35,6 +35,20 @@ torch.accelerator; with --as-cuda it may also use "cuda" and "nccl". It needs no
 
 """
 
+_RECORD_NOTES = """\
+The command may be torchrun, a script that starts its ranks itself, or anything else that starts Python of this
+environment. The script is not edited, and computes what it computes without recording. Each rank writes a file. To
+compare two recordings, on any machine: fsdp-conformance parity DIR REFERENCE_DIR.
+
+"""
+
+_PARITY_NOTES = """\
+The script runs as torchrun would run it, and then once more with its sharding taken out: fully_shard and
+FullyShardedDataParallel replicate the model instead. A script that goes on from its own checkpoints must write them
+into a directory for each run: {run} in an argument is replaced by the run's name.
+
+"""
+
 _PLAN_NOTES = """\
 SPEC is a function that returns a module and a tuple with the inputs of one rank's forward; the model is built on the
 meta device. A link is a name (nvlink, pcie, ib, ethernet, gloo-loopback) or LAUNCH_US:LATENCY_US:GB_PER_S. No rank is
@@ -162,6 +176,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
             notes=_SANITIZE_NOTES,
         )
     )  # fmt: skip
+
+    _add_record(command("record", "run a command, and record what its processes train", notes=_RECORD_NOTES))
+    _add_parity(command("parity", "find where a sharded training first leaves the unsharded one", notes=_PARITY_NOTES))
 
     doctor = command("doctor", "check what this machine can and cannot run")
     _add_options(doctor, "device")
@@ -384,6 +401,43 @@ def _add_sanitize(parser: Parser) -> None:
     parser.add_argument("--timeout", metavar="S", default="600", help="end the ranks after S seconds (default: 600)")
     parser.add_argument("--json", metavar="FILE", help="also write the findings to a file")
     parser.add_argument("--sarif", metavar="FILE", help="also write them as code-scanning alerts (SARIF)")
+    parser.add_argument(
+        "-m",
+        dest="module_words",
+        metavar="MODULE",
+        nargs=argparse.REMAINDER,
+        help="run a module, like python -m; all that follows is passed to it",
+    )
+    parser.add_argument(
+        "script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script; all that follows is passed to it"
+    )
+
+
+def _add_record(parser: Parser) -> None:
+    parser.usage = "%(prog)s --output DIR [--timeout S] -- COMMAND [argument ...]"
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new directory for the recording")
+    parser.add_argument(
+        "--timeout", metavar="S", default="86400", help="end the command after S seconds (default: a day)"
+    )
+    parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="the command, with its arguments")
+
+
+def _add_parity(parser: Parser) -> None:
+    parser.usage = (
+        "%(prog)s [options] (SCRIPT | -m MODULE) [argument ...]\n       %(prog)s RECORDING REFERENCE_RECORDING"
+    )
+    parser.add_argument("--world-size", metavar="N", default="2", help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--reference",
+        metavar="SCRIPT",
+        help="the training to compare with: a script with its arguments, or a recording "
+        "(default: the script with its sharding taken out)",
+    )
+    parser.add_argument("--output", metavar="DIR", help="keep the recordings in a new directory")
+    parser.add_argument(
+        "--nudged", metavar="DIR", help="with two recordings: one of the reference with nudged parameters"
+    )
+    parser.add_argument("--timeout", metavar="S", default="600", help="end each run after S seconds (default: 600)")
     parser.add_argument(
         "-m",
         dest="module_words",

@@ -5,6 +5,8 @@ The commands, a module each: `main` takes the parsed arguments and returns the e
     run             run cases in a pytest process, follow them, and judge them at the end
     smoke           check the adapter by itself
     sanitize        run a training script on the simulated accelerator
+    record          run a command, and record what its processes train
+    parity          find where a sharded training first leaves the unsharded one
     plan            find out how to shard a model, from a cost model
     doctor          check what this machine can run
     explore         draw models, configurations and schedules, and shrink what fails

@@ -79,6 +79,11 @@ class Said:
         """Of stdout."""
         return self.out.rstrip().rpartition("\n")[2]
 
+    @property
+    def output(self) -> str:
+        """All that it printed."""
+        return self.out + self.err
+
 
 def words(*arguments: str) -> list[str]:
     """The command in a fresh interpreter."""

@@ -22,13 +22,13 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "stress"}),
     frozenset({"plan", "history"}),
     frozenset({"run_settings", "workload", "scenarios"}),
-    frozenset({"contract"}),
+    frozenset({"contract", "recordings"}),
     # torch from here on.
     frozenset({"harness"}),
     frozenset({"faults", "references", "engine", "simulator"}),
-    frozenset({"planner", "diagnosis", "script_ranks", "simulated_cuda"}),
+    frozenset({"planner", "diagnosis", "script_ranks", "simulated_cuda", "recorder"}),
     # An oracle asks diagnosis for the likely cause of what it found.
-    frozenset({"checks", "adapters", "judge"}),
+    frozenset({"checks", "adapters", "judge", "parity"}),
     frozenset({"driver"}),
     frozenset({"mutants"}),
     frozenset({"report"}),
@@ -45,7 +45,7 @@ PARTS = frozenset().union(*LAYERS)
 #: Besides the layers: fixtures know only words, suites reach an engine through its adapter, tests see everything.
 MAY_IMPORT: dict[str, frozenset[str]] = {
     # Under its own name only, and not before it is used.
-    "": frozenset({"pytest_plugin"}),
+    "": frozenset({"pytest_plugin", "recorder", "parity"}),
     "fixtures": WORDS,
     "suites": PARTS - {"engine", "planner", "simulator", "cli", "__main__", "pytest_plugin", "selftest"} | {"fixtures"},
     "tests": PARTS | {"suites", "fixtures"},
@@ -58,6 +58,7 @@ for _height, _layer in enumerate(LAYERS):
 MAY_IMPORT["references"] = WORDS
 MAY_IMPORT["diagnosis"] = WORDS | {"references"}
 MAY_IMPORT["checks"] = WORDS | {"references", "diagnosis"}
+MAY_IMPORT["parity"] = WORDS
 MAY_IMPORT["judge"] = WORDS | {"diagnosis"}
 # The selftest compares losses of a fixture, as a project would; what is drawn is built by a fixture.
 MAY_IMPORT["selftest"] |= {"fixtures"}
@@ -80,7 +81,7 @@ RESERVED: dict[str, frozenset[str]] = {
     # torch's own test harness is private: one part depends on it, so that a change there is handled in one place.
     "torch.testing._internal": frozenset({"harness", "tests"}),
     # A case that names an engine judges that engine alone.
-    "torch.distributed.fsdp": frozenset({"adapters", "mutants", "harness", "tests"}),
+    "torch.distributed.fsdp": frozenset({"adapters", "mutants", "harness", "recorder", "tests"}),
     "torch.distributed._composable": frozenset({"adapters", "mutants", "tests"}),
     "deepspeed": frozenset({"adapters", "mutants", "tests"}),
     "fairscale": frozenset({"adapters", "tests"}),
@@ -103,7 +104,7 @@ OPTIONS_OF_TORCH = frozenset(
 )  # fmt: skip
 
 #: Parts that do without torch altogether.
-TORCHLESS = WORDS - {"workload", "history"} | {"judge", "report", "cli", "__main__", ""}
+TORCHLESS = WORDS - {"workload", "history"} | {"judge", "report", "parity", "cli", "__main__", ""}
 
 #: Parts that see torch through its public names only, so that a rename in it cannot change a verdict.
 PUBLIC_TORCH_ONLY = frozenset({"references", "diagnosis", "checks", "suites", "fixtures", *WORDS})

@@ -15,9 +15,9 @@ import sys
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _run_own() -> None:
-    """Run the `sitecustomize` that Python would have found without this one."""
-    sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != _HERE]
+def run_next(here: str) -> None:
+    """Run the `sitecustomize` that Python would have found without the one in the directory `here`."""
+    sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != here]
     this = sys.modules.pop("sitecustomize", None)
     try:
         importlib.import_module("sitecustomize")
@@ -43,4 +43,4 @@ if __name__ == "sitecustomize":
     try:
         _prepare()
     finally:
-        _run_own()
+        run_next(_HERE)

@@ -1,0 +1,215 @@
+"""
+`fsdp-conformance parity`: where a sharded training first leaves the unsharded one, and whose fault that is.
+
+The script runs as it is, then the reference, each recorded. Only if they are not equal bit for bit does the reference
+run twice more: once to see whether it is deterministic, and once with its parameters nudged, to see how far rounding
+takes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdp_conformance.cli import messages
+from fsdp_conformance.cli.commands.record import timeout_of
+from fsdp_conformance.cli.commands.sanitize import Terminal
+from fsdp_conformance.cli.recorded_run import elapsed, fresh_directory, run_recorded, torchrun
+from fsdp_conformance.errors import ConfigError, UsageError
+from fsdp_conformance.parity.comparison import Comparison, compare
+from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.noise import nudge_of
+from fsdp_conformance.parity.text import lines_of
+from fsdp_conformance.recorder.settings import RecordSettings
+from fsdp_conformance.recordings import files
+from fsdp_conformance.recordings.events import Sharding
+from fsdp_conformance.recordings.files import Recording
+from fsdp_conformance.status import Status
+
+#: In an argument of the script, stands for the name of the run: its own directory for what it writes.
+RUN = "{run}"
+
+_MAX_RANKS = 127
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """The scripts to run."""
+
+    script: tuple[str, ...]
+    """The script or `-m` and a module, with its arguments."""
+    reference: tuple[str, ...] | None
+    """None for the script itself with its sharding taken out."""
+    world_size: int
+    timeout_s: float
+
+
+class ScriptFailed(Exception):
+    """A run ended badly before it had anything to compare."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Compare two recordings, or run a script and its reference and compare those. Returns the exit status."""
+    terminal = Terminal()
+    words = _words(arguments)
+    if arguments.module_words is None and len(words) == 2 and all(Path(word).is_dir() for word in words):
+        nudged = files.read(Path(arguments.nudged)) if arguments.nudged else None
+        return _report(compare(files.read(Path(words[0])), files.read(Path(words[1])), nudged), terminal)
+    order, reference = _order(arguments, words)
+    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-parity-") as temporary:
+        directory = Path(temporary)
+        if arguments.output:
+            directory = Path(arguments.output)
+            try:
+                fresh_directory(directory)
+            except FileExistsError:
+                raise UsageError(f"--output must be a new or an empty directory, got {str(directory)!r}") from None
+        try:
+            comparison = _Runs(order, reference, directory, terminal).comparison()
+        except ScriptFailed as error:
+            messages.complain(str(error))
+            return Status.SCRIPT_FAILED
+        except KeyboardInterrupt:
+            if arguments.output:
+                messages.complain(f"what was recorded is in {directory}")
+            raise
+        status = _report(comparison, terminal)
+        if arguments.output:
+            terminal.say(f"recordings: {directory}")
+        return status
+
+
+class _Runs:
+    """The runs of a script and its reference."""
+
+    def __init__(self, order: Order, reference: Recording | None, directory: Path, terminal: Terminal) -> None:
+        self._order = order
+        self._given = reference
+        self._directory = directory
+        self._terminal = terminal
+
+    def comparison(self) -> Comparison:
+        """Run what is needed, and compare. Raises ScriptFailed."""
+        run = self._run("run", self._order.script)
+        if self._given is not None:
+            return compare(run, self._given)
+        words = self._order.reference or self._order.script
+        sharding: Sharding = "taken out" if self._order.reference is None else "kept"
+        reference = self._run("reference", words, sharding=sharding)
+        first = compare(run, reference)
+        if (first.is_bitwise and not first.differs) or (first.differs and first.findings[0].is_exact):
+            return first
+        again = compare(self._run("again", words, sharding=sharding), reference)
+        if again.differs or not again.is_bitwise:
+            return replace(again, findings=[_not_deterministic(again)], suspicions=[])
+        return compare(run, reference, self._run("nudged", words, sharding=sharding, nudge=nudge_of(reference)))
+
+    def _run(self, name: str, words: Sequence[str], *, sharding: Sharding = "kept", nudge: float = 0.0) -> Recording:
+        directory = self._directory / name
+        settings = RecordSettings(
+            directory=str(directory.absolute()), prefix=sys.prefix, sharding=sharding, nudge=nudge
+        )
+        words = [word.replace(RUN, name) for word in words]
+        self._terminal.say(f"{name}: {' '.join(words)}{' without its sharding' if sharding == 'taken out' else ''}")
+        began = time.monotonic()
+        lines: list[str] = []
+
+        def say(line: str) -> None:
+            lines.append(line)
+            self._terminal.say(f"[{name}] {line}", "dim")
+
+        status = run_recorded(
+            torchrun(self._order.world_size, words), settings, say=say, timeout_s=self._order.timeout_s
+        )
+        ended = f"it was ended after {self._order.timeout_s:g} s (--timeout)" if status is None else f"status {status}"
+        try:
+            recording = files.read(directory)
+        except ConfigError as error:
+            if status != 0:
+                raise ScriptFailed(f"{name} failed before it had trained: {ended}; its output is above") from None
+            raise UsageError(f"{name}: {error.problems[0]}") from None
+        if status != 0 and name != "run":
+            raise ScriptFailed(f"{name} failed: {ended}; its output is above")
+        self._terminal.say(f"{name}: {elapsed(began)}")
+        return recording
+
+
+def _not_deterministic(again: Comparison) -> Finding:
+    """The reference was run twice, and the runs differ."""
+    seen = again.findings[0] if again.findings else None
+    largest = again.largest
+    first = seen.first if seen is not None else ""
+    if not first and largest is not None:
+        first = f"{largest.kind} '{largest.name}' at step {largest.step}"
+    return Finding(
+        title="The reference is not deterministic",
+        whose=Whose.SCRIPT,
+        step=seen.step if seen is not None else (largest.step if largest is not None else None),
+        first=first,
+        likely="the generators are not seeded, or an operation adds up in any order: seed them in every process, and "
+        "call torch.use_deterministic_algorithms(True)",
+        evidence=("two runs of the same command differ, so that nothing can be said of a third one",),
+        line=seen.line if seen is not None else "",
+    )
+
+
+def _report(comparison: Comparison, terminal: Terminal) -> int:
+    terminal.say("")
+    for text, style in lines_of(comparison):
+        terminal.say(text, style)
+    if not comparison.steps:
+        return Status.USAGE
+    return Status.NOT_CERTIFIED if comparison.differs else Status.CERTIFIED
+
+
+def _words(arguments: argparse.Namespace) -> list[str]:
+    if arguments.module_words is not None:
+        return ["-m", *arguments.module_words]
+    words = list(arguments.script_words)
+    return words[1:] if words[:1] == ["--"] else words
+
+
+def _order(arguments: argparse.Namespace, words: list[str]) -> tuple[Order, Recording | None]:
+    """What to run, and a reference that was recorded before. Raises ConfigError with every problem."""
+    problems: list[str] = []
+    script = words[0] if words else ""
+    if not words or words == ["-m"]:
+        problems.append("give the path of a script, or -m and the name of a module, or two recordings")
+    elif Path(script).is_dir():
+        problems.append(f"give two recordings to compare, or a script to run: {script!r} is a directory")
+    elif script != "-m" and not Path(script).is_file():
+        problems.append(f"there is no script {script!r}")
+    try:
+        world_size = int(arguments.world_size)
+    except ValueError:
+        world_size = 0
+    if not 1 <= world_size <= _MAX_RANKS:
+        problems.append(f"--world-size must be from 1 to {_MAX_RANKS}, got {arguments.world_size}")
+    timeout_s = 1.0
+    try:
+        timeout_s = timeout_of(arguments.timeout)
+    except UsageError as error:
+        problems.append(str(error))
+    recording: Recording | None = None
+    reference: tuple[str, ...] | None = None
+    if arguments.reference:
+        if Path(arguments.reference).is_dir():
+            recording = files.read(Path(arguments.reference))
+        else:
+            reference = tuple(shlex.split(arguments.reference))
+            if not reference or (reference[0] != "-m" and not Path(reference[0]).is_file()):
+                problems.append(
+                    f"--reference must be a script with its arguments, or a recording, got {arguments.reference!r}"
+                )
+    if arguments.nudged:
+        problems.append("--nudged is for the comparison of two recordings: parity nudges the reference itself")
+    if problems:
+        raise ConfigError(problems, where="parity")
+    order = Order(script=tuple(words), reference=reference, world_size=world_size, timeout_s=timeout_s)
+    return order, recording

@@ -1,0 +1,59 @@
+"""`fsdp-conformance record`: runs a command, and records what its Python processes train."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from fsdp_conformance.cli import messages
+from fsdp_conformance.cli.recorded_run import elapsed, fresh_directory, run_recorded
+from fsdp_conformance.errors import ConfigError, UsageError
+from fsdp_conformance.parity.runs import Run
+from fsdp_conformance.recorder.settings import RecordSettings
+from fsdp_conformance.recordings import files
+from fsdp_conformance.status import Status
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. Returns its exit status, or that of what is wrong with the recording."""
+    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    if not words:
+        raise UsageError("give the command that trains, after --")
+    directory = Path(arguments.output)
+    try:
+        fresh_directory(directory)
+    except FileExistsError:
+        raise UsageError(f"--output must be a new or an empty directory, got {str(directory)!r}") from None
+    timeout_s = timeout_of(arguments.timeout)
+    settings = RecordSettings(directory=str(directory.absolute()), prefix=sys.prefix)
+    began = time.monotonic()
+    try:
+        status = run_recorded(words, settings, say=lambda line: print(line, flush=True), timeout_s=timeout_s)
+    except (FileNotFoundError, PermissionError) as error:
+        raise UsageError(f"the command cannot be started: {error.strerror}: {words[0]!r}") from None
+    try:
+        run = Run(files.read(directory))
+    except ConfigError as error:
+        if status == 0:
+            raise error
+        why = f"was ended after {timeout_s:g} s (--timeout)" if status is None else f"ended with status {status}"
+        messages.complain(f"the command {why} before it had trained")
+        return Status.SCRIPT_FAILED
+    ranks, steps = messages.plural(run.world_size, "rank"), messages.plural(len(run.steps), "step")
+    messages.say(f"recorded {steps} of {ranks} in {directory}, {elapsed(began)}")
+    if status is None:
+        messages.complain(f"the command was ended after {timeout_s:g} s (--timeout)")
+    return Status.SCRIPT_FAILED if status or status is None else Status.CERTIFIED
+
+
+def timeout_of(word: str) -> float:
+    """The seconds in an option. Raises UsageError if it has none."""
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--timeout must be a positive number of seconds, got {word!r}")
+    return seconds

@@ -1,0 +1,101 @@
+"""
+A command whose Python processes record what they train.
+
+The command runs as a child in a session of its own, its output is passed on line by line, and everything that it
+has started is ended with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from fsdp_conformance.cli.child import end_family
+from fsdp_conformance.recorder.settings import RecordSettings
+
+#: Between two looks whether the command has ended.
+_LOOK_S = 0.05
+
+#: How long output may still come when the command has ended.
+_OUTPUT_S = 5.0
+
+
+def torchrun(world_size: int, words: Sequence[str]) -> list[str]:
+    """The command that runs a script, or `-m` and a module, on ranks of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", *words]
+
+
+def run_recorded(
+    command: Sequence[str],
+    settings: RecordSettings,
+    *,
+    say: Callable[[str], object],
+    timeout_s: float,
+    variables: dict[str, str] | None = None,
+) -> int | None:
+    """
+    Run a command; `say` gets each line of its output, from another thread. Returns its exit status, None after the
+    timeout.
+
+    Raises FileNotFoundError or PermissionError if it cannot be started. An exception, such as Ctrl-C, ends it.
+    """
+    threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **threads, **settings.variables(), **(variables or {})}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    reader = threading.Thread(target=_pass_on, args=(process.stdout, say), daemon=True)
+    reader.start()
+    try:
+        has_ended = _has_ended(process.pid, timeout_s)
+    finally:
+        # Also what the command has left behind. It is not reaped yet, so its number still belongs to it.
+        end_family(process.pid)
+        status = process.wait()
+        reader.join(_OUTPUT_S)
+        process.stdout.close()
+    return status if has_ended else None
+
+
+def _has_ended(pid: int, timeout_s: float) -> bool:
+    """Wait for a child without reaping it. False after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _pass_on(output: IO[str], say: Callable[[str], object]) -> None:
+    with contextlib.suppress(ValueError):  # closed while something that outlived the command still had it
+        for line in output:
+            say(line.rstrip("\n").rpartition("\r")[2])
+
+
+def fresh_directory(path: Path) -> Path:
+    """A directory for a recording. Raises FileExistsError if it has files in it."""
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise FileExistsError(str(path))
+    return path
+
+
+def elapsed(began: float) -> str:
+    """The time since then, for people."""
+    return f"{time.monotonic() - began:.0f} s"

@@ -1,0 +1,13 @@
+"""
+Two recordings of a training, compared: where does one first leave the other, and whose fault is it? No torch.
+
+    runs             a recording by steps, with whole tensors added up from the ranks' parts
+    noise            how far apart rounding alone may take two trainings
+    finding          a difference, with its evidence
+    samples          what the ranks were given
+    gradients        the likely cause of a gradient that differs
+    alone            what is suspicious in one recording by itself
+    comparison       all steps of two recordings, in the order in which a step computes
+    text             the comparison for a terminal
+    assertion        the comparison for a test
+"""

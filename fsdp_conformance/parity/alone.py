@@ -1,0 +1,123 @@
+"""What is suspicious in one recording by itself: mistakes that a reference made of the same script has as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.runs import Run
+from fsdp_conformance.parity.samples import samples_of, shares_samples
+
+#: Names that are shown of many.
+_SHOWN = 3
+
+
+def suspicions(run: Run) -> Iterator[Finding]:
+    """What may be meant, but is often a mistake."""
+    yield from _same_samples(run)
+    yield from _repeated_order(run)
+    yield from _untrained(run)
+    yield from _unknown(run)
+    yield from _evaluation(run)
+    yield from _different_replicas(run)
+
+
+def _suspicion(title: str, whose: Whose = Whose.SCRIPT, **details: object) -> Finding:
+    return Finding(title=title, whose=whose, is_certain=False, **details)  # type: ignore[arg-type]
+
+
+def _same_samples(run: Run) -> Iterator[Finding]:
+    steps = [step.number for step in run.steps if shares_samples(run, step.number)]
+    if run.world_size > 1 and steps and len(steps) == len(run.steps):
+        yield _suspicion(
+            "Every rank trains the same samples",
+            Whose.DATA,
+            step=0,
+            likely="the data is not distributed over the ranks: a DistributedSampler is missing, or gets one rank",
+            line=_line(run),
+        )
+
+
+def _repeated_order(run: Run) -> Iterator[Finding]:
+    """The samples of all steps repeat with a period: the order is the same in every epoch."""
+    orders = [
+        tuple(sample for rank in range(run.world_size) for sample in samples_of(step, rank)) for step in run.steps
+    ]
+    for period in range(2, len(orders) // 2 + 1):
+        is_repeated = all(orders[index] == orders[index + period] for index in range(len(orders) - period))
+        if is_repeated and all(orders[:period]) and len(set(orders[:period])) == period:
+            yield _suspicion(
+                "The samples come in the same order in every epoch",
+                Whose.DATA,
+                step=period,
+                likely="the sampler's `set_epoch` is not called, or the data is not shuffled",
+                evidence=(f"the order repeats every {period} steps",),
+                line=_line(run),
+            )
+            return
+
+
+def _untrained(run: Run) -> Iterator[Finding]:
+    names = run.steps[-1].steps[0].untrained if run.steps else ()
+    if names:
+        yield _suspicion(
+            "Parameters that require gradients are in no optimizer",
+            step=run.steps[-1].number,
+            first=_names(names),
+            likely="the optimizer was made before the model was complete or wrapped, or of a part of the parameters",
+            line=run.steps[-1].steps[0].line,
+        )
+
+
+def _unknown(run: Run) -> Iterator[Finding]:
+    for step in run.steps[:1]:
+        unknown = sum(group.unknown for group in step.steps[0].groups)
+        if unknown:
+            yield _suspicion(
+                "The optimizer has tensors that belong to no module",
+                step=step.number,
+                first=f"{unknown} tensors",
+                likely="the optimizer was made before the model was wrapped or moved, and steps parameters of before",
+                line=step.steps[0].line,
+            )
+
+
+def _evaluation(run: Run) -> Iterator[Finding]:
+    for step in run.steps:
+        for forward in step.training_forwards(0):
+            if not forward.training and step.passes:
+                yield _suspicion(
+                    "The model is trained in evaluation mode",
+                    step=step.number,
+                    likely="`model.train()` is not called again after an evaluation",
+                    line=forward.line,
+                )
+                return
+
+
+def _different_replicas(run: Run) -> Iterator[Finding]:
+    for step in run.steps:
+        for kind, tensors in (("Parameters", step.parameters), ("Buffers", step.buffers)):
+            if tensors.differing:
+                name, ranks = next(iter(tensors.differing.items()))
+                likely = "gradients are not reduced, or ranks began with different values"
+                if kind == "Buffers":
+                    likely = "each rank updates its own, as batch norm does: synchronise them, or save rank 0's"
+                yield _suspicion(
+                    f"{kind} differ between ranks that should hold the same",
+                    step=step.number,
+                    first=f"'{name}' · rank {', '.join(map(str, ranks))} · and {len(tensors.differing) - 1} more",
+                    likely=likely,
+                    line=step.steps[0].line,
+                )
+                return
+
+
+def _names(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more
+
+
+def _line(run: Run) -> str:
+    forwards = run.steps[0].training_forwards(0) if run.steps else []
+    return forwards[0].line if forwards else ""

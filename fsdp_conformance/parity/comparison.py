@@ -1,0 +1,626 @@
+"""
+All steps of two recordings, in the order in which a step computes.
+
+The first difference that rounding does not explain is the finding; what follows from it is not reported again. Whose it
+is follows from what was still equal: data, random numbers, initial values and settings are the script's, and what
+differs although all of them are equal is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_conformance.parity import gradients
+from fsdp_conformance.parity.alone import suspicions
+from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.noise import Noise, Select, noise_of, relative
+from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
+from fsdp_conformance.parity.samples import compare_samples
+from fsdp_conformance.recordings.events import Forward
+from fsdp_conformance.recordings.files import Recording
+from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole
+
+#: Settings that a scheduler or a script may leave out of one run, and that change nothing by themselves.
+_IGNORED_SETTINGS = frozenset({"initial_lr", "name", "decoupled_weight_decay", "maximize"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """The tensors of one kind at one step."""
+
+    step: int
+    kind: str
+    tensors: int
+    equal: int
+    """How many are equal bit for bit."""
+    worst: float
+    """The largest distance in units of the bound; above 1 is a finding."""
+    name: str
+    """Its tensor."""
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """Two recordings, compared."""
+
+    run: Run
+    reference: Run
+    steps: int = 0
+    """How many steps both have."""
+    findings: list[Finding] = field(default_factory=list)
+    """The first difference, and differences in what the script sets."""
+    suspicions: list[Finding] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    unjudged: int | None = None
+    """The first step at which rounding alone is too large to judge."""
+
+    @property
+    def differs(self) -> bool:
+        """True if something differs that rounding does not explain."""
+        return bool(self.findings)
+
+    @property
+    def is_bitwise(self) -> bool:
+        """True if everything was equal, bit for bit."""
+        return not self.findings and all(row.equal == row.tensors for row in self.rows)
+
+    @property
+    def largest(self) -> Row | None:
+        """The row that came nearest to its bound."""
+        return max((row for row in self.rows if row.tensors), key=lambda row: row.worst, default=None)
+
+
+def compare(recording: Recording, reference: Recording, nudged: Recording | None = None) -> Comparison:
+    """Compare a recording with a reference, and the reference with one whose parameters were nudged."""
+    run, other = Run(recording), Run(reference)
+    noise = noise_of(other, Run(nudged) if nudged is not None else None)
+    return _Comparing(run, other, noise).result()
+
+
+class _Comparing:
+    def __init__(self, run: Run, reference: Run, noise: Noise) -> None:
+        self.run = run
+        self.reference = reference
+        self.noise = noise
+        self.comparison = Comparison(run=run, reference=reference, steps=min(len(run.steps), len(reference.steps)))
+        # Samples went to other ranks or passes: what one rank computes cannot be compared.
+        self.are_aligned = True
+        self._random = ""
+
+    def result(self) -> Comparison:
+        """The comparison."""
+        comparison = self.comparison
+        for number in range(comparison.steps):
+            finding = next(self._differences(number), None)
+            if finding is not None:
+                comparison.findings.append(finding)
+                break
+        else:
+            comparison.findings += self._ends()
+        comparison.findings += self._other_settings()
+        # A finding says more of the same line.
+        known = {(finding.whose, finding.line) for finding in comparison.findings}
+        comparison.suspicions = [item for item in suspicions(self.run) if (item.whose, item.line) not in known]
+        return comparison
+
+    def _ends(self) -> Iterator[Finding]:
+        """Nothing differs as far as both have come; but one has come further."""
+        errors = {**self.run.errors}
+        if errors and not self.reference.errors:
+            rank, error = next(iter(errors.items()))
+            yield Finding(
+                title="The run ended early",
+                whose=Whose.RUN,
+                step=len(self.run.steps),
+                first=f"rank {rank} · {error.splitlines()[0]}",
+                evidence=(f"it has {len(self.run.steps)} steps, the reference {len(self.reference.steps)}",),
+            )
+        elif len(set(self.run.counts)) > 1:
+            yield Finding(
+                title="The ranks have different numbers of steps",
+                whose=Whose.SCRIPT,
+                step=min(self.run.counts),
+                first=", ".join(f"rank {rank}: {count}" for rank, count in enumerate(self.run.counts)),
+                likely="their data has different lengths, or a step is skipped on some ranks",
+            )
+        elif len(self.run.steps) != len(self.reference.steps):
+            yield Finding(
+                title="The runs have different numbers of steps",
+                whose=Whose.SCRIPT,
+                step=self.comparison.steps,
+                first=f"{len(self.run.steps)} instead of {len(self.reference.steps)}",
+                likely=self._why_more_steps(),
+            )
+
+    def _why_more_steps(self) -> str:
+        if any(mark.kind == "load" for mark in (*self.run.marks, *self.reference.marks)):
+            return "one of them has gone on from a checkpoint: give each its own directory"
+        return "an epoch ends elsewhere, or a step was skipped, as by a gradient scaler"
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def _differences(self, number: int) -> Iterator[Finding]:
+        """The differences of a step, in the order in which a step computes. Only the first one is asked for."""
+        finding, are_same = compare_samples(self.run, self.reference, number)
+        if finding is not None:
+            yield finding
+        self.are_aligned = self.are_aligned and are_same
+        step, expected = self.run.steps[number], self.reference.steps[number]
+        self._compare_random(step, expected)
+        yield from self._incomplete(step)
+        yield from self._initial(step, expected)
+        yield from self._members(step, expected)
+        if self.are_aligned:
+            yield from self._outputs(step, expected)
+            yield from self._losses(step, expected)
+        yield from self._gradients(step, expected)
+        yield from self._norms(step, expected)
+        yield from self._settings(number)
+        yield from self._updates(step, expected)
+
+    def _incomplete(self, step: TrainingStep) -> Iterator[Finding]:
+        for kind, tensors in (("gradient", step.unclipped), ("parameter", step.parameters)):
+            for name, why in tensors.incomplete.items():
+                yield Finding(
+                    title=f"A {kind} cannot be put together",
+                    whose=Whose.RUN,
+                    step=step.number,
+                    first=f"{kind} · '{name}' · {why}",
+                    likely="only some ranks have it, or the engine hides which elements each rank holds",
+                    line=step.backward_line,
+                )
+
+    def _compare_random(self, step: TrainingStep, expected: TrainingStep) -> None:
+        """Random numbers matter once something differs: until then, none that differed was drawn."""
+        if self._random or self.run.world_size != self.reference.world_size:
+            return
+        for rank in range(self.run.world_size):
+            for mine, theirs in zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False):
+                names = [
+                    name for name in mine.random if theirs.random.get(name, mine.random[name]) != mine.random[name]
+                ]
+                if names:
+                    self._random = f"{' and '.join(names)} on rank {rank}, first before step {step.number}"
+                    return
+
+    def _initial(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        values, others = step.initial_values, expected.initial_values
+        for name, wanted in others.values.items():
+            value = values.values.get(name)
+            if value is None or value.equals(wanted):
+                continue
+            shared = [key for key in others.values if key in values.values]
+            differing = [key for key in shared if not values.values[key].equals(others.values[key])]
+            yield Finding(
+                title="The initial values differ",
+                whose=Whose.SCRIPT,
+                step=step.number,
+                first=f"'{name}' · {_size(value, wanted)}",
+                likely="the generators are seeded differently, or draw in another order when the model is sharded"
+                if self._random
+                else "the model is initialised by random numbers that sharding draws differently, or loaded from "
+                "other files",
+                evidence=_also(len(differing), len(shared)),
+                line=next((forward.line for forward in step.forwards[0]), ""),
+            )
+            return
+
+    def _outputs(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        for rank in range(min(self.run.world_size, self.reference.world_size)):
+            for mine, theirs in zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False):
+                for kind, select in (("unit", _units_of), ("output", _outputs_of)):
+                    yield from self._forward(step, rank, mine, theirs, kind, select)
+
+    def _forward(
+        self, step: TrainingStep, rank: int, mine: Forward, theirs: Forward, kind: str, select: Any
+    ) -> Iterator[Finding]:
+        values, others = whole_tensors([select(mine)]).values, whole_tensors([select(theirs)]).values
+
+        def of(each: TrainingStep) -> Any:
+            forwards = each.training_forwards(rank)
+            position = step.training_forwards(rank).index(mine)
+            return whole_tensors([select(forwards[position])] if position < len(forwards) else [])
+
+        for name, value, wanted, bound in self._beyond(f"{kind} {rank} {mine.number}", of, step.number, values, others):
+            where = f"rank {rank} · pass {mine.number} · {f'output of {name!r}' if name else 'output of the model'}"
+            yield Finding(
+                title="The forward computes something else",
+                whose=self._whose(),
+                step=step.number,
+                first=f"{where} · {_size(value, wanted, bound)}",
+                likely=self._why_forward(step, value, wanted),
+                line=mine.line,
+                evidence=self._still_equal(),
+            )
+
+    def _why_forward(self, step: TrainingStep, value: Whole, wanted: Whole) -> str:
+        if self._random:
+            return f"random numbers: the generators of {self._random} are in another state, as before dropout"
+        if value.dtype != wanted.dtype:
+            return f"it computes in {value.dtype} instead of {wanted.dtype}"
+        if not value.square:
+            return "the output is zero: parameters were released, or not gathered, before they were used"
+        if step.number and not self.comparison.findings:
+            return (
+                "the parameters after the last step agree: either they were changed since, or the engine computes "
+                "with copies that it has not updated"
+            )
+        return ""
+
+    def _losses(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        for rank in range(min(self.run.world_size, self.reference.world_size)):
+            for mine, theirs in zip(step.backwards[rank], expected.backwards[rank], strict=False):
+                if mine.loss is None or theirs.loss is None:
+                    continue
+                difference = abs(mine.loss - theirs.loss)
+                if difference <= max(1e-3, 64 * self.noise.eps) * abs(theirs.loss):
+                    continue
+                factor = mine.loss / theirs.loss if theirs.loss else 0.0
+                yield Finding(
+                    title="The loss differs although the outputs agree",
+                    whose=Whose.SCRIPT,
+                    step=step.number,
+                    first=f"rank {rank} · pass {mine.number} · {mine.loss:.6g} instead of {theirs.loss:.6g}",
+                    likely=f"the loss is scaled by {factor:.4g}: by the number of ranks or passes, a count of tokens, "
+                    "or a gradient scaler",
+                    line=mine.line,
+                )
+
+    def _gradients(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        values, others = step.unclipped.values, expected.unclipped.values
+        missing = [name for name in others if name not in values and others[name].square]
+        extra = [name for name in values if name not in others and values[name].square]
+        if (missing or extra) and not step.unclipped.incomplete:
+            name, verb = (missing[0], "is missing") if missing else (extra[0], "should not be there")
+            yield Finding(
+                title="Other parameters have gradients",
+                whose=self._whose(),
+                step=step.number,
+                first=f"the gradient of '{name}' {verb}",
+                evidence=(f"{len(missing)} are missing and {len(extra)} are there besides, of {len(others)}",),
+                line=step.backward_line,
+            )
+        beyond = list(self._beyond("gradient", _unclipped, step.number, values, others))
+        if not beyond:
+            return
+        name, value, wanted, bound = beyond[0]
+        previous = self.reference.steps[step.number - 1] if step.number else None
+        made_of = gradients.Gradients(
+            values={name: value for name, value, *_ in beyond},
+            expected={name: wanted for name, _, wanted, _ in beyond},
+            previous=gradients.previous_gradients(previous),
+            contributions=gradients.contributions_of(expected),
+            ranks=self.run.world_size,
+            passes=step.passes,
+            total=len(others),
+            eps=self.noise.eps,
+        )
+        yield Finding(
+            title="The gradients differ",
+            whose=self._whose_gradients(step, expected),
+            step=step.number,
+            first=f"'{name}' · {_size(value, wanted, bound)}",
+            likely=gradients.likely(made_of) or self._why_gradients(step, expected),
+            evidence=(*_also(len(beyond), len(others)), *self._still_equal(with_outputs=True)),
+            line=step.backward_line,
+        )
+
+    def _whose_gradients(self, step: TrainingStep, expected: TrainingStep) -> Whose:
+        if step.passes != expected.passes or _reduced(step) != _reduced(expected) or not self.are_aligned:
+            return Whose.SCRIPT
+        if step.steps[0].kept != expected.steps[0].kept:
+            return Whose.SCRIPT
+        return self._whose()
+
+    def _why_gradients(self, step: TrainingStep, expected: TrainingStep) -> str:
+        if self._random:
+            return f"random numbers: the generators of {self._random} are in another state"
+        if step.passes != expected.passes:
+            return f"the step has {step.passes} backwards instead of {expected.passes}"
+        return ""
+
+    def _norms(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        mine, theirs = _clipping(step), _clipping(expected)
+        if (mine is None) is not (theirs is None):
+            yield Finding(
+                title="Only one of the runs clips its gradients",
+                is_exact=True,
+                whose=Whose.SCRIPT,
+                step=step.number,
+                first="the run does not" if mine is None else "the reference does not",
+                line=step.steps[0].line,
+            )
+        if mine is None or theirs is None:
+            return
+        (norm, limit, line), (expected_norm, expected_limit, _) = mine, theirs
+        if limit != expected_limit:
+            yield Finding(
+                title="The gradients are clipped to another norm",
+                is_exact=True,
+                whose=Whose.SCRIPT,
+                step=step.number,
+                first=f"{limit:g} instead of {expected_limit:g}",
+                line=line,
+            )
+        tolerance = max(1e-3, 64 * self.noise.eps)
+        if norm is not None and expected_norm and abs(norm - expected_norm) > tolerance * expected_norm:
+            ratio = norm / expected_norm
+            local = " as of one rank's shards" if ratio < 1 else " as of gradients that were counted several times"
+            yield Finding(
+                title="The norm of the gradients differs although the gradients agree",
+                whose=self._whose(),
+                step=step.number,
+                first=f"{norm:.6g} instead of {expected_norm:.6g}",
+                likely=f"it is {ratio:.4g} times the expected one,{local}",
+                line=line,
+            )
+        clipped = list(
+            self._beyond("clipped", _gradients_of, step.number, step.gradients.values, expected.gradients.values)
+        )
+        if clipped:
+            name, value, wanted, bound = clipped[0]
+            yield Finding(
+                title="The gradients differ after clipping",
+                whose=self._whose(),
+                step=step.number,
+                first=f"'{name}' · {_size(value, wanted, bound)}",
+                likely=_scaled(value, wanted),
+                evidence=_also(len(clipped), len(expected.gradients.values)),
+                line=line,
+            )
+
+    def _updates(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        line = step.steps[0].line
+        kinds: tuple[tuple[str, Select], ...] = (
+            ("parameter", _parameters_of),
+            ("optimizer state", _state_of),
+            ("buffer", _buffers_of),
+        )
+        for kind, select in kinds:
+            values, others = select(step).values, select(expected).values
+            beyond = list(self._beyond(kind, select, step.number, values, others))
+            if not beyond:
+                continue
+            name, value, wanted, bound = beyond[0]
+            yield Finding(
+                title=f"The {kind}s differ after the step",
+                whose=self._whose(),
+                step=step.number,
+                first=f"'{name}' · {_size(value, wanted, bound)}",
+                likely=self._why_update(kind, step, expected, [item[0] for item in beyond]),
+                evidence=(*_also(len(beyond), len(others)), "the gradients and the settings of the optimizer agree"),
+                line=line,
+            )
+        counters, others_ = step.steps[0].counters, expected.steps[0].counters
+        for name, number in others_.items():
+            if counters.get(name, number) != number:
+                yield Finding(
+                    title="The optimizer counts its steps differently",
+                    whose=self._whose(),
+                    step=step.number,
+                    first=f"'{name}' · {counters[name]:g} instead of {number:g}",
+                    line=line,
+                )
+
+    def _why_update(self, kind: str, step: TrainingStep, expected: TrainingStep, names: list[str]) -> str:
+        if kind != "parameter":
+            return ""
+        before = self._before(self.run, step), self._before(self.reference, expected)
+        factors = []
+        for name in names[:8]:
+            moved, wanted = (
+                _change(each.get(name), after.parameters.values[name])
+                for each, after in zip(before, (step, expected), strict=True)
+            )
+            if moved is None or wanted is None:
+                return ""
+            square = sum(number * number for number in wanted)
+            factors.append(sum(a * b for a, b in zip(moved, wanted, strict=True)) / square if square else 0.0)
+        if all(abs(factor) < 1e-6 for factor in factors):
+            return "the parameters were not updated"
+        if max(factors) - min(factors) < 0.02 * abs(factors[0]):
+            return f"the update is {factors[0]:.4g} times the expected one"
+        return ""
+
+    def _before(self, run: Run, step: TrainingStep) -> Mapping[str, Whole]:
+        return run.steps[step.number - 1].parameters.values if step.number else step.initial_values.values
+
+    # --- settings ----------------------------------------------------------------------------------------------------
+
+    def _setting_difference(self, number: int) -> tuple[str, str] | None:
+        """The first setting of an optimizer that differs at a step: where, and what."""
+        mine = _settings(self.run.steps[number])
+        for name, wanted in _settings(self.reference.steps[number]).items():
+            for key, value in wanted.items():
+                if name in mine and key not in _IGNORED_SETTINGS and mine[name].get(key, value) != value:
+                    return f"'{name}'", f"{key} is {_shown(mine[name][key])} instead of {_shown(value)}"
+        return None
+
+    def _settings(self, number: int) -> Iterator[Finding]:
+        difference = self._setting_difference(number)
+        if difference is not None:
+            yield Finding(
+                title="The optimizer has other settings",
+                is_exact=True,
+                whose=Whose.SCRIPT,
+                step=number,
+                first=f"{difference[0]} · {difference[1]}",
+                likely=_why_setting(difference[1], self.run.world_size),
+                line=self.run.steps[number].steps[0].line,
+            )
+
+    def _other_settings(self) -> Iterator[Finding]:
+        """A setting that differs in the step whose finding is something else, which came before it."""
+        findings = self.comparison.findings
+        number = findings[0].step if findings else None
+        if number is not None and number < self.comparison.steps:
+            yield from (finding for finding in self._settings(number) if finding not in findings)
+
+    def _members(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        """Parameters that only one of the optimizers has."""
+        mine, theirs = _names_of(step), _names_of(expected)
+        missing = [name for name in theirs if name not in mine]
+        extra = [name for name in mine if name not in theirs]
+        if not missing and not extra:
+            return
+        unknown = sum(group.unknown for group in step.steps[0].groups)
+        likely = "the optimizer is made of other parameters than in the reference"
+        if unknown:
+            likely = (
+                f"the optimizer was made before the model was wrapped or moved: {unknown} of its tensors belong to no "
+                "module any more"
+            )
+        yield Finding(
+            title="The optimizer has other parameters",
+            is_exact=True,
+            whose=Whose.SCRIPT,
+            step=step.number,
+            first=f"'{missing[0]}' is missing" if missing else f"'{extra[0]}' should not be there",
+            likely=likely,
+            evidence=(f"{len(missing)} are missing and {len(extra)} are there besides, of {len(theirs)}",),
+            line=step.steps[0].line,
+        )
+
+    # --- bounds ------------------------------------------------------------------------------------------------------
+
+    def _beyond(
+        self, kind: str, select: Select, number: int, values: Mapping[str, Whole], others: Mapping[str, Whole]
+    ) -> Iterator[tuple[str, Whole, Whole, float]]:
+        """The tensors that are further from the reference than rounding takes them, in the order of the model."""
+        equal, worst, worst_name, count = 0, 0.0, "", 0
+        beyond = []
+        for name, wanted in others.items():
+            value = values.get(name)
+            if value is None:
+                continue
+            count += 1
+            if value.equals(wanted) and value.dtype == wanted.dtype:
+                equal += 1
+                continue
+            if value.dtype != wanted.dtype:
+                worst, worst_name = float("inf"), name
+                beyond.append((name, value, wanted, 0.0))
+                continue
+            bound = self.noise.bound(kind, select, number, name)
+            distance = relative(value, wanted)
+            if bound is None:
+                if self.comparison.unjudged is None:
+                    self.comparison.unjudged = number
+                continue
+            if distance / bound > worst:
+                worst, worst_name = distance / bound, name
+            if distance > bound:
+                beyond.append((name, value, wanted, bound))
+        self.comparison.rows.append(
+            Row(step=number, kind=kind, tensors=count, equal=equal, worst=worst, name=worst_name)
+        )
+        yield from beyond
+
+    def _whose(self) -> Whose:
+        return Whose.SCRIPT if self._random else Whose.ENGINE
+
+    def _still_equal(self, *, with_outputs: bool = False) -> tuple[str, ...]:
+        if self._random:
+            return ()
+        words = ["inputs", "random numbers", "initial values"]
+        if with_outputs and self.are_aligned:
+            words += ["outputs", "losses"]
+        return (f"{', '.join(words[:-1])} and {words[-1]} agree",)
+
+
+def _units_of(forward: Forward) -> Mapping[str, Fingerprint]:
+    return forward.units
+
+
+def _outputs_of(forward: Forward) -> Mapping[str, Fingerprint]:
+    return forward.outputs
+
+
+def _unclipped(step: TrainingStep) -> Any:
+    return step.unclipped
+
+
+def _gradients_of(step: TrainingStep) -> Any:
+    return step.gradients
+
+
+def _parameters_of(step: TrainingStep) -> Any:
+    return step.parameters
+
+
+def _state_of(step: TrainingStep) -> Any:
+    return step.state
+
+
+def _buffers_of(step: TrainingStep) -> Any:
+    return step.buffers
+
+
+def _names_of(step: TrainingStep) -> set[str]:
+    return {name for group in step.steps[0].groups for name in group.parameters}
+
+
+def _reduced(step: TrainingStep) -> list[bool]:
+    return [backward.is_reduced for backward in step.backwards[0]]
+
+
+def _settings(step: TrainingStep) -> dict[str, dict[str, Any]]:
+    return {name: group.settings for group in step.steps[0].groups for name in group.parameters}
+
+
+def _clipping(step: TrainingStep) -> tuple[float | None, float, str] | None:
+    """The norm over all ranks, the limit and the line of the first clipping of a step."""
+    if not all(step.clips):
+        return None
+    clips = [clips[0] for clips in step.clips]
+    first = clips[0]
+    norms = [clip.norm for clip in clips]
+    if not first.is_partial or any(norm is None for norm in norms):
+        return first.norm, first.limit, first.line
+    known = [norm for norm in norms if norm is not None]
+    norm = max(known) if first.kind < 0 else sum(each**first.kind for each in known) ** (1 / first.kind)
+    return norm, first.limit, first.line
+
+
+def _change(before: Whole | None, after: Whole) -> list[float] | None:
+    return None if before is None else [b - a for a, b in zip(before.numbers, after.numbers, strict=True)]
+
+
+def _size(value: Whole, wanted: Whole, bound: float | None = None) -> str:
+    if value.dtype != wanted.dtype:
+        return f"{value.dtype} instead of {wanted.dtype}"
+    if value.shape != wanted.shape:
+        return f"shape {list(value.shape)} instead of {list(wanted.shape)}"
+    if value.nonfinite != wanted.nonfinite:
+        return f"{value.nonfinite} infinite or NaN elements instead of {wanted.nonfinite}"
+    limit = f" (rounding explains {bound:.2g})" if bound is not None else ""
+    return (
+        f"relative difference {relative(value, wanted):.2g}{limit} · norm {value.norm:.6g} instead of {wanted.norm:.6g}"
+    )
+
+
+def _scaled(value: Whole, wanted: Whole) -> str:
+    return f"scaled by {value.norm / wanted.norm:.4g}" if wanted.norm else ""
+
+
+def _also(count: int, total: int) -> tuple[str, ...]:
+    return (f"{count} of {total} tensors differ",)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _why_setting(difference: str, ranks: int) -> str:
+    words = difference.split()
+    try:
+        ratio = float(words[2]) / float(words[-1])
+    except (ValueError, IndexError, ZeroDivisionError):
+        return ""
+    if ranks > 1 and abs(ratio - ranks) < 1e-6 * ranks:
+        return "it is scaled by the number of ranks"
+    if ranks > 1 and abs(ratio - 1 / ranks) < 1e-6:
+        return "it is divided by the number of ranks"
+    return ""

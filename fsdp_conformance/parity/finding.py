@@ -1,0 +1,35 @@
+"""A difference between two trainings, with its evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Whose(StrEnum):
+    """Where a difference comes from, in the order in which they are looked for."""
+
+    RUN = "the runs themselves"
+    DATA = "the data"
+    SCRIPT = "the script"
+    ENGINE = "the engine"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A difference, or something suspicious."""
+
+    title: str
+    whose: Whose
+    step: int | None = None
+    first: str = ""
+    """Where it was seen first: tensor, rank, pass, size and bound."""
+    likely: str = ""
+    """The cause, if the pattern of the difference shows one."""
+    evidence: tuple[str, ...] = ()
+    line: str = ""
+    """The line of the script."""
+    is_exact: bool = False
+    """True if neither rounding nor random numbers can be the reason."""
+    is_certain: bool = True
+    """False for what may be meant: it is shown, and does not count."""

@@ -1,0 +1,266 @@
+"""
+The likely cause of gradients that differ.
+
+Sketches are linear, so a gradient can be tested for being any combination of others: the reference's gradient times a
+factor, the sum of two steps' gradients, or what each rank and each backward has added to it, with other weights than
+they should have. A cause is named only if it explains the gradients to within their bound, or nearly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdp_conformance.parity.noise import EPS
+from fsdp_conformance.parity.runs import TrainingStep
+from fsdp_conformance.recordings.fingerprint import Whole, inner_product, norm_of
+
+#: What a combination leaves unexplained of a gradient may be this much of its norm.
+_EXPLAINED = 2e-3
+#: Factors that differ by less are equal.
+_SAME = 1e-2
+#: Tensors that are looked at; the largest ones.
+_MOST = 24
+#: Contributions that are told apart.
+_MOST_CONTRIBUTIONS = 64
+
+Sketch = Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The tensors that differ, and what they may be made of."""
+
+    values: Mapping[str, Whole]
+    expected: Mapping[str, Whole]
+    """Of the same names."""
+    previous: Sequence[Mapping[str, Whole]]
+    """The reference's gradients of the step before: as the optimizer got them, and before they were clipped."""
+    contributions: Sequence[Sequence[Mapping[str, Sketch]]]
+    """What each rank added in each backward, as far as the reference knows: by rank, backward, name."""
+    ranks: int
+    passes: int
+    total: int
+    """How many gradients there are."""
+    eps: float
+    """Of the dtype that the reference computes in."""
+
+
+def likely(gradients: Gradients) -> str:
+    """The likely cause, or an empty string."""
+    names = sorted(gradients.values, key=lambda name: -gradients.expected[name].norm)[:_MOST]
+    for explain in (_nothing, _factor, _of_previous_step, _of_contributions, _of_rounding):
+        cause = explain(gradients, names)
+        if cause:
+            return cause
+    return ""
+
+
+def contributions_of(step: TrainingStep) -> list[list[dict[str, Sketch]]]:
+    """
+    What each rank added in each backward: by rank, backward, name. Empty if the run has not recorded it.
+
+    Raises ValueError for a sketch that no recording writes.
+    """
+    ranks = []
+    for backwards in step.backwards:
+        passes: list[dict[str, Sketch]] = []
+        before: dict[str, Sketch] = {}
+        for backward in backwards:
+            held: dict[str, Sketch] = {name: value.numbers() for name, value in backward.contributions.items()}
+            passes.append({name: _minus(sketch, before.get(name)) for name, sketch in held.items()})
+            # What has been reduced is set aside; the rest is in the next one as well.
+            before = {} if backward.is_reduced else held
+        ranks.append(passes)
+    return ranks if all(passes and all(passes) for passes in ranks) else []
+
+
+def previous_gradients(step: TrainingStep | None) -> list[Mapping[str, Whole]]:
+    """The gradients of the step before: as they were when it ended, and before they were clipped."""
+    if step is None:
+        return []
+    return [step.gradients.values, *([step.unclipped.values] if all(step.clips) else [])]
+
+
+def _minus(sketch: Sketch, other: Sketch | None) -> Sketch:
+    return sketch if other is None else [a - b for a, b in zip(sketch, other, strict=True)]
+
+
+def _nothing(gradients: Gradients, names: Sequence[str]) -> str:
+    lost = [name for name in names if gradients.values[name].nonfinite]
+    if lost:
+        return f"infinite or NaN elements in '{lost[0]}': an overflow, or memory that was read before it was written"
+    if all(not gradients.values[name].square for name in names):
+        return "the gradients are zero"
+    return ""
+
+
+def _factor(gradients: Gradients, names: Sequence[str]) -> str:
+    factors = []
+    for name in names:
+        factor = _factor_of(gradients.values[name], gradients.expected[name])
+        if factor is None:
+            return ""
+        factors.append(factor)
+    if not _are_same(factors) or abs(factors[0] - 1) <= _SAME:
+        return ""
+    factor = sum(factors) / len(factors)
+    which = (
+        "" if len(gradients.values) == gradients.total else f" ({len(gradients.values)} of {gradients.total} tensors)"
+    )
+    return f"{_meaning(factor, gradients)}: every element is {_number(factor)} times the expected one{which}"
+
+
+def _factor_of(value: Whole, expected: Whole) -> float | None:
+    """How much larger a tensor is; None if it is no multiple of the other one."""
+    square = inner_product(expected.numbers, expected.numbers)
+    if not square:
+        return None
+    factor = inner_product(value.numbers, expected.numbers) / square
+    rest = norm_of([a - factor * b for a, b in zip(value.numbers, expected.numbers, strict=True)])
+    return factor if rest <= _EXPLAINED * max(value.norm, abs(factor) * expected.norm) else None
+
+
+def _meaning(factor: float, gradients: Gradients) -> str:
+    """Two causes have the same factor if there are as many backwards as ranks: both are named."""
+    meanings = []
+    ranks, passes = gradients.ranks, gradients.passes
+    if ranks > 1 and _is_near(factor, ranks):
+        meanings.append("added up over the ranks instead of averaged")
+    if ranks > 1 and _is_near(factor, 1 / ranks):
+        meanings.append("divided by the number of ranks twice")
+    if passes > 1 and _is_near(factor, passes):
+        meanings.append("added up over the backwards of the step instead of averaged")
+    if passes > 1 and _is_near(factor, 1 / passes):
+        meanings.append("divided by the number of backwards twice")
+    if _is_near(factor, -1):
+        meanings.append("the sign is wrong")
+    exponent = math.log2(factor) if factor > 0 else 0.0
+    if not meanings and exponent >= 4 and _is_near(exponent, round(exponent)):
+        meanings.append(
+            f"not unscaled: the factor is 2 to the power of {round(exponent)}, like that of a gradient scaler"
+        )
+    return ", or ".join(meanings) or "scaled"
+
+
+def _of_previous_step(gradients: Gradients, names: Sequence[str]) -> str:
+    for before in gradients.previous:
+        if not all(name in before for name in names):
+            continue
+        stale = _weights(gradients, names, [[before[name].numbers] for name in names])
+        if stale is not None and _is_near(stale[0], 1):
+            return "stale: they are the gradients of the step before"
+        both = [[gradients.expected[name].numbers, before[name].numbers] for name in names]
+        kept = _weights(gradients, names, both)
+        if kept is not None and _is_near(kept[0], 1) and abs(kept[1]) > _SAME:
+            times = "" if _is_near(kept[1], 1) else f", {_number(kept[1])} times"
+            return f"not cleared: they are the step's gradients plus those that the step before has left{times}"
+    return ""
+
+
+def _of_contributions(gradients: Gradients, names: Sequence[str]) -> str:
+    flat = [(rank, number) for rank, passes in enumerate(gradients.contributions) for number in range(len(passes))]
+    if not flat or len(flat) > _MOST_CONTRIBUTIONS:
+        return ""
+    names = [name for name in names if all(name in gradients.contributions[rank][number] for rank, number in flat)]
+    if not names:
+        return ""
+    weights = _weights(
+        gradients, names, [[gradients.contributions[rank][number][name] for rank, number in flat] for name in names]
+    )
+    if weights is None:
+        return ""
+    # 1 for what counts as it should.
+    counts = {key: weight * gradients.ranks for key, weight in zip(flat, weights, strict=True)}
+    return _read_counts(counts, gradients)
+
+
+def _read_counts(counts: Mapping[tuple[int, int], float], gradients: Gradients) -> str:
+    if _are_same([*counts.values(), 1.0]):
+        return ""
+    ranks = sorted({rank for rank, _ in counts})
+    numbers = sorted({number for _, number in counts})
+    of_ranks = {rank: [counts[key] for key in counts if key[0] == rank] for rank in ranks}
+    of_numbers = {number: [counts[key] for key in counts if key[1] == number] for number in numbers}
+    if all(map(_are_same, of_ranks.values())):
+        return _read_ranks({rank: values[0] for rank, values in of_ranks.items()})
+    if all(map(_are_same, of_numbers.values())):
+        wrong = {number: values[0] for number, values in of_numbers.items() if not _is_near(values[0], 1)}
+        missing = [number for number, value in wrong.items() if abs(value) <= _SAME]
+        if len(missing) == len(wrong):
+            return f"{_list('backward', missing)} of the step is not in the gradients of any rank"
+        return "; ".join(f"backward {number} counts {_number(value)} times" for number, value in wrong.items())
+    wrong_keys = [key for key, value in counts.items() if not _is_near(value, 1)]
+    shown = [f"rank {r}, backward {n}: {_number(counts[r, n])}" for r, n in wrong_keys[:4]]
+    return f"they weigh ranks and backwards differently, with 1 for what they should be: {'; '.join(shown)}"
+
+
+def _read_ranks(counts: Mapping[int, float]) -> str:
+    missing = [rank for rank, value in counts.items() if abs(value) <= _SAME]
+    others = [value for rank, value in counts.items() if rank not in missing]
+    if len(others) == 1 and missing:
+        alone = next(rank for rank in counts if rank not in missing)
+        return f"not reduced: only what rank {alone} computed is in the gradients"
+    if missing:
+        return f"what {_list('rank', missing)} computed is not in the gradients"
+    shown = " : ".join(_number(counts[rank]) for rank in sorted(counts))
+    return f"the ranks are weighted {shown} instead of equally, as where each has another number of samples or tokens"
+
+
+def _of_rounding(gradients: Gradients, names: Sequence[str]) -> str:
+    distances = [
+        gradients.values[name].distance(gradients.expected[name]) / gradients.expected[name].norm
+        for name in names
+        if gradients.expected[name].norm
+    ]
+    for dtype in ("bfloat16", "float16"):
+        eps = EPS[dtype]
+        # Rounding to nearest changes a tensor by about 0.3 of the eps; sums of rounded values by a few of them.
+        if distances and eps > gradients.eps and all(0.05 * eps <= distance <= 2 * eps for distance in distances):
+            return f"rounded to {dtype}: the differences have the size of its rounding errors on every tensor"
+    return ""
+
+
+def _weights(gradients: Gradients, names: Sequence[str], terms: Sequence[Sequence[Sketch]]) -> list[float] | None:
+    """
+    The weights with which `terms`, those of each name, add up to the gradients. None if they do not.
+
+    Least squares over all names, each relative to its norm.
+    """
+    # It takes longer to import than most comparisons take.
+    import numpy as np
+
+    columns: list[list[float]] = []
+    right: list[float] = []
+    for name, sketches in zip(names, terms, strict=True):
+        scale = 1 / max(gradients.values[name].norm, gradients.expected[name].norm, 1e-300)
+        columns += [[scale * number for number in numbers] for numbers in zip(*sketches, strict=True)]
+        right += [scale * number for number in gradients.values[name].numbers]
+    matrix = np.array(columns)
+    weights, _, rank, _ = np.linalg.lstsq(matrix, np.array(right), rcond=1e-9)
+    if rank < matrix.shape[1]:
+        # Several combinations give the same: none of them is the cause.
+        return None
+    rest = (matrix @ weights - np.array(right)).reshape(len(names), -1)
+    if any(norm_of(row) > _EXPLAINED for row in rest.tolist()):
+        return None
+    return [float(weight) for weight in weights]
+
+
+def _are_same(values: Sequence[float]) -> bool:
+    middle = sum(values) / len(values)
+    return all(abs(value - middle) <= _SAME * max(1.0, abs(middle)) for value in values)
+
+
+def _is_near(value: float, other: float) -> bool:
+    return abs(value - other) <= _SAME * abs(other)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _list(noun: str, numbers: Sequence[int]) -> str:
+    words = ", ".join(map(str, numbers))
+    return f"{noun}{'s' * (len(numbers) > 1)} {words}"

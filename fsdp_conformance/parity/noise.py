@@ -1,0 +1,119 @@
+"""
+How far apart rounding alone may take two trainings: measured, not guessed.
+
+The reference is trained once more with every parameter changed by a rounding error of the least precise dtype that it
+computes in. What that changes in a tensor, relative to its norm, is the *noise* of the tensor at that step. It grows
+over the steps, as rounding errors do in any two trainings, so the thousandth step of a correct run is judged by the
+noise of that step, and a bfloat16 script by that of bfloat16.
+
+    bound = max(FACTOR * noise, FLOOR * eps of float32)          relative to the norm of the reference's tensor
+
+A single tensor's noise may be small by chance: it counts as at least the median over all tensors of that kind and step.
+Without a nudged run, the floor is NUDGED * eps of that dtype, which is enough for a few steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from fsdp_conformance.parity.runs import Run, Tensors, TrainingStep
+from fsdp_conformance.recordings.files import Recording
+from fsdp_conformance.recordings.fingerprint import Whole
+
+FACTOR = 8.0
+FLOOR = 8.0
+#: Rounding to nearest changes a number by up to half of the eps, and by a quarter on average.
+NUDGE = 0.25
+#: The floor without a nudged run.
+NUDGED = 4.0
+#: Where the noise alone is this large, a difference shows nothing.
+CEILING = 0.05
+
+#: Distances from 1 to the next number.
+EPS = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "float8_e4m3fn": 2.0**-3,
+    "float8_e5m2": 2.0**-2,
+}
+
+Select = Callable[[TrainingStep], Tensors]
+
+
+@dataclass
+class Noise:
+    """The noise of a reference."""
+
+    reference: Run
+    nudged: Run | None
+    """The reference with nudged parameters; None if there is none: then the floor decides."""
+    eps: float
+    _cache: dict[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def floor(self) -> float:
+        """The smallest bound."""
+        smallest = FLOOR * EPS["float32"]
+        return smallest if self.nudged is not None else max(smallest, NUDGED * self.eps)
+
+    def bound(self, kind: str, select: Select, step: int, name: str) -> float | None:
+        """The bound of a tensor at a step, relative to its norm. None if rounding alone is too large to judge."""
+        noise = self._of_step(kind, select, step)
+        typical = statistics.median(noise.values()) if noise else 0.0
+        level = max(noise.get(name, typical), typical)
+        return None if level > CEILING else max(FACTOR * level, self.floor)
+
+    def _of_step(self, kind: str, select: Select, step: int) -> Mapping[str, float]:
+        if self.nudged is None or step >= len(self.nudged.steps):
+            return {}
+        key = (kind, step)
+        if key not in self._cache:
+            values, others = select(self.reference.steps[step]).values, select(self.nudged.steps[step]).values
+            self._cache[key] = {name: relative(others[name], value) for name, value in values.items() if name in others}
+        return self._cache[key]
+
+
+def noise_of(reference: Run, nudged: Run | None) -> Noise:
+    """The noise of a reference."""
+    return Noise(reference=reference, nudged=nudged, eps=_eps(reference))
+
+
+def nudge_of(reference: Recording) -> float:
+    """By how much to change the parameters of a reference, relative to themselves."""
+    return NUDGE * _eps(Run(reference))
+
+
+def eps_of(dtype: str) -> float:
+    """The distance from 1 to the next number of a dtype; 0 for integers."""
+    return EPS.get(dtype, 0.0)
+
+
+def relative(value: Whole, expected: Whole) -> float:
+    """The distance of two tensors, relative to the norm of the expected one. Infinite if only one has that shape."""
+    if value.shape != expected.shape or value.nonfinite != expected.nonfinite:
+        return float("inf")
+    if value.equals(expected):
+        return 0.0
+    distance = value.distance(expected)
+    if not distance:
+        return 0.0
+    return distance / expected.norm if expected.norm else float("inf")
+
+
+def _eps(run: Run) -> float:
+    return max(map(eps_of, _dtypes(run)), default=0.0) or EPS["float32"]
+
+
+def _dtypes(run: Run) -> set[str]:
+    dtypes = set()
+    for step in run.steps[:1]:
+        for forwards in step.forwards:
+            for forward in forwards:
+                values = (*forward.outputs.values(), *forward.units.values())
+                dtypes |= {forward.dtype, *(value.dtype for value in values)}
+        dtypes |= {value.dtype for value in step.parameters.values.values()}
+    return dtypes

@@ -1,0 +1,182 @@
+"""A recording by steps. Whole tensors are added up from the ranks' parts."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TypeVar
+
+from fsdp_conformance.recordings.events import Backward, Clip, Forward, Initial, Mark, Step
+from fsdp_conformance.recordings.files import Recording
+from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, whole
+
+E = TypeVar("E")
+
+#: Each rank's values by name.
+OfRanks = Sequence[Mapping[str, Fingerprint]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Tensors of one moment by name, whole."""
+
+    values: Mapping[str, Whole]
+    differing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks whose replica differs from an earlier rank's."""
+    incomplete: Mapping[str, str] = field(default_factory=dict)
+    """Why a tensor could not be added up."""
+
+
+def whole_tensors(of_ranks: OfRanks) -> Tensors:
+    """The whole tensors."""
+    parts: dict[str, list[tuple[int, Fingerprint]]] = defaultdict(list)
+    for rank, values in enumerate(of_ranks):
+        for name, value in values.items():
+            parts[name].append((rank, value))
+    wholes: dict[str, Whole] = {}
+    differing: dict[str, tuple[int, ...]] = {}
+    incomplete: dict[str, str] = {}
+    for name, items in parts.items():
+        try:
+            wholes[name], indices = whole([value for _, value in items])
+        except ValueError as error:
+            incomplete[name] = str(error)
+            continue
+        if indices:
+            differing[name] = tuple(items[index][0] for index in indices)
+    return Tensors(wholes, differing, incomplete)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """A step on all ranks: from the first forward to the end of the optimizer's step."""
+
+    number: int
+    steps: tuple[Step, ...]
+    forwards: tuple[tuple[Forward, ...], ...]
+    """Of each rank."""
+    backwards: tuple[tuple[Backward, ...], ...]
+    clips: tuple[tuple[Clip, ...], ...]
+    initial: tuple[Initial, ...]
+    """What was recorded before this step of modules that had not been trained before; of all ranks."""
+
+    @functools.cached_property
+    def gradients(self) -> Tensors:
+        """As the optimizer got them."""
+        return whole_tensors([step.gradients for step in self.steps])
+
+    @functools.cached_property
+    def unclipped(self) -> Tensors:
+        """Before the first clipping, or as the optimizer got them if nothing was clipped."""
+        if not all(self.clips):
+            return self.gradients
+        return whole_tensors([clips[0].gradients for clips in self.clips])
+
+    @functools.cached_property
+    def parameters(self) -> Tensors:
+        """After the step."""
+        return whole_tensors([step.parameters for step in self.steps])
+
+    @functools.cached_property
+    def state(self) -> Tensors:
+        """The optimizer's, after the step."""
+        return whole_tensors([step.state for step in self.steps])
+
+    @functools.cached_property
+    def buffers(self) -> Tensors:
+        """After the step."""
+        return whole_tensors([step.buffers for step in self.steps])
+
+    @functools.cached_property
+    def initial_values(self) -> Tensors:
+        """Parameters and buffers before their first training."""
+        merged: list[dict[str, Fingerprint]] = [{} for _ in self.steps]
+        count = max(1, len(self.initial) // max(1, len(self.steps)))
+        for index, event in enumerate(self.initial):
+            merged[min(index // count, len(merged) - 1)].update(event.values)
+        return whole_tensors(merged)
+
+    @property
+    def passes(self) -> int:
+        """How many backwards the step has."""
+        return len(self.backwards[0])
+
+    def training_forwards(self, rank: int) -> list[Forward]:
+        """Without evaluation."""
+        return [forward for forward in self.forwards[rank] if forward.with_gradients]
+
+    @property
+    def backward_line(self) -> str:
+        """The line of the first backward."""
+        return self.backwards[0][0].line if self.backwards[0] else ""
+
+
+class Run:
+    """A recording, ready to be compared."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.name = recording.name
+        self.world_size = recording.world_size
+        self.steps = _steps(recording)
+
+    @property
+    def counts(self) -> list[int]:
+        """How often each rank has stepped."""
+        return [sum(isinstance(event, Step) for event in rank.events) for rank in self.recording.ranks]
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """The exceptions that ended ranks, and what is known of ranks that were killed."""
+        ends = {
+            rank.begin.rank: rank.end.error if rank.end is not None else "it was killed, or still runs"
+            for rank in self.recording.ranks
+        }
+        return {rank: error for rank, error in ends.items() if error}
+
+    @property
+    def marks(self) -> list[Mark]:
+        """What rank 0 marked."""
+        return [event for event in self.recording.ranks[0].events if isinstance(event, Mark)]
+
+    @property
+    def script(self) -> str:
+        """The name of the script."""
+        words = self.recording.ranks[0].begin.command
+        return next((PurePath(word).name for word in words[1:] if word.endswith(".py")), " ".join(words[:3]))
+
+
+def _steps(recording: Recording) -> list[TrainingStep]:
+    """The steps that all ranks have finished."""
+    of_ranks = [_events_by_step(rank.events) for rank in recording.ranks]
+    count = min(len(steps) for steps in of_ranks)
+
+    def select(kind: type[E], number: int) -> tuple[tuple[E, ...], ...]:
+        return tuple(tuple(event for event in steps[number] if isinstance(event, kind)) for steps in of_ranks)
+
+    return [
+        TrainingStep(
+            number=number,
+            steps=tuple(events[0] for events in select(Step, number)),
+            forwards=select(Forward, number),
+            backwards=select(Backward, number),
+            clips=select(Clip, number),
+            initial=tuple(event for events in select(Initial, number) for event in events),
+        )
+        for number in range(count)
+    ]
+
+
+def _events_by_step(events: Iterable[object]) -> list[list[object]]:
+    """Lists of events, each of which ends with a step. What comes after the last one is left out."""
+    steps: list[list[object]] = []
+    current: list[object] = []
+    for event in events:
+        current.append(event)
+        if isinstance(event, Step):
+            steps.append(current)
+            current = []
+    return steps

@@ -1,0 +1,101 @@
+"""What the ranks were given: the same samples, the same ones in another place, or others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.runs import Run, TrainingStep
+from fsdp_conformance.recordings.events import Forward, Input
+
+
+def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | None, bool]:
+    """
+    The difference between the inputs of a step, if there is one that matters; and whether each rank had the same ones.
+
+    Samples that are only distributed differently over ranks and passes matter for nothing but the order of sums.
+    """
+    step, other = run.steps[number], reference.steps[number]
+    mine = [list(_hashes(step, rank)) for rank in range(run.world_size)]
+    theirs = [list(_hashes(other, rank)) for rank in range(reference.world_size)]
+    if mine == theirs:
+        return None, True
+    first = next((forward for rank in range(run.world_size) for forward in step.training_forwards(rank)), None)
+    line = first.line if first is not None else ""
+    samples, expected = Counter(_samples(step, run)), Counter(_samples(other, reference))
+    if samples == expected and samples:
+        return None, False
+    common = sum((samples & expected).values())
+    total, count = sum(expected.values()), sum(samples.values())
+    likely = ""
+    if run.world_size > 1 and _are_alike(step, run) and not _are_alike(other, reference):
+        likely = "every rank gets the same samples: the data is not distributed over the ranks"
+    elif count != total and count and total:
+        likely = (
+            f"the step has {count} samples instead of {total}: another batch size, or a last batch that is left out"
+        )
+    elif samples and common == 0:
+        likely = "none of the samples is the same: another order of the data, or random numbers that change it"
+    evidence = (f"{common} of {total} samples are the same",) if samples and expected else ()
+    return (
+        Finding(
+            title="The inputs differ",
+            whose=Whose.DATA,
+            step=number,
+            first=_first_difference(step, other, run, reference),
+            likely=likely,
+            evidence=evidence,
+            line=line,
+        ),
+        False,
+    )
+
+
+def _first_difference(step: TrainingStep, other: TrainingStep, run: Run, reference: Run) -> str:
+    for rank in range(min(run.world_size, reference.world_size)):
+        pairs = zip(step.training_forwards(rank), other.training_forwards(rank), strict=False)
+        for forward, expected in pairs:
+            for name in forward.inputs.keys() | expected.inputs.keys():
+                mine, theirs = forward.inputs.get(name), expected.inputs.get(name)
+                if mine is None or theirs is None or mine.value.hash != theirs.value.hash:
+                    shapes = [list(item.value.shape) if item is not None else "none" for item in (mine, theirs)]
+                    seen = f" · shape {shapes[0]} instead of {shapes[1]}" if shapes[0] != shapes[1] else ""
+                    return f"rank {rank} · pass {forward.number} · argument {name}{seen}"
+    return "another number of passes or ranks"
+
+
+def _hashes(step: TrainingStep, rank: int) -> Iterator[tuple[str, ...]]:
+    for forward in step.training_forwards(rank):
+        yield tuple(f"{name} {item.value.shape} {item.value.hash}" for name, item in sorted(forward.inputs.items()))
+
+
+def main_input(forward: Forward) -> Input | None:
+    """The input whose first dim has the samples: the largest one that has any."""
+    inputs = [item for item in forward.inputs.values() if item.samples]
+    return max(inputs, key=lambda item: item.value.elements, default=None)
+
+
+def _samples(step: TrainingStep, run: Run) -> Iterator[str]:
+    """A hash of each sample of a step, over all ranks and passes."""
+    for rank in range(run.world_size):
+        yield from samples_of(step, rank)
+
+
+def samples_of(step: TrainingStep, rank: int) -> Iterator[str]:
+    """A hash of each sample that a rank trained in a step."""
+    for forward in step.training_forwards(rank):
+        item = main_input(forward)
+        if item is not None:
+            yield from item.samples
+
+
+def _are_alike(step: TrainingStep, run: Run) -> bool:
+    """True if all ranks have the same samples, and more than none."""
+    of_ranks = [list(samples_of(step, rank)) for rank in range(run.world_size)]
+    return bool(of_ranks[0]) and all(samples == of_ranks[0] for samples in of_ranks)
+
+
+def shares_samples(run: Run, number: int) -> bool:
+    """True if all ranks train the same samples in a step."""
+    return run.world_size > 1 and _are_alike(run.steps[number], run)

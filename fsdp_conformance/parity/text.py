@@ -1,0 +1,67 @@
+"""A comparison for a terminal: the first divergence on top, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdp_conformance.parity.comparison import Comparison
+from fsdp_conformance.parity.finding import Finding
+
+#: Suspicions that are shown.
+_SHOWN = 5
+
+
+def lines_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """The lines, each with its style for rich: an empty string for none."""
+    for finding in comparison.findings:
+        yield from _finding(finding, "✗", "bold red")
+        yield "", ""
+    for finding in comparison.suspicions[:_SHOWN]:
+        yield from _finding(finding, "?", "bold yellow")
+        yield "", ""
+    yield from _agreement(comparison)
+    style = "bold red" if comparison.differs else "bold green"
+    yield verdict_of(comparison), style
+
+
+def verdict_of(comparison: Comparison) -> str:
+    """The last line."""
+    ranks, steps = comparison.run.world_size, comparison.steps
+    of = f"{steps} step{'s' * (steps != 1)} of {ranks} rank{'s' * (ranks != 1)}"
+    if comparison.differs:
+        first = comparison.findings[0]
+        where = f" from step {first.step}" if first.step is not None else ""
+        return f"DIFFERENT{where}: {first.title[0].lower()}{first.title[1:]} ({first.whose.value})"
+    if not steps:
+        return "NOTHING COMPARED: no step was recorded on every rank"
+    return f"EQUAL  {of}, bit for bit" if comparison.is_bitwise else f"EQUAL  {of}, but for rounding"
+
+
+def _finding(finding: Finding, mark: str, style: str) -> Iterator[tuple[str, str]]:
+    where = f", from step {finding.step} on" if finding.step is not None else ""
+    yield f"{mark} {finding.title}{where}", style
+    if finding.is_certain:
+        yield f"    whose     {finding.whose.value}", ""
+    if finding.first:
+        yield f"    first     {finding.first}", ""
+    if finding.likely:
+        yield f"    likely    {finding.likely}", ""
+    for line in finding.evidence:
+        yield f"    seen      {line}", ""
+    if finding.line:
+        yield f"    line      {finding.line}", ""
+
+
+def _agreement(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """What was equal, and how near to its bound the rest came."""
+    tensors = sum(row.tensors for row in comparison.rows)
+    equal = sum(row.equal for row in comparison.rows)
+    if tensors:
+        yield f"  compared    {tensors} tensors, {equal} of them equal bit for bit", ""
+    largest = comparison.largest
+    if largest is not None and largest.worst and not comparison.differs:
+        place = f"{largest.kind} '{largest.name}' at step {largest.step}"
+        yield f"  rounding    at most {largest.worst:.2g} of what it explains: {place}", ""
+    if comparison.unjudged is not None:
+        why = "rounding alone changes them by 5 % or more"
+        yield f"  not judged  some tensors from step {comparison.unjudged} on: {why}", ""

@@ -1,0 +1,20 @@
+"""
+Records a training run from inside its processes, without an edit to the script, without communication, and without a
+change to what it computes.
+
+    settings        what is recorded, and where, as an environment variable
+    process         begins in a process that has the variables for it, when torch has been imported
+    observer        what is recorded, and when
+    hooks           the places in torch where a training loop is seen
+    names           parameters by the names that the unsharded model gives them
+    layouts         which elements of a parameter this rank holds
+    fingerprints    elements as a fingerprint
+    random_state    the states of random number generators
+    writer          the file of a rank
+
+The same script with its sharding taken out, for comparison:
+
+    unsharded       takes the place of torch's sharding functions
+    replica         a module that is replicated: its gradients are averaged after each backward
+    rounding        computes a module in another dtype, as mixed precision does
+"""

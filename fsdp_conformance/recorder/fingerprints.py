@@ -1,0 +1,318 @@
+"""
+Fingerprints of tensors: `recordings.fingerprint` has what they mean.
+
+The element at place i of the whole tensor, counted in row-major order, stands in row i // WIDTH and column i % WIDTH of
+a matrix. With random numbers A for rows and B for columns, fixed for ever:
+
+    hash   = sum over i of A[row] * B[column] * bits(element)                   modulo 2^64, A and B odd
+    sketch = for each of 8 estimates m, the sum over a group of columns of S[m, row] * T[m, column] * element
+
+with signs S and T. Two tensors that differ have equal hashes with a chance of about 2^-60 unless they were made for
+that. They are computed on the tensor's device, in its stream, and nothing waits for them until a step's are written.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance.recordings.fingerprint import ESTIMATES, GROUPS, MODULUS, SKETCH, Fingerprint, encoded
+
+#: Columns. A power of two, so that common sizes of layers begin at the start of a row.
+WIDTH = 1024
+#: Elements that are worked on at once: few enough for a processor's cache.
+_CHUNK = 512 * WIDTH
+#: A range of at most this many elements is small.
+_SMALL = 16 * WIDTH
+#: How many small ranges are worked on together.
+_AT_ONCE = 256
+#: Rows for which random numbers are made at once.
+_BLOCK = 4096
+
+_GOLDEN = 0x9E3779B97F4A7C15
+#: Seeds of the four kinds of random numbers.
+_ROWS, _COLUMNS, _ROW_SIGNS, _COLUMN_SIGNS, _GROUPS = range(1, 6)
+
+#: Integer dtypes with the same size, whose values are the bits.
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements that this rank holds of a tensor: a box of it, or a range of its elements in row-major order."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    values: Tensor
+    offsets: tuple[int, ...] | int
+    """Where the box begins along each dim, or the place of the range's first element."""
+
+    @property
+    def region(self) -> str:
+        """Equal for equal parts."""
+        if isinstance(self.offsets, int):
+            return f"{self.offsets}+{self.values.numel()}"
+        return ",".join(f"{begin}+{size}" for begin, size in zip(self.offsets, self.values.shape, strict=True))
+
+
+def whole_part(tensor: Tensor) -> Part:
+    """A tensor that this rank holds as a whole."""
+    return Part(tuple(tensor.shape), tensor, 0)
+
+
+class Pending:
+    """
+    Fingerprints of tensors whose numbers are still on the device. Nothing of the tensors is kept.
+
+    The work is done on the current stream, and no gradient flows through it.
+    """
+
+    def __init__(self, tensors: Sequence[Sequence[Part]]) -> None:
+        """`tensors`: the parts of each, at least one. All of them are on one device."""
+        self._labels = [
+            (
+                parts[0].shape,
+                str(parts[0].values.dtype).removeprefix("torch."),
+                ";".join(part.region for part in parts),
+                sum(part.values.numel() for part in parts),
+            )
+            for parts in tensors
+        ]
+        if not tensors:
+            return
+        device = tensors[0][0].values.device
+        self._hashes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+        self._sketches = torch.zeros(len(tensors), SKETCH, dtype=torch.float64, device=device)
+        # The square, the largest, the nonfinite.
+        self._figures = torch.zeros(len(tensors), 3, dtype=torch.float64, device=device)
+        # A large range is worked on in pieces that fit a processor's cache; small ones together, by their dtype.
+        small: dict[torch.dtype, list[_Rows]] = {}
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            for index, parts in enumerate(tensors):
+                for place, values in (item for part in parts for item in _ranges(part)):
+                    if values.numel() > _SMALL:
+                        self._add_large(index, place, values)
+                    elif values.numel():
+                        small.setdefault(values.dtype, []).append(_Rows(index, place, values))
+            for ranges in small.values():
+                for begin in range(0, len(ranges), _AT_ONCE):
+                    self._add_small(ranges[begin : begin + _AT_ONCE])
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """The fingerprints, in the order of the tensors. Waits for the device."""
+        if not self._labels:
+            return []
+        hashes = self._hashes.tolist()
+        numbers = torch.cat([self._sketches, self._figures], dim=1).tolist()
+        return [
+            _fingerprint(label, hash_, row) for label, hash_, row in zip(self._labels, hashes, numbers, strict=True)
+        ]
+
+    def _add_large(self, index: int, place: int, values: Tensor) -> None:
+        """Add elements of a tensor: 1D, the first one at `place`."""
+        rows_sketch = torch.zeros(ESTIMATES, WIDTH, dtype=torch.float64, device=values.device)
+        begin = 0
+        while begin < values.numel():
+            end = min(begin + _CHUNK - (place + begin) % WIDTH, values.numel())
+            first, chunk = _in_rows(place + begin, values[begin:end])
+            bits, numbers, nonfinite = _bits_and_numbers(chunk)
+            multipliers, signs = _row_numbers(first, chunk.shape[0], chunk.device)
+            self._hashes[index] += ((bits * _multipliers(chunk.device)).sum(1) * multipliers).sum()
+            rows_sketch.addmm_(signs, numbers)
+            figures = self._figures[index]
+            figures[0] += numbers.square().sum()
+            figures[1] = torch.maximum(figures[1], numbers.abs().amax())
+            if nonfinite is not None:
+                figures[2] += nonfinite.sum()
+            begin = end
+        signs, groups = _columns(values.device)
+        self._sketches[index].view(ESTIMATES, GROUPS).scatter_add_(1, groups, rows_sketch * signs)
+
+    def _add_small(self, ranges: Sequence[_Rows]) -> None:
+        """Add elements of several tensors of one dtype."""
+        device = ranges[0].values.device
+        first_rows, blocks = zip(*(_in_rows(item.place, item.values) for item in ranges), strict=True)
+        counts = [block.shape[0] for block in blocks]
+        rows = torch.cat([torch.arange(first, first + count) for first, count in zip(first_rows, counts, strict=True)])
+        owners = torch.repeat_interleave(torch.tensor([item.owner for item in ranges]), torch.tensor(counts)).to(device)
+        bits, numbers, nonfinite = _bits_and_numbers(torch.cat(blocks))
+        hashes = (bits * _multipliers(device)).sum(1) * (_mixed(rows, _ROWS) | 1).to(device)
+        self._hashes.index_add_(0, owners, hashes)
+        signs = _signs_of_rows(rows).to(device).repeat_interleave(GROUPS, dim=0).T
+        self._sketches.index_add_(0, owners, (numbers @ _column_matrix(device)) * signs)
+        self._figures[:, 0].index_add_(0, owners, numbers.square().sum(1))
+        self._figures[:, 1].scatter_reduce_(0, owners, numbers.abs().amax(1), "amax")
+        if nonfinite is not None:
+            self._figures[:, 2].index_add_(0, owners, nonfinite.sum(1, dtype=torch.float64))
+
+
+class _Rows(NamedTuple):
+    """A range of the elements of the tensor with this number."""
+
+    owner: int
+    place: int
+    values: Tensor
+
+
+def _in_rows(place: int, values: Tensor) -> tuple[int, Tensor]:
+    """A range of elements, 1D, as whole rows with zeros around it; and the number of the first row."""
+    row, column = divmod(place, WIDTH)
+    rows = -(-(column + values.numel()) // WIDTH)
+    if column or values.numel() != rows * WIDTH:
+        padded = values.new_zeros(rows * WIDTH)
+        padded[column : column + values.numel()] = values
+        values = padded
+    return row, values.view(rows, WIDTH)
+
+
+def _bits_and_numbers(values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Bits as int64; finite values as float64, with zeros for the others; where those are, None if there are none."""
+    bits = values.view(_BITS[values.element_size()]).to(torch.int64)
+    numbers = values.to(torch.float64)
+    if not values.is_floating_point() or (values.device.type == "cpu" and math.isfinite(float(numbers.sum()))):
+        # On other devices, finding that out would make the host wait.
+        return bits, numbers, None
+    # One pattern of bits for every NaN: which of them an operation gives depends on the machine.
+    bits = torch.where(torch.isnan(numbers), -1, bits)
+    finite = torch.isfinite(numbers)
+    return bits, torch.where(finite, numbers, 0.0), ~finite
+
+
+def _fingerprint(label: tuple[tuple[int, ...], str, str, int], hash_: int, numbers: Sequence[float]) -> Fingerprint:
+    shape, dtype, region, elements = label
+    *sketch, square, largest, nonfinite = numbers
+    # Only values of float64 tensors can be too large for this.
+    fits = math.isfinite(square) and all(map(math.isfinite, sketch))
+    return Fingerprint(
+        shape=shape,
+        dtype=dtype,
+        region=region,
+        elements=elements,
+        hash=f"{hash_ % MODULUS:016x}",
+        square=square if fits else sys.float_info.max,
+        largest=largest,
+        nonfinite=int(nonfinite),
+        sketch=encoded(sketch if fits else [0.0] * SKETCH),
+    )
+
+
+def sample_hashes(tensor: Tensor, at_most: int) -> Tensor | None:
+    """A hash of each element of the first dim, int64 of shape (samples,); None without one, or for more samples."""
+    if not tensor.dim() or not tensor.numel() or tensor.shape[0] > at_most:
+        return None
+    samples = tensor.detach().reshape(tensor.shape[0], -1).contiguous()
+    if samples.is_complex():
+        samples = torch.view_as_real(samples).flatten(1)
+    bits = samples.view(_BITS[samples.element_size()]).to(torch.int64)
+    rows = -(-bits.shape[1] // WIDTH)
+    multipliers = (_row_numbers(0, rows, bits.device)[0][:, None] * _multipliers(bits.device)).flatten()
+    return (bits * multipliers[: bits.shape[1]]).sum(1)
+
+
+def _ranges(part: Part) -> Iterator[tuple[int, Tensor]]:
+    """The part as ranges of elements in row-major order: the place of the first, and the values."""
+    values = part.values.detach()
+    shape = part.shape
+    if values.is_complex():
+        values = torch.view_as_real(values)
+        shape = (*shape, 2)
+    if isinstance(part.offsets, int):
+        yield part.offsets * (2 if part.values.is_complex() else 1), values.reshape(-1)
+        return
+    offsets = part.offsets + (0,) * (len(shape) - len(part.offsets))
+    yield from _box_ranges(shape, offsets, values)
+
+
+def _box_ranges(shape: Sequence[int], offsets: Sequence[int], values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    if not values.numel():
+        return
+    inner = math.prod(shape[1:])
+    if len(shape) <= 1 or list(values.shape[1:]) == list(shape[1:]):
+        yield (offsets[0] if offsets else 0) * inner, values.reshape(-1)
+        return
+    if inner > _CHUNK:
+        for index, slice_ in enumerate(values):
+            for place, run in _box_ranges(shape[1:], offsets[1:], slice_):
+                yield (offsets[0] + index) * inner + place, run
+        return
+    # Whole rows, with zeros where other ranks hold elements: zeros add nothing to a hash or a sketch.
+    at_once = max(1, _CHUNK // inner)
+    for begin in range(0, values.shape[0], at_once):
+        rows = values[begin : begin + at_once]
+        full = values.new_zeros(rows.shape[0], *shape[1:])
+        full[(slice(None), *(slice(o, o + n) for o, n in zip(offsets[1:], values.shape[1:], strict=True)))] = rows
+        yield (offsets[0] + begin) * inner, full.reshape(-1)
+
+
+def _mixed(numbers: Tensor, seed: int) -> Tensor:
+    """Random 64-bit numbers, a function of `numbers` alone: the finaliser of splitmix64. int64, on the CPU."""
+    value = numbers * _signed(_GOLDEN) + _signed(seed * 0xD1B54A32D192ED03)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = (value ^ _shifted(value, shift)) * _signed(factor)
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, by: int) -> Tensor:
+    """A shift to the right that fills with zeros."""
+    return (value >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(number: int) -> int:
+    number %= MODULUS
+    return number - MODULUS if number >= MODULUS // 2 else number
+
+
+def _signs_of_rows(rows: Tensor) -> Tensor:
+    """Signs, float64 of shape (ESTIMATES, rows). On the CPU, as `rows`."""
+    words = _mixed(rows, _ROW_SIGNS)
+    return torch.stack([((words >> (7 * m)) & 1) * 2 - 1 for m in range(ESTIMATES)]).to(torch.float64)
+
+
+@functools.cache
+def _block(index: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For _BLOCK rows: multipliers, int64 of shape (rows,), and signs, float64 of shape (ESTIMATES, rows)."""
+    rows = torch.arange(index * _BLOCK, (index + 1) * _BLOCK)
+    return (_mixed(rows, _ROWS) | 1).to(device), _signs_of_rows(rows).to(device)
+
+
+def _row_numbers(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The multipliers and signs of rows."""
+    index, begin = divmod(first, _BLOCK)
+    if begin + count <= _BLOCK:
+        multipliers, signs = _block(index, device)
+        return multipliers[begin : begin + count], signs[:, begin : begin + count]
+    blocks = [_block(number, device) for number in range(index, (first + count - 1) // _BLOCK + 1)]
+    multipliers = torch.cat([multipliers for multipliers, _ in blocks])
+    signs = torch.cat([signs for _, signs in blocks], dim=1)
+    return multipliers[begin : begin + count], signs[:, begin : begin + count]
+
+
+@functools.cache
+def _multipliers(device: torch.device) -> Tensor:
+    """The multipliers of the columns, int64 of shape (WIDTH,)."""
+    return (_mixed(torch.arange(WIDTH), _COLUMNS) | 1).to(device)
+
+
+@functools.cache
+def _columns(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The signs of the columns, float64, and their groups, int64; both of shape (ESTIMATES, WIDTH)."""
+    columns = torch.arange(WIDTH)
+    signs = torch.stack([(_mixed(columns, _COLUMN_SIGNS + 16 * (m + 1)) & 1) * 2.0 - 1.0 for m in range(ESTIMATES)])
+    groups = torch.stack([_shifted(_mixed(columns, _GROUPS + 16 * (m + 1)), 40) % GROUPS for m in range(ESTIMATES)])
+    return signs.to(torch.float64).to(device), groups.to(device)
+
+
+@functools.cache
+def _column_matrix(device: torch.device) -> Tensor:
+    """Signs at the groups of the columns, zeros elsewhere: float64 of shape (WIDTH, SKETCH)."""
+    signs, groups = _columns(device)
+    matrix = torch.zeros(ESTIMATES, GROUPS, WIDTH, dtype=torch.float64, device=device)
+    matrix.scatter_(1, groups[:, None], signs[:, None])
+    return matrix.view(SKETCH, WIDTH).T.contiguous()

@@ -1,0 +1,178 @@
+"""
+The places in torch where a training loop is seen: calls of modules, backwards, clipping, optimizer steps, files.
+
+`nn.Module.__call__` is replaced only while no module is being called, so inner modules run as always, also under
+torch.compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp_conformance.recorder.observer import Observer
+
+__all__ = ["Hooks"]
+
+#: The observer of this process: hooks of modules, which are copied and saved with them, find it here.
+_current: Observer | None = None
+
+
+class Hooks:
+    """The hooks of an observer, until `remove`."""
+
+    def __init__(self, observer: Observer) -> None:
+        global _current
+        _current = observer
+        self._observer = observer
+        self._undo: list[Callable[[], object]] = []
+        self._watch_modules()
+        self._replace(torch.autograd, "backward", self._backward)
+        # `torch.nn.utils.clip_grad` is the module of the function that `torch.nn.utils` shows.
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            self._replace(owner, "clip_grad_norm_", self._clip)
+        for name, kind in (("save", "save"), ("load", "load")):
+            self._replace(torch, name, functools.partial(self._marked, kind))
+        self._undo += [
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._after_step).remove,
+        ]
+        if torch.distributed.is_available():
+            self._watch_sharding()
+
+    def remove(self) -> None:
+        """Put everything back."""
+        global _current
+        while self._undo:
+            self._undo.pop()()
+        _current = None
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, make(original))
+        self._undo.append(functools.partial(setattr, owner, name, original))
+
+    def _watch_modules(self) -> None:
+        original = nn.Module.__call__
+        observer = self._observer
+        lock = threading.Lock()
+        calls = 0
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if not observer.watches(module):
+                return original(module, *args, **kwargs)
+            with lock:
+                calls += 1
+                nn.Module.__call__ = original  # type: ignore[method-assign]
+            try:
+                return observer.forward(module, original, args, kwargs)
+            finally:
+                with lock:
+                    calls -= 1
+                    if not calls and not is_over:
+                        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+        is_over = False
+
+        def undo() -> None:
+            nonlocal is_over
+            is_over = True
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        self._undo.append(undo)
+
+    def _backward(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._observer.backward(tensors, lambda: original(tensors, *args, **kwargs))
+
+        return backward
+
+    def _clip(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+            # A generator can be read once.
+            tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            return self._observer.clip(
+                lambda: original(tensors, max_norm, norm_type, *args, **kwargs), float(max_norm), float(norm_type)
+            )
+
+        return clip_grad_norm_
+
+    def _marked(self, kind: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._observer.mark(kind)
+            return original(*args, **kwargs)
+
+        return call
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._observer.before_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._observer.after_step(optimizer)
+
+    def _watch_sharding(self) -> None:
+        """See which modules become units, and when FSDP2 is told not to reduce gradients."""
+        from torch.distributed import fsdp
+
+        def fully_shard(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
+                result = original(module, *args, **kwargs)
+                for unit in [module] if isinstance(module, nn.Module) else list(module):
+                    watch_unit(unit)
+                return result
+
+            # `fully_shard.state(module)` gives a module's state.
+            return wrapped
+
+        def set_requires_gradient_sync(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapped(module: Any, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> Any:
+                self._observer.is_reduced = requires_gradient_sync
+                return original(module, requires_gradient_sync, *args, **kwargs)
+
+            return wrapped
+
+        def clip_grad_norm_(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapped(module: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+                return self._observer.clip(
+                    lambda: original(module, max_norm, norm_type), float(max_norm), float(norm_type)
+                )
+
+            return wrapped
+
+        def init(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapped(module: Any, *args: Any, **kwargs: Any) -> None:
+                original(module, *args, **kwargs)
+                watch_unit(module)
+
+            return wrapped
+
+        self._replace(fsdp, "fully_shard", fully_shard)
+        self._replace(fsdp.FSDPModule, "set_requires_gradient_sync", set_requires_gradient_sync)
+        self._replace(fsdp.FullyShardedDataParallel, "clip_grad_norm_", clip_grad_norm_)
+        self._replace(fsdp.FullyShardedDataParallel, "__init__", init)
+
+
+def watch_unit(module: nn.Module) -> None:
+    """Record the outputs of a unit. Nothing of the recording is in the hook, which is copied and saved with it."""
+    module.register_forward_hook(_after_unit)
+
+
+def _after_unit(module: nn.Module, args: object, output: object) -> None:
+    if _current is not None:
+        _current.unit_output(module, output)

@@ -1,0 +1,92 @@
+"""Parameters and buffers by the names that the unwrapped model gives them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+#: Classes of modules that wrap another one, and the attribute that has it, which is no part of a name.
+WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "ReplicatedInPlaceOfFSDP": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "DeepSpeedEngine": "module",
+}
+
+
+def named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its name, the root's being `prefix`. One that is there twice has its first name."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield name, module
+        hidden = next((WRAPPERS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in WRAPPERS), None)
+        for child_name, child in module.named_children():
+            yield from walk(child, name if child_name == hidden else f"{name}.{child_name}".removeprefix("."))
+
+    return walk(root, prefix)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside wrappers."""
+    for kind in type(module).__mro__:
+        inner = getattr(module, WRAPPERS.get(kind.__name__, ""), None) if kind.__name__ in WRAPPERS else None
+        if isinstance(inner, nn.Module):
+            return unwrapped(inner)
+    return module
+
+
+class Roots:
+    """
+    The modules that no other module calls, in the order of their first calls.
+
+    A module that turns out to be part of a later one is forgotten: its parameters get their names from that one.
+    """
+
+    def __init__(self) -> None:
+        self._roots: list[weakref.ref[nn.Module]] = []
+
+    def add(self, module: nn.Module) -> bool:
+        """Remember a module. Returns True if it is new, and not part of one that is known."""
+        roots = self.modules()
+        if any(root is module for root in roots) or any(module in set(root.modules()) for root in roots):
+            return False
+        inside = set(module.modules())
+        self._roots = [weakref.ref(root) for root in roots if root not in inside] + [weakref.ref(module)]
+        return True
+
+    def modules(self) -> list[nn.Module]:
+        """Those that still exist."""
+        return [root for root in (reference() for reference in self._roots) if root is not None]
+
+    def prefixed(self) -> Iterator[tuple[str, nn.Module]]:
+        """Each with the beginning of its names: nothing for the first one, the class for others."""
+        counts: dict[str, int] = {}
+        for index, root in enumerate(self.modules()):
+            name = type(unwrapped(root)).__name__
+            counts[name] = counts.get(name, 0) + 1
+            number = f"({counts[name]})" if counts[name] > 1 else ""
+            yield ("" if not index else f"{name}{number}"), root
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module of all roots."""
+        for prefix, root in self.prefixed():
+            yield from named_modules(root, prefix)
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Every buffer of all roots, once."""
+        seen: set[int] = set()
+        for name, module in self.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield f"{name}.{key}".removeprefix("."), buffer

@@ -1,0 +1,503 @@
+"""
+What is recorded of a training run, and when.
+
+The hooks of `hooks` call this. It reads tensors where they are, on their stream, and draws no random numbers, so the
+training computes what it would have computed. Tensors are turned into numbers at the end of a step: until then the
+device has no reason to be waited for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes
+from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
+from fsdp_conformance.recorder.names import Roots, unwrapped
+from fsdp_conformance.recorder.random_state import random_states
+from fsdp_conformance.recorder.writer import Writer
+from fsdp_conformance.recordings.events import (
+    FORMAT,
+    Backward,
+    Begin,
+    Clip,
+    End,
+    Event,
+    Forward,
+    Group,
+    Initial,
+    Input,
+    Mark,
+    Sharding,
+    Step,
+)
+from fsdp_conformance.recordings.fingerprint import Fingerprint
+from fsdp_conformance.stack import Owner, owner, shown
+
+#: An input with more samples than this is recorded as a whole only.
+MAX_SAMPLES = 4096
+
+#: Settings of an optimizer that say how it computes, not what.
+_NOT_SETTINGS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+
+#: Directories of this package whose code stands between the script and torch.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = tuple(os.path.join(_PACKAGE, part, "") for part in ("recorder", "engine"))
+
+#: Tensors by name, each with the parts that this rank holds.
+Parts = dict[str, list[Part]]
+
+
+class Named:
+    """Tensors by name whose fingerprints are still being computed."""
+
+    def __init__(self, parts: Mapping[str, Sequence[Part]]) -> None:
+        self._names: dict[torch.device, list[str]] = defaultdict(list)
+        for name, held in parts.items():
+            if held:
+                self._names[held[0].values.device].append(name)
+        self._pending = {device: Pending([parts[name] for name in names]) for device, names in self._names.items()}
+
+    def values(self) -> dict[str, Fingerprint]:
+        """Wait for the devices, and return the fingerprints."""
+        return {
+            name: value
+            for device, names in self._names.items()
+            for name, value in zip(names, self._pending[device].fingerprints(), strict=True)
+        }
+
+
+class Observer:
+    """What this process records."""
+
+    def __init__(self, directory: Path, *, sharding: Sharding, nudge: float) -> None:
+        self._writer = Writer(directory, self._begin)
+        self._sharding: Sharding = sharding
+        self._nudge = nudge
+        self._roots = Roots()
+        self._layouts: dict[int, Layout] = {}
+        self._has_layouts = False
+        self._optimizers: dict[int, str] = {}
+        self._trained: set[str] = set()
+        self._step = 0
+        self._pass = -1
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._kept = 0
+        # Events of this step whose tensors are still on the device.
+        self._waiting: list[Callable[[], Event]] = []
+        self._units: dict[str, Named] = {}
+        self._in_forward = False
+        self._in_backward = False
+        self._in_clipping = False
+        self._stepping: list[tuple[int, Named]] = []
+        self.before_forward: Callable[[], object] = lambda: None
+        """Called before each outermost forward, before anything is recorded of it."""
+        self.is_reduced = True
+        """False while the script has turned the reduction of gradients off."""
+        self.contributions: Named | None = None
+        """With the sharding taken out: what this rank has added to the gradients in this backward."""
+        self._has_ended = False
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def watches(self, module: nn.Module) -> bool:
+        """True if a call of this module is an outermost one that belongs to the training."""
+        return (
+            not self._in_forward
+            and not self._in_backward
+            and not torch.compiler.is_compiling()
+            and next(module.parameters(), None) is not None
+        )
+
+    def forward(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call an outermost module, and record the call."""
+        self._in_forward = True
+        try:
+            # A parameter of several modules is found under its name in the largest of them.
+            if self._roots.add(module):
+                self._layouts, self._has_layouts = {}, False
+            self.before_forward()
+            before = self._before_forward(module, args, kwargs)
+            output = call(module, *args, **kwargs)
+            outputs = Named(dict(_named_parts(output)))
+            units, self._units = self._units, {}
+
+            def event() -> Event:
+                forward, inputs = before()
+                unit_outputs = {name: value for unit in units.values() for name, value in unit.values().items()}
+                return replace(forward, inputs=inputs, outputs=outputs.values(), units=unit_outputs)
+
+            self._later(event)
+            return output
+        finally:
+            self._in_forward = False
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], tuple[Forward, dict[str, Input]]]:
+        self._begin_pass()
+        if torch.is_grad_enabled() and module.training:
+            self._before_training(module)
+        tensors = dict(_named_parts((args, kwargs)))
+        values = Named(tensors)
+        samples = {name: sample_hashes(parts[0].values, MAX_SAMPLES) for name, parts in tensors.items()}
+        device = next(module.parameters()).device.type
+        autocast = torch.is_autocast_enabled(device)
+        forward = Forward(
+            step=self._step,
+            number=self._pass,
+            line=script_line(),
+            module=type(unwrapped(module)).__name__.removeprefix("FSDP"),
+            training=module.training,
+            with_gradients=torch.is_grad_enabled(),
+            dtype=str(torch.get_autocast_dtype(device)).removeprefix("torch.") if autocast else "",
+            random=random_states(),
+            inputs={},
+            outputs={},
+        )
+
+        def inputs() -> tuple[Forward, dict[str, Input]]:
+            return forward, {
+                name: Input(value=value, samples=_hexadecimal(samples[name])) for name, value in values.values().items()
+            }
+
+        return inputs
+
+    def _begin_pass(self) -> None:
+        self._pass += 1
+        if self._pass == 0:
+            self._kept = sum(parameter.grad is not None for parameter in self._parameters())
+
+    def _before_training(self, module: nn.Module) -> None:
+        """Before the first forward that trains a module: its initial values."""
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        if self._nudge:
+            nudge(module, self._nudge)
+        values = Named({**self._parts_of(module.parameters()), **self._buffers()})
+        self._later(lambda: Initial(values=values.values()))
+
+    def unit_output(self, module: nn.Module, output: object) -> None:
+        """A unit has run as part of an outermost forward."""
+        if not self._in_forward or torch.compiler.is_compiling():
+            return
+        name = next((name for name, other in self._roots.named_modules() if other is module), "")
+        if name:
+            key = name if name not in self._units else f"{name}, call {len(self._units)}"
+            self._units[key] = Named({f"{key}{place}": parts for place, parts in _named_parts(output)})
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def backward(self, tensors: object, call: Callable[[], Any]) -> Any:
+        """Run a backward, and record it."""
+        if self._in_backward:
+            return call()
+        self._in_backward = True
+        try:
+            return self._backward(tensors, call)
+        finally:
+            self._in_backward = False
+
+    def _backward(self, tensors: object, call: Callable[[], Any]) -> Any:
+        losses = [tensors] if isinstance(tensors, Tensor) else list(pytree.tree_leaves(tensors))
+        loss = losses[0].detach().clone() if len(losses) == 1 and losses[0].numel() == 1 else None
+        step, number, line = self._step, max(self._pass, 0), script_line()
+        result = call()
+        contributions = self._take_contributions()
+        is_reduced = self.is_reduced and not any(_defers(root) for root in self._roots.modules())
+
+        def event() -> Event:
+            return Backward(
+                step=step,
+                number=number,
+                line=line,
+                loss=_finite(loss),
+                is_reduced=is_reduced,
+                contributions=contributions.values() if contributions is not None else {},
+            )
+
+        self._later(event)
+        return result
+
+    def _take_contributions(self) -> Named | None:
+        contributions, self.contributions = self.contributions, None
+        return contributions
+
+    def clip(self, call: Callable[[], Any], limit: float, kind: float) -> Any:
+        """Clip gradients, and record it."""
+        if self._in_clipping:
+            return call()
+        self._in_clipping = True
+        try:
+            return self._clip(call, limit, kind)
+        finally:
+            self._in_clipping = False
+
+    def _clip(self, call: Callable[[], Any], limit: float, kind: float) -> Any:
+        step, line = self._step, script_line()
+        gradients = Named(self._gradients())
+        norm = call()
+        local = norm.to_local() if hasattr(norm, "to_local") and hasattr(norm, "placements") else norm
+        local = local.detach().clone() if isinstance(local, Tensor) else local
+        is_partial = any(placement.is_partial() for placement in getattr(norm, "placements", ()))
+
+        def event() -> Event:
+            return Clip(
+                step=step,
+                line=line,
+                norm=_finite(local),
+                is_partial=is_partial,
+                limit=float(limit),
+                kind=float(kind) if math.isfinite(kind) else -1.0,
+                gradients=gradients.values(),
+            )
+
+        self._later(event)
+        return norm
+
+    # --- the optimizer -----------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        self._stepping.append((id(optimizer), Named(self._gradients(optimizer)) if not self._stepping else Named({})))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: the step is over, and what it was is written."""
+        _, gradients = self._stepping.pop()
+        if self._stepping:
+            # An optimizer inside another one.
+            return
+        self._write_step(optimizer, gradients, script_line())
+        self._step += 1
+        self._pass = -1
+        self._has_layouts = False
+
+    def _write_step(self, optimizer: Optimizer, gradients: Named, line: str) -> None:
+        parameters: Parts = defaultdict(list)
+        states: Parts = defaultdict(list)
+        counters: dict[str, Tensor | float] = {}
+        groups = []
+        for group in optimizer.param_groups:
+            names: list[str] = []
+            unknown = 0
+            for parameter in group["params"]:
+                layout = self._layout(parameter)
+                if layout is None:
+                    unknown += 1
+                    continue
+                names += layout.names
+                for name, part in layout.parts(parameter):
+                    parameters[name].append(part)
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.numel() > 1:
+                        for name, part in layout.parts(value):
+                            states[f"{name}/{key}"].append(part)
+                    elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+                        counters[f"{layout.names[0]}/{key}"] = value
+            settings = {key: _plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
+            groups.append(Group(settings=settings, parameters=tuple(names), unknown=unknown))
+            self._trained.update(names)
+        after, state, buffers = Named(parameters), Named(states), Named(self._buffers())
+        self._flush()
+        numbers = {name: _finite(value) for name, value in counters.items()}
+        self._writer.write(
+            Step(
+                step=self._step,
+                optimizer=self._optimizer_name(optimizer),
+                line=line,
+                groups=tuple(groups),
+                gradients=gradients.values(),
+                parameters=after.values(),
+                state=state.values(),
+                counters={name: number for name, number in numbers.items() if number is not None},
+                buffers=buffers.values(),
+                untrained=tuple(self._untrained()),
+                kept=self._kept,
+            )
+        )
+
+    def _untrained(self) -> Iterator[str]:
+        for parameter in self._parameters():
+            layout = self._layout(parameter)
+            if parameter.requires_grad and layout is not None:
+                yield from (name for name in layout.names if name and name not in self._trained)
+
+    def _optimizer_name(self, optimizer: Optimizer) -> str:
+        kind = type(optimizer).__name__
+        if id(optimizer) not in self._optimizers:
+            same = sum(name.startswith(kind) for name in self._optimizers.values())
+            self._optimizers[id(optimizer)] = f"{kind} {same + 1}" if same else kind
+        return self._optimizers[id(optimizer)]
+
+    # --- other -------------------------------------------------------------------------------------------------------
+
+    def mark(self, kind: Any, detail: str = "") -> None:
+        """Something else has happened that matters for the comparison."""
+        event = Mark(step=self._step, kind=kind, line=script_line(), detail=detail)
+        if self._writer.has_begun:
+            self._later(lambda: event)
+
+    def end(self, error: str = "") -> None:
+        """Write what is left. Later calls do nothing."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self._writer.has_begun or self._waiting:
+            self._flush()
+            self._writer.write(End(error=error))
+            self._writer.close()
+        if self._writer.error is not None:
+            print(f"fsdp-conformance: the recording is incomplete: {self._writer.error}", file=sys.stderr)
+
+    def named_gradients(self, gradients: Mapping[int, Tensor]) -> Named:
+        """Gradients by the ids of their parameters, to be recorded under the parameters' names."""
+        parts: Parts = defaultdict(list)
+        for parameter in self._parameters():
+            layout = self._layout(parameter)
+            if layout is not None and id(parameter) in gradients:
+                for name, part in layout.parts(gradients[id(parameter)]):
+                    parts[name].append(part)
+        return Named(parts)
+
+    def _later(self, event: Callable[[], Event]) -> None:
+        self._waiting.append(event)
+        # Evaluation has no step at its end; do not keep its tensors for ever.
+        if len(self._waiting) >= 64:
+            self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            self._writer.write(event())
+
+    def _begin(self) -> Begin:
+        grouped = dist.is_available() and dist.is_initialized()
+        return Begin(
+            format=FORMAT,
+            rank=dist.get_rank() if grouped else int(os.environ.get("RANK", "0")),
+            world_size=dist.get_world_size() if grouped else int(os.environ.get("WORLD_SIZE", "1")),
+            pid=os.getpid(),
+            torch=str(torch.__version__),
+            command=tuple(sys.orig_argv),
+            sharding=self._sharding,
+            nudge=self._nudge,
+        )
+
+    def _parameters(self) -> list[Tensor]:
+        seen: dict[int, Tensor] = {}
+        for root in self._roots.modules():
+            for parameter in root.parameters():
+                seen.setdefault(id(parameter), parameter)
+        return list(seen.values())
+
+    def _layout(self, parameter: Tensor) -> Layout | None:
+        if id(parameter) not in self._layouts and not self._has_layouts:
+            # Wrapping and moving may have made other parameters; looking once a step is enough.
+            self._layouts, self._has_layouts = layouts_of(self._roots), True
+        return self._layouts.get(id(parameter))
+
+    def _parts_of(self, tensors: Iterable[Tensor], *, gradients: bool = False) -> Parts:
+        parts: Parts = defaultdict(list)
+        for tensor in tensors:
+            layout = self._layout(tensor)
+            value = tensor.grad if gradients else tensor
+            if layout is not None and value is not None:
+                for name, part in layout.parts(value.coalesce().to_dense() if value.is_sparse else value):
+                    parts[name].append(part)
+        return parts
+
+    def _gradients(self, optimizer: Optimizer | None = None) -> Parts:
+        if optimizer is None:
+            return self._parts_of(self._parameters(), gradients=True)
+        tensors = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return self._parts_of(tensors, gradients=True)
+
+    def _buffers(self) -> Parts:
+        parts: Parts = {}
+        for name, buffer in self._roots.named_buffers():
+            part = part_of(buffer)
+            if part is not None:
+                parts[name] = [part]
+        return parts
+
+
+def script_line() -> str:
+    """The innermost line of the script, "train.py:30"; of a library, if no script is on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    library = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if owner(file) is Owner.USER and not file.startswith(_OWN):
+            if "site-packages" not in file:
+                return f"{shown(file)}:{frame.f_lineno}"
+            library = library or f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return library
+
+
+@torch.no_grad()
+def nudge(module: nn.Module, size: float) -> None:
+    """Change every parameter by this much of itself, at least a rounding error, up or down at random."""
+    for index, (_, parameter) in enumerate(module.named_parameters()):
+        if not parameter.is_floating_point() or parameter.is_meta:
+            continue
+        part = part_of(parameter)
+        values = (part.values if part is not None else parameter).detach()
+        generator = torch.Generator().manual_seed(index)
+        signs = torch.randint(0, 2, values.shape, generator=generator).to(values.device, values.dtype) * 2 - 1
+        values.mul_(1 + max(size, torch.finfo(values.dtype).eps) * signs)
+
+
+def _named_parts(value: object) -> Iterator[tuple[str, list[Part]]]:
+    """The tensors inside a value, each with its place: "[0]", "['labels']"."""
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        if isinstance(leaf, Tensor) and not leaf.is_sparse and leaf.layout is torch.strided and not leaf.is_meta:
+            part = part_of(leaf)
+            if part is not None:
+                yield pytree.keystr(path), [part]
+
+
+def _defers(root: nn.Module) -> bool:
+    """True inside `no_sync` of DDP or FSDP1."""
+    return getattr(root, "require_backward_grad_sync", True) is False or getattr(root, "_sync_gradients", True) is False
+
+
+def _hexadecimal(hashes: Tensor | None) -> tuple[str, ...]:
+    return () if hashes is None else tuple(f"{value % (1 << 64):016x}" for value in hashes.tolist())
+
+
+def _finite(value: object) -> float | None:
+    if value is None:
+        return None
+    number = float(value)  # type: ignore[arg-type]  # a tensor of one element, or a number
+    return number if math.isfinite(number) else None
+
+
+def _plain(value: object) -> object:
+    """A setting in terms of JSON."""
+    if isinstance(value, Tensor):
+        return _finite(value) if value.numel() == 1 else value.tolist()
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return repr(value)

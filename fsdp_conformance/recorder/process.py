@@ -1,0 +1,78 @@
+"""
+Begins to record in a process that has the variables for it.
+
+Python runs `prepare` at its start (`startup`); nothing happens before the program imports
+torch. `recording` does the same for a block of code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.recorder.settings import RecordSettings
+from fsdp_conformance.simulator.import_hook import when_imported
+
+
+def prepare() -> None:
+    """If this process has settings, record from the moment that it imports torch."""
+    settings = RecordSettings.from_environment(os.environ)
+    if settings is not None:
+        when_imported("torch", lambda: _begin(settings))
+
+
+def _begin(settings: RecordSettings) -> None:
+    from fsdp_conformance.recorder.hooks import Hooks
+    from fsdp_conformance.recorder.observer import Observer
+
+    observer = Observer(Path(settings.directory), sharding=settings.sharding, nudge=settings.nudge)
+    if settings.sharding == "taken out":
+        from fsdp_conformance.recorder.unsharded import Replacement
+
+        # The hooks see the replacements, and backwards with what is averaged after them.
+        Replacement(observer).install()
+    Hooks(observer)
+    atexit.register(observer.end)
+    hook = sys.excepthook
+
+    def note_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        observer.end(f"{kind.__name__}: {error}")
+        hook(kind, error, trace)
+
+    sys.excepthook = note_error
+
+
+@contextlib.contextmanager
+def recording(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """
+    Record what this process trains during the block. All ranks may use one directory, which must be new or empty.
+
+    Raises ConfigError if this process records already, or if it has recorded into the directory before.
+    """
+    from fsdp_conformance.recorder import hooks
+    from fsdp_conformance.recorder.observer import Observer
+    from fsdp_conformance.recordings.files import file_name
+
+    path = Path(directory)
+    rank = os.environ.get("RANK", "0")
+    if hooks._current is not None:
+        raise ConfigError(["this process records already"], where=str(path))
+    if (path / file_name(int(rank), os.getpid())).exists():
+        raise ConfigError(["this process has recorded here before; give a new directory"], where=str(path))
+    observer = Observer(path, sharding="kept", nudge=0.0)
+    installed = hooks.Hooks(observer)
+    error = ""
+    try:
+        yield
+    except BaseException as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        raise
+    finally:
+        installed.remove()
+        observer.end(error)

@@ -1,0 +1,5 @@
+"""
+The directory that is put on PYTHONPATH.
+
+    sitecustomize    run by Python when it starts
+"""

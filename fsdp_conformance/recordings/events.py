@@ -1,0 +1,174 @@
+"""
+What a rank did while it trained, in the order in which it did it: a line of JSON for each event.
+
+A *step* ends with a call of an optimizer's `step` and begins where the one before has ended. A *pass* is a forward of
+an outermost module together with the backwards that follow it. Both are counted from 0, passes within their step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from fsdp_conformance.recordings.fingerprint import Fingerprint
+
+#: Raised when a reader of the old format cannot read the new one.
+FORMAT = 1
+
+#: How the sharding of a recorded run was treated.
+Sharding = Literal["kept", "taken out"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begin:
+    """The process has begun to train: its first forward."""
+
+    format: int
+    rank: int
+    world_size: int
+    pid: int
+    torch: str
+    command: tuple[str, ...]
+    sharding: Sharding
+    nudge: float
+    """By how much parameters were changed before the first step, relative to themselves; to see how far it spreads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Input:
+    """An argument of an outermost forward that is a tensor."""
+
+    value: Fingerprint
+    samples: tuple[str, ...] = ()
+    """A hash of each element of its first dim; empty if there are too many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forward:
+    """A forward of a module that no other module has called."""
+
+    step: int
+    number: int
+    """The number of the pass in its step."""
+    line: str
+    """The line of the script, "train.py:30"."""
+    module: str
+    """The name of its class."""
+    training: bool
+    """False in `eval` mode."""
+    with_gradients: bool
+    """False under `no_grad`."""
+    dtype: str
+    """The dtype of autocast, or an empty string."""
+    random: dict[str, str]
+    """Before it, a hash of the state of each random number generator."""
+    inputs: dict[str, Input]
+    outputs: dict[str, Fingerprint]
+    units: dict[str, Fingerprint] = field(default_factory=dict)
+    """The outputs of sharded units, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Initial:
+    """The parameters and buffers before the first forward of their module that computes gradients."""
+
+    values: dict[str, Fingerprint]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backward:
+    """A call of `backward`."""
+
+    step: int
+    number: int
+    line: str
+    loss: float | None
+    """None if what was differentiated is no single number, or is not finite."""
+    is_reduced: bool
+    """False where the script has turned the reduction of gradients off, as in `no_sync`."""
+    contributions: dict[str, Fingerprint] = field(default_factory=dict)
+    """With the sharding taken out: what this rank adds to the gradients, before they are reduced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clip:
+    """Gradients were clipped."""
+
+    step: int
+    line: str
+    norm: float | None
+    """What the call returned, or this rank's share of it if it `is_partial`; None if it is not finite."""
+    is_partial: bool
+    limit: float
+    kind: float
+    """Which norm: 2 for the 2-norm."""
+    gradients: dict[str, Fingerprint]
+    """Before it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A parameter group of an optimizer."""
+
+    settings: dict[str, Any]
+    parameters: tuple[str, ...]
+    unknown: int
+    """How many of its tensors no module has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """An optimizer stepped."""
+
+    step: int
+    optimizer: str
+    """Its class, numbered if there are several."""
+    line: str
+    groups: tuple[Group, ...]
+    gradients: dict[str, Fingerprint]
+    """As the optimizer got them. Parameters without one are left out."""
+    parameters: dict[str, Fingerprint]
+    """After the step."""
+    state: dict[str, Fingerprint]
+    """After the step: "layer.weight/exp_avg"."""
+    counters: dict[str, float]
+    """States that are single numbers."""
+    buffers: dict[str, Fingerprint]
+    untrained: tuple[str, ...]
+    """Parameters that require gradients and are in no optimizer that has stepped so far."""
+    kept: int
+    """How many parameters still had a gradient when the step's first forward began."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """Something else that matters for the comparison."""
+
+    step: int
+    kind: Literal["save", "load", "unscale", "no optimizer", "note"]
+    line: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """The process ended, or stopped recording."""
+
+    error: str = ""
+    """The exception that ended the script."""
+
+
+Event = Begin | Forward | Initial | Backward | Clip | Step | Mark | End
+
+#: The name of each kind of event in a file.
+KINDS: Final[dict[str, type[Event]]] = {
+    "begin": Begin,
+    "forward": Forward,
+    "initial": Initial,
+    "backward": Backward,
+    "clip": Clip,
+    "step": Step,
+    "mark": Mark,
+    "end": End,
+}
+NAMES: Final[dict[type[Event], str]] = {kind: name for name, kind in KINDS.items()}

@@ -1,0 +1,155 @@
+"""`parity` and `record` as a user types them, with FSDP2 on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.tests.cli.cli_runs import answered, said
+
+#: Accumulation without reduction, clipping, activation checkpoints, dropout and evaluation: all in one.
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+
+
+def main(mistake):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(17, 17), nn.GELU(), nn.Dropout(0.1)) for _ in range(2)]
+    model = nn.Sequential(*map(checkpoint_wrapper, blocks), nn.Linear(17, 5))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = torch.randn(3, 2, 2, 4, 17, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(rank)
+    for step in range(3):
+        for number in range(2):
+            model.set_requires_gradient_sync(number == 1)
+            loss = model(data[step, number, rank]).square().mean() / 2
+            loss.backward()
+        if mistake == "sum":
+            for parameter in model.parameters():
+                if hasattr(parameter, "device_mesh"):
+                    parameter.grad.mul_(3)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(data[0, 0, 0])
+        model.train()
+    print("trained", sys.argv[1:])
+    if mistake == "fails":
+        raise ValueError("at the end")
+    dist.destroy_process_group()
+
+
+main(sys.argv[1] if len(sys.argv) > 1 else "")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    return path
+
+
+def test_fsdp2_is_equal_bit_for_bit_to_the_script_without_it(script: Path, tmp_path: Path) -> None:
+    run = said("parity", "--output", str(tmp_path / "out"), str(script), "none", "{run}")
+
+    assert run.status == 0, run.output
+    assert "EQUAL  3 steps of 2 ranks, bit for bit" in run.output
+    assert run.output.count("trained ['none', 'run']") == run.output.count("trained ['none', 'reference']") == 2
+
+    again = answered("parity", str(tmp_path / "out/run"), str(tmp_path / "out/reference"))
+
+    assert again.status == 0, again.output
+    assert "EQUAL  3 steps of 2 ranks, bit for bit" in again.output
+
+
+@pytest.mark.slow
+def test_a_mistake_of_the_engine_is_named(script: Path) -> None:
+    run = said("parity", str(script), "sum")
+
+    assert run.status == 1, run.output
+    assert "✗ The gradients differ, from step 0 on" in run.output
+    assert "whose     the engine" in run.output
+    assert "every element is 3 times the expected one" in run.output
+    assert "line      train.py:28" in run.output
+    assert "DIFFERENT from step 0" in run.output
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_in_the_end_is_recorded(script: Path, tmp_path: Path) -> None:
+    run = said(
+        "record", "--output", str(tmp_path / "out"), "--", "torchrun", "--nproc-per-node=2", str(script), "fails"
+    )
+
+    assert run.status == 5, run.output
+    assert "recorded 3 steps of 2 ranks" in run.output
+    compared = answered("parity", str(tmp_path / "out"), str(tmp_path / "out"))
+    assert compared.status == 0, compared.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give the path of a script, or -m and the name of a module, or two recordings"),
+        (["none.py"], "there is no script 'none.py'"),
+        (["--world-size", "0", "train.py"], "--world-size must be from 1 to 127, got 0"),
+        (["--world-size", "two", "train.py"], "--world-size must be from 1 to 127, got two"),
+        (["--timeout", "-1", "train.py"], "--timeout must be a positive number of seconds, got '-1'"),
+        (["--reference", "none.py", "train.py"], "--reference must be a script with its arguments, or a recording"),
+        (["--nudged", ".", "train.py"], "--nudged is for the comparison of two recordings"),
+        (["."], "'.' is a directory"),
+        ([".", "."], "it has no recording"),
+    ],
+)
+def test_wrong_words_are_answered(
+    words: list[str], message: str, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(script.parent)
+
+    run = answered("parity", *words)
+
+    assert run.status == 2
+    assert message in run.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--output", "out"], "give the command that trains, after --"),
+        (["--output", "full", "--", "true"], "--output must be a new or an empty directory, got 'full'"),
+        (["--output", "out", "--", "no-such-command"], "the command cannot be started: No such file"),
+        (["--output", "out", "--timeout", "soon", "--", "true"], "--timeout must be a positive number"),
+        (["--output", "out", "--", "true"], "it has no recording: no process with this environment"),
+    ],
+)
+def test_record_answers_wrong_words(
+    words: list[str], message: str, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(script.parent)
+    (script.parent / "full").mkdir()
+    (script.parent / "full/file").touch()
+
+    run = answered("record", *words)
+
+    assert run.status == 2
+    assert message in run.output
+
+
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    run = answered("record", "--output", str(tmp_path / "out"), "--timeout", "0.5", "--", "sleep", "600")
+
+    assert run.status == 5, run.output
+    assert "the command was ended after 0.5 s (--timeout) before it had trained" in run.output

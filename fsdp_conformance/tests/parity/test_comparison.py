@@ -1,0 +1,207 @@
+"""Mistakes of scripts and engines: each is found in its first step, with its cause and whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_conformance.parity.finding import Whose
+from fsdp_conformance.tests.parity.trainings import SAMPLES, Net, Script, compared
+
+
+def scaled(factor: float, *, name: str = "", from_step: int = 0) -> Callable[[nn.Module, int], None]:
+    """Scales gradients: of one parameter, or of all."""
+
+    def scale(model: nn.Module, step: int) -> None:
+        for key, parameter in model.named_parameters():
+            if parameter.grad is not None and key.startswith(name) and step >= from_step:
+                parameter.grad.mul_(factor)
+
+    return scale
+
+
+class Stale:
+    """Gives the optimizer the gradients of the step before."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[torch.Tensor]] = {}
+
+    def __call__(self, model: nn.Module, step: int) -> None:
+        kept = self._kept.get(id(model))
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        self._kept[id(model)] = [gradient.clone() for gradient in gradients]
+        if kept is not None:
+            for gradient, before in zip(gradients, kept, strict=True):
+                gradient.copy_(before)
+
+
+@torch.no_grad()
+def not_updated(model: nn.Module, step: int) -> None:
+    """Undoes the first step of the second layer, by what it was seeded to."""
+    if step == 0:
+        torch.manual_seed(0)
+        model.load_state_dict(Net(0.0).state_dict())
+
+
+@torch.no_grad()
+def changed_between(model: nn.Module, step: int) -> None:
+    if step == 2:
+        next(iter(model.parameters())).mul_(1.01)
+
+
+def to_evaluation(model: nn.Module, step: int) -> None:
+    if step == 1:
+        model.eval()
+
+
+def without_last(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(model.parameters())[:-1], lr=lr, weight_decay=weight_decay)
+
+
+def of_a_copy(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    tensors = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    return torch.optim.AdamW(tensors, lr=lr, weight_decay=weight_decay)
+
+
+MISTAKES = {
+    "rate times ranks": (Script(lr=0.2), Whose.SCRIPT, 0, "lr is 0.2 instead of 0.1", "scaled by the number of ranks"),
+    "weight decay": (Script(weight_decay=0.0), Whose.SCRIPT, 0, "weight_decay is 0 instead of 0.01", ""),
+    "parameter left out": (
+        Script(optimizer=without_last), Whose.SCRIPT, 0, "'second.bias' is missing", "made of other parameters",
+    ),
+    "optimizer of other tensors": (
+        Script(optimizer=of_a_copy), Whose.SCRIPT, 0, "is missing", "4 of its tensors belong to no module",
+    ),
+    "no clipping": (Script(limit=None), Whose.SCRIPT, 0, "the run does not", ""),
+    "another limit": (Script(limit=1.0), Whose.SCRIPT, 0, "1 instead of 0.5", ""),
+    "same samples on every rank": (
+        Script(samples=lambda data, rank: data[:SAMPLES]), Whose.DATA, 0, "rank 1", "every rank gets the same samples",
+    ),
+    "fewer samples": (
+        Script(samples=lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES - 1]), Whose.DATA, 0,
+        "shape [3, 17] instead of [4, 17]", "12 samples instead of 16",
+    ),
+    "other samples": (
+        Script(samples=lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES] + 1), Whose.DATA, 0, "rank 0",
+        "none of the samples is the same",
+    ),
+    "another seed": (Script(seed=1), Whose.SCRIPT, 0, "'first.weight'", "seeded differently"),
+    "not divided by the passes": (
+        Script(scale=lambda rank, number: 2.0), Whose.SCRIPT, 0, "rank 0 · pass 0", "the loss is scaled by 2",
+    ),
+    "gradients not cleared": (Script(clears=lambda step: step != 1), Whose.SCRIPT, 2, "'first.", "not cleared"),
+    "summed": (
+        Script(ranks=3, gradients=scaled(3.0)), Whose.ENGINE, 0, "relative difference 2",
+        "added up over the ranks instead of averaged",
+    ),
+    "divided twice": (
+        Script(ranks=3, gradients=scaled(1 / 3)), Whose.ENGINE, 0, "'first.", "divided by the number of ranks twice",
+    ),
+    "one tensor": (
+        Script(gradients=scaled(-1.0, name="second.weight", from_step=2)), Whose.ENGINE, 2, "'second.weight'",
+        "the sign is wrong: every element is -1 times the expected one (1 of 4 tensors)",
+    ),
+    "zero": (Script(gradients=scaled(0.0, from_step=1)), Whose.ENGINE, 1, "'first.", "the gradients are zero"),
+    "infinite": (Script(gradients=scaled(1e39)), Whose.ENGINE, 0, "infinite or NaN", "an overflow"),
+    "stale": (Script(gradients=Stale()), Whose.ENGINE, 1, "'first.", "stale"),
+    "scaled after clipping": (Script(clipped=scaled(0.9)), Whose.ENGINE, 0, "'first.", "scaled by 0.9"),
+    "not updated": (Script(updated=not_updated), Whose.ENGINE, 1, "rank 0", "after the last step agree"),
+    "changed between steps": (Script(before_forward=changed_between), Whose.ENGINE, 2, "rank 0", "changed since"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found_where_it_begins(name: str, tmp_path: Path) -> None:
+    script, whose, step, first, likely = MISTAKES[name]
+
+    comparison = compared(script, tmp_path, Script(ranks=script.ranks))
+
+    assert comparison.differs
+    finding = comparison.findings[0]
+    assert (finding.whose, finding.step) == (whose, step), finding
+    assert first in finding.first, finding
+    assert likely in finding.likely, finding
+    assert finding.line.startswith(("trainings.py:", "fsdp_conformance/tests/parity/trainings.py:")), finding
+
+
+def test_a_run_that_is_the_same_is_equal_bit_for_bit(tmp_path: Path) -> None:
+    comparison = compared(Script(), tmp_path)
+
+    assert comparison.is_bitwise
+    assert comparison.suspicions == []
+    # Four steps of outputs on two ranks and two passes, and of gradients, clipped ones, parameters and states.
+    assert sum(row.tensors for row in comparison.rows) == 4 * (2 * 2 * 1 + 4 * 3 + 8)
+
+
+CORRECT = {
+    "samples on other ranks": Script(samples=lambda data, rank: data[(1 - rank) * SAMPLES : (2 - rank) * SAMPLES]),
+    "rounding": Script(gradients=scaled(1 + 2.0**-23)),
+}
+
+
+@pytest.mark.parametrize("name", CORRECT)
+def test_a_correct_variation_has_no_finding(name: str, tmp_path: Path) -> None:
+    comparison = compared(CORRECT[name], tmp_path)
+
+    assert comparison.findings == []
+    assert comparison.steps == 4
+    # The sum of two ranks is the same in either order.
+    assert comparison.is_bitwise is (name != "rounding")
+
+
+def test_the_state_of_generators_matters_once_something_differs(tmp_path: Path) -> None:
+    def draw(model: nn.Module, step: int) -> None:
+        if step == 1:
+            torch.rand(1)
+
+    drawn = compared(Script(before_forward=draw), tmp_path / "drawn")
+    with_dropout = compared(Script(before_forward=draw, dropout=0.5), tmp_path / "dropout", Script(dropout=0.5))
+
+    assert drawn.is_bitwise
+    assert with_dropout.findings[0].whose is Whose.SCRIPT
+    assert with_dropout.findings[0].step == 1
+    assert "the generators of torch on rank 0" in with_dropout.findings[0].likely
+
+
+def test_evaluation_mode_is_suspicious(tmp_path: Path) -> None:
+    comparison = compared(Script(before_forward=to_evaluation), tmp_path)
+
+    assert [finding.title for finding in comparison.suspicions] == ["The model is trained in evaluation mode"]
+    assert comparison.suspicions[0].step == 1
+
+
+def test_what_both_do_wrong_is_suspicious(tmp_path: Path) -> None:
+    wrong = Script(samples=lambda data, rank: data[:SAMPLES], optimizer=without_last)
+
+    comparison = compared(wrong, tmp_path, wrong)
+
+    assert not comparison.differs
+    assert [finding.title for finding in comparison.suspicions] == [
+        "Every rank trains the same samples",
+        "Parameters that require gradients are in no optimizer",
+    ]
+
+
+def test_one_that_steps_less_often_has_another_number_of_steps(tmp_path: Path) -> None:
+    class Stop(Exception):
+        """Ends the training early."""
+
+    def stop(model: nn.Module, step: int) -> None:
+        if step == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        compared(Script(ranks=1, before_forward=stop), tmp_path)
+    from fsdp_conformance.parity.comparison import compare
+    from fsdp_conformance.recordings import files
+    from fsdp_conformance.tests.parity.trainings import record
+
+    comparison = compare(files.read(tmp_path / "run"), record(Script(ranks=1), tmp_path / "reference"))
+
+    assert comparison.findings[0].title == "The run ended early"
+    assert comparison.findings[0].first == "rank 0 · Stop: "
+    assert comparison.findings[0].evidence == ("it has 2 steps, the reference 4",)

@@ -1,0 +1,146 @@
+"""Small trainings in this process that are recorded, each rank after the other, and mistakes in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fsdp_conformance.parity.comparison import Comparison, compare
+from fsdp_conformance.recorder.process import recording
+from fsdp_conformance.recordings import files
+from fsdp_conformance.recordings.files import Recording
+
+SAMPLES = 4
+STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A training script; each field is a place for a mistake."""
+
+    ranks: int = 2
+    passes: int = 2
+    lr: float = 0.1
+    weight_decay: float = 0.01
+    dropout: float = 0.0
+    seed: int = 0
+    limit: float | None = 0.5
+    optimizer: Callable[[nn.Module, float, float], torch.optim.Optimizer] = lambda model, lr, wd: torch.optim.AdamW(
+        model.parameters(), lr=lr, weight_decay=wd
+    )
+    samples: Callable[[Tensor, int], Tensor] = lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES]
+    """The rank's part of a batch."""
+    scale: Callable[[int, int], float] = lambda rank, number: 1.0
+    """What the loss is multiplied by."""
+    counts: Callable[[int, int], float] = lambda rank, number: 1.0
+    """How often the engine counts what a rank adds in a pass."""
+    gradients: Callable[[nn.Module, int], object] = lambda model, step: None
+    """What the engine does to gradients before the script clips them."""
+    clipped: Callable[[nn.Module, int], object] = lambda model, step: None
+    """What it does to them afterwards."""
+    updated: Callable[[nn.Module, int], object] = lambda model, step: None
+    """What it does to parameters after a step."""
+    clears: Callable[[int], bool] = lambda step: True
+    before_forward: Callable[[nn.Module, int], object] = lambda model, step: None
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(17, 33)
+        self.drop = nn.Dropout(dropout)
+        self.second = nn.Linear(33, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.drop(torch.tanh(self.first(x))))  # type: ignore[no-any-return]
+
+
+def train(script: Script, rank: int) -> None:
+    """
+    Train as one of `script.ranks` ranks that share gradients.
+
+    What other ranks add is computed here too, by `autograd.grad`, which is not recorded.
+    """
+    torch.manual_seed(script.seed)
+    model = Net(script.dropout)
+    optimizer = script.optimizer(model, script.lr, script.weight_decay)
+    data = torch.randn(STEPS, script.passes, script.ranks * SAMPLES, 17, generator=torch.Generator().manual_seed(1))
+    parameters = list(model.parameters())
+    for step in range(STEPS):
+        script.before_forward(model, step)
+        others = [torch.zeros_like(parameter) for parameter in parameters]
+        for number in range(script.passes):
+            for other in range(script.ranks):
+                if other != rank:
+                    with torch.random.fork_rng():
+                        output = _forward(parameters, script.samples(data[step, number], other), script.dropout)
+                    loss = _loss(output, script, other, number)
+                    weight = script.counts(other, number)
+                    for total, gradient in zip(others, torch.autograd.grad(loss, parameters), strict=True):
+                        total.add_(gradient, alpha=weight)
+            loss = _loss(model(script.samples(data[step, number], rank)), script, rank, number)
+            weight = script.counts(rank, number)
+            before = [None if each.grad is None else each.grad.clone() for each in parameters]
+            loss.backward()
+            for parameter, kept in zip(parameters, before, strict=True):
+                assert parameter.grad is not None
+                added = parameter.grad if kept is None else parameter.grad - kept
+                parameter.grad = weight * added if kept is None else kept + weight * added
+        for parameter, total in zip(parameters, others, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.add_(total).div_(script.ranks)
+        script.gradients(model, step)
+        if script.limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), script.limit)
+        script.clipped(model, step)
+        optimizer.step()
+        script.updated(model, step)
+        if script.clears(step):
+            optimizer.zero_grad()
+
+
+def _forward(parameters: Sequence[Tensor], x: Tensor, dropout: float) -> Tensor:
+    """What the model computes, without a call of a module, which would be recorded."""
+    first, first_bias, second, second_bias = parameters
+    hidden = functional.dropout(torch.tanh(functional.linear(x, first, first_bias)), dropout)
+    return functional.linear(hidden, second, second_bias)
+
+
+def _loss(output: Tensor, script: Script, rank: int, number: int) -> Tensor:
+    return output.square().mean() * script.scale(rank, number) / script.passes
+
+
+def record(script: Script, directory: Path) -> Recording:
+    """Record all ranks of a script."""
+    for rank in range(script.ranks):
+        with as_rank(rank, script.ranks), recording(directory):
+            train(script, rank)
+    return files.read(directory)
+
+
+def compared(script: Script, directory: Path, reference: Script | None = None) -> Comparison:
+    """A script with its reference: without mistakes, if none is given."""
+    return compare(record(script, directory / "run"), record(reference or Script(), directory / "reference"))
+
+
+@contextmanager
+def as_rank(rank: int, ranks: int) -> Iterator[None]:
+    """Let this process be a rank, as torchrun would name it."""
+    names = {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,269 @@
+"""What is recorded of a training, and that recording changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.recorder import observer as observer_module
+from fsdp_conformance.recorder.hooks import watch_unit
+from fsdp_conformance.recorder.process import recording
+from fsdp_conformance.recordings import files
+from fsdp_conformance.recordings.events import Backward, Clip, Event, Forward, Initial, Mark, Step
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 6)
+        self.drop = nn.Dropout(0.3)
+        self.norm = nn.BatchNorm1d(6)
+        self.outer = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.outer(self.norm(self.drop(self.inner(x))))
+        return {"logits": hidden if scale is None else hidden * scale}
+
+
+def train(model: nn.Module, steps: int = 3) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        output = model(torch.randn(4, 5), scale=torch.tensor(2.0))
+        nn.MSELoss()(output["logits"], torch.zeros(4, 2)).backward()
+        nn.utils.clip_grad_norm_((parameter for parameter in model.parameters()), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def events(directory: Path) -> tuple[Event, ...]:
+    return files.read(directory).ranks[0].events
+
+
+def of(kind: type[Any], directory: Path) -> list[Any]:
+    return [event for event in events(directory) if isinstance(event, kind)]
+
+
+def test_a_recorded_training_computes_the_same_bits(tmp_path: Path) -> None:
+    results = []
+    for is_recorded in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        if is_recorded:
+            with recording(tmp_path / "run"):
+                optimizer = train(model)
+        else:
+            optimizer = train(model)
+        states = [state["momentum_buffer"] for state in optimizer.state.values()]
+        results.append((list(model.state_dict().values()), states, torch.get_rng_state()))
+
+    (values, states, random), (recorded, recorded_states, recorded_random) = results
+    assert all(map(torch.equal, values, recorded))
+    assert all(map(torch.equal, states, recorded_states))
+    assert torch.equal(random, recorded_random)
+
+
+def test_everything_is_put_back(tmp_path: Path) -> None:
+    before = (nn.Module.__call__, torch.autograd.backward, nn.utils.clip_grad_norm_, torch.save, torch.load)
+
+    with recording(tmp_path / "run"):
+        assert nn.Module.__call__ is not before[0]
+        train(Model(), 1)
+
+    assert before == (nn.Module.__call__, torch.autograd.backward, nn.utils.clip_grad_norm_, torch.save, torch.load)
+
+
+def test_a_step_has_its_events_in_order(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with recording(tmp_path / "run"):
+        train(Model(), 2)
+
+    kinds = [type(event) for event in events(tmp_path / "run")]
+    assert kinds == [Initial, Forward, Backward, Clip, Step, Forward, Backward, Clip, Step]
+    forward, step = of(Forward, tmp_path / "run")[0], of(Step, tmp_path / "run")[1]
+    assert (forward.module, forward.training, forward.with_gradients) == ("Model", True, True)
+    assert forward.inputs.keys() == {"[0][0]", "[1]['scale']"}
+    assert len(forward.inputs["[0][0]"].samples) == 4
+    assert forward.outputs.keys() == {"['logits']"}
+    assert forward.line.partition(":")[0].endswith("test_observer.py")
+    names = ["inner.weight", "inner.bias", "norm.weight", "norm.bias", "outer.weight", "outer.bias"]
+    assert list(step.gradients) == list(step.parameters) == names
+    assert list(step.state) == [f"{name}/momentum_buffer" for name in names]
+    assert list(step.buffers) == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert step.groups[0].settings["momentum"] == 0.9
+    assert (step.step, step.optimizer, step.untrained, step.kept) == (1, "SGD", (), 0)
+
+
+def test_names_are_those_of_the_unwrapped_model(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Model()
+    model.inner = checkpoint_wrapper(model.inner)  # type: ignore[assignment]
+    with recording(tmp_path / "run"):
+        train(model, 1)
+
+    assert list(of(Step, tmp_path / "run")[0].parameters)[:2] == ["inner.weight", "inner.bias"]
+
+
+def test_several_modules_and_optimizers_are_told_apart(tmp_path: Path) -> None:
+    with recording(tmp_path / "run"):
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (first, second)]
+        second(first(torch.ones(1, 2))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    steps = of(Step, tmp_path / "run")
+    assert [step.optimizer for step in steps] == ["SGD", "SGD 2"]
+    assert [list(step.parameters) for step in steps] == [["weight", "bias"], ["Linear(2).weight", "Linear(2).bias"]]
+    assert [step.untrained for step in steps] == [("Linear(2).weight", "Linear(2).bias"), ()]
+
+
+def test_evaluation_is_marked_and_does_not_pile_up(tmp_path: Path) -> None:
+    model = Model().eval()
+    with recording(tmp_path / "run"):
+        with torch.no_grad():
+            for _ in range(200):
+                model(torch.ones(1, 5))
+        model.train()
+        train(model, 1)
+
+    forwards = of(Forward, tmp_path / "run")
+    assert [forward.with_gradients for forward in forwards] == [False] * 200 + [True]
+    assert [forward.training for forward in forwards] == [False] * 200 + [True]
+
+
+def test_a_closure_is_part_of_its_step(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    with recording(tmp_path / "run"):
+        optimizer.step(closure)
+
+    steps = of(Step, tmp_path / "run")
+    assert [step.optimizer for step in steps] == ["LBFGS"]
+    assert len(of(Backward, tmp_path / "run")) >= 2
+
+
+def test_saves_and_loads_are_marked(tmp_path: Path) -> None:
+    model = Model()
+    with recording(tmp_path / "run"):
+        train(model, 1)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+
+    assert [mark.kind for mark in of(Mark, tmp_path / "run")] == ["save", "load"]
+
+
+def test_hooks_of_units_are_copied_and_saved_with_them(tmp_path: Path) -> None:
+    unit = nn.Linear(2, 2)
+    watch_unit(unit)
+    with recording(tmp_path / "run"):
+        nn.Sequential(copy.deepcopy(unit), pickle.loads(pickle.dumps(unit)))(torch.ones(1, 2))
+
+    assert list(of(Forward, tmp_path / "run")[0].units) == ["0", "1"]
+
+
+def test_a_compiled_model_is_recorded_at_its_boundary(tmp_path: Path) -> None:
+    model = Model()
+    with recording(tmp_path / "run"):
+        train(torch.compile(model, backend="eager"), 1)  # type: ignore[arg-type]
+
+    step = of(Step, tmp_path / "run")[0]
+    assert list(step.parameters)[:2] == ["inner.weight", "inner.bias"]
+    assert of(Forward, tmp_path / "run")[0].module == "Model"
+
+
+def test_an_exception_is_the_end_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> None:
+            raise ValueError("no forward")
+
+    call = nn.Module.__call__
+    model = nn.Sequential(Broken())
+    with pytest.raises(ValueError, match="no forward"), recording(tmp_path / "run"):
+        model(torch.ones(1))
+
+    end = files.read(tmp_path / "run").ranks[0].end
+    assert end is not None
+    assert end.error == "ValueError: no forward"
+    assert nn.Module.__call__ is call
+
+
+def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
+    with recording(tmp_path / "run"):
+        model = Model()
+        train(model, 1)
+        child = os.fork()
+        if not child:
+            try:
+                train(model, 1)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+
+    assert len(of(Step, tmp_path / "run")) == 1
+    assert len(list((tmp_path / "run").iterdir())) == 1
+
+
+def test_training_goes_on_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: Path, *args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with recording(tmp_path / "run"):
+        train(Model(), 1)
+
+    assert "the recording is incomplete: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+def test_one_recording_at_a_time(tmp_path: Path) -> None:
+    with (
+        recording(tmp_path / "run"),
+        pytest.raises(ConfigError, match="records already"),
+        recording(tmp_path / "other"),
+    ):
+        pass
+    with recording(tmp_path / "run"):
+        train(Model(), 1)
+    with pytest.raises(ConfigError, match="has recorded here before"), recording(tmp_path / "run"):
+        pass
+
+
+def test_a_nudge_is_a_rounding_error_of_every_parameter() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    state = torch.get_rng_state()
+
+    observer_module.nudge(model, 0.0)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        if not value.any():
+            assert torch.equal(parameter, value)
+            continue
+        changed = ((parameter.detach() - value) / value).abs()
+        assert 0.9 * 2**-24 < float(changed[value != 0].min())
+        assert float(changed[value != 0].max()) < 2.1 * 2**-23
