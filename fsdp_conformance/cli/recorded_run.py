@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from fsdp_conformance.cli.child import end_family
 from fsdp_conformance.recorder.settings import RecordSettings
@@ -58,8 +58,8 @@ def run_recorded(
         errors="replace",
         start_new_session=True,
     )
-    assert process.stdout is not None
-    reader = threading.Thread(target=_pass_on, args=(process.stdout, say), daemon=True)
+    output = cast(IO[str], process.stdout)
+    reader = threading.Thread(target=_pass_on, args=(output, say), daemon=True)
     reader.start()
     try:
         has_ended = _has_ended(process.pid, timeout_s)
@@ -68,7 +68,7 @@ def run_recorded(
         end_family(process.pid)
         status = process.wait()
         reader.join(_OUTPUT_S)
-        process.stdout.close()
+        output.close()
     return status if has_ended else None
 
 

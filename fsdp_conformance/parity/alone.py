@@ -1,4 +1,4 @@
-"""What is suspicious in one recording by itself: mistakes that a reference made of the same script has as well."""
+"""Suspicious signs in one recording by itself: mistakes that a reference made of the same script has as well."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN = 3
 
 
 def suspicions(run: Run) -> Iterator[Finding]:
-    """What may be meant, but is often a mistake."""
+    """Signs of what may be meant, but is often a mistake."""
     yield from _same_samples(run)
     yield from _repeated_order(run)
     yield from _untrained(run)

@@ -173,13 +173,15 @@ class _Comparing:
                 )
 
     def _compare_random(self, step: TrainingStep, expected: TrainingStep) -> None:
-        """Random numbers matter once something differs: until then, none that differed was drawn."""
+        """The state of a generator matters if a forward draws from it, and once something differs."""
         if self._random or self.run.world_size != self.reference.world_size:
             return
         for rank in range(self.run.world_size):
             for mine, theirs in zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False):
                 names = [
-                    name for name in mine.random if theirs.random.get(name, mine.random[name]) != mine.random[name]
+                    name
+                    for name in dict.fromkeys((*mine.draws, *theirs.draws))
+                    if mine.random.get(name) != theirs.random.get(name)
                 ]
                 if names:
                     self._random = f"{' and '.join(names)} on rank {rank}, first before step {step.number}"
@@ -198,10 +200,8 @@ class _Comparing:
                 whose=Whose.SCRIPT,
                 step=step.number,
                 first=f"'{name}' · {_size(value, wanted)}",
-                likely="the generators are seeded differently, or draw in another order when the model is sharded"
-                if self._random
-                else "the model is initialised by random numbers that sharding draws differently, or loaded from "
-                "other files",
+                likely="the generators are seeded differently or draw in another order, as when a sharded model is "
+                "initialised after it was sharded; or the model is loaded from other files",
                 evidence=_also(len(differing), len(shared)),
                 line=next((forward.line for forward in step.forwards[0]), ""),
             )

@@ -38,7 +38,7 @@ class Gradients:
     previous: Sequence[Mapping[str, Whole]]
     """The reference's gradients of the step before: as the optimizer got them, and before they were clipped."""
     contributions: Sequence[Sequence[Mapping[str, Sketch]]]
-    """What each rank added in each backward, as far as the reference knows: by rank, backward, name."""
+    """The part of each rank and backward, as far as the reference knows: by rank, backward, name."""
     ranks: int
     passes: int
     total: int
@@ -59,7 +59,7 @@ def likely(gradients: Gradients) -> str:
 
 def contributions_of(step: TrainingStep) -> list[list[dict[str, Sketch]]]:
     """
-    What each rank added in each backward: by rank, backward, name. Empty if the run has not recorded it.
+    The part of each rank and backward, by rank, backward, name. Empty if the run has not recorded it.
 
     Raises ValueError for a sketch that no recording writes.
     """

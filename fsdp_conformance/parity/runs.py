@@ -61,7 +61,7 @@ class TrainingStep:
     backwards: tuple[tuple[Backward, ...], ...]
     clips: tuple[tuple[Clip, ...], ...]
     initial: tuple[Initial, ...]
-    """What was recorded before this step of modules that had not been trained before; of all ranks."""
+    """The values of modules that had not been trained before this step; of all ranks."""
 
     @functools.cached_property
     def gradients(self) -> Tensors:
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def errors(self) -> dict[int, str]:
-        """The exceptions that ended ranks, and what is known of ranks that were killed."""
+        """The exceptions that ended ranks, by rank; also of ranks that were killed."""
         ends = {
             rank.begin.rank: rank.end.error if rank.end is not None else "it was killed, or still runs"
             for rank in self.recording.ranks
@@ -139,7 +139,7 @@ class Run:
 
     @property
     def marks(self) -> list[Mark]:
-        """What rank 0 marked."""
+        """The marks of rank 0."""
         return [event for event in self.recording.ranks[0].events if isinstance(event, Mark)]
 
     @property

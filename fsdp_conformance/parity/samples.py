@@ -1,4 +1,4 @@
-"""What the ranks were given: the same samples, the same ones in another place, or others."""
+"""The inputs of the ranks: the same samples, the same ones in another place, or others."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _finding(finding: Finding, mark: str, style: str) -> Iterator[tuple[str, str
 
 
 def _agreement(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """What was equal, and how near to its bound the rest came."""
+    """How much was equal, and how near to its bound the rest came."""
     tensors = sum(row.tensors for row in comparison.rows)
     equal = sum(row.equal for row in comparison.rows)
     if tensors:

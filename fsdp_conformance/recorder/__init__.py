@@ -2,6 +2,7 @@
 Records a training run from inside its processes, without an edit to the script, without communication, and without a
 change to what it computes.
 
+    startup         the directory in which Python finds it at its start
     settings        what is recorded, and where, as an environment variable
     process         begins in a process that has the variables for it, when torch has been imported
     observer        what is recorded, and when

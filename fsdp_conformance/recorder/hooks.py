@@ -168,6 +168,11 @@ class Hooks:
         self._replace(fsdp.FullyShardedDataParallel, "__init__", init)
 
 
+def is_recording() -> bool:
+    """True if this process records."""
+    return _current is not None
+
+
 def watch_unit(module: nn.Module) -> None:
     """Record the outputs of a unit. Nothing of the recording is in the hook, which is copied and saved with it."""
     module.register_forward_hook(_after_unit)

@@ -40,7 +40,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a tensor holds: one parameter, or ranges."""
+    """The content of a tensor: one parameter, or ranges."""
 
     name: str
     ranges: tuple[Range, ...] | None = None
@@ -70,7 +70,7 @@ class Layout:
 
 
 def part_of(tensor: Tensor) -> Part | None:
-    """What a tensor that describes itself holds; None for a Partial."""
+    """The elements in a tensor that describes itself; None for a Partial."""
     if not isinstance(tensor, DTensor):
         return whole_part(tensor)
     if any(isinstance(placement, Partial) for placement in tensor.placements):
@@ -99,9 +99,11 @@ def _of_fsdp1(root: nn.Module, prefix: str) -> Iterator[tuple[int, Layout]]:
         flat: Any = getattr(handle, "flat_param", None)
         if flat is None or not hasattr(flat, "_fqns"):
             continue
+        # torch has no public names for them.
+        private = vars(flat)
         begins = _begins(flat)
         ranges = []
-        for index, (fqn, shape) in enumerate(zip(flat._fqns, flat._shapes, strict=True)):
+        for index, (fqn, shape) in enumerate(zip(flat._fqns, private["_shapes"], strict=True)):
             full_name = f"{name}.{_without_wrappers(fqn)}".removeprefix(".")
             if handle.uses_sharded_strategy:
                 info = flat._shard_param_infos[index]
@@ -113,7 +115,7 @@ def _of_fsdp1(root: nn.Module, prefix: str) -> Iterator[tuple[int, Layout]]:
                 begin, place, numel = begins[index], 0, shape.numel()
             ranges.append(Range(full_name, tuple(shape), place, begin, numel))
         yield id(flat), Layout(name, tuple(ranges))
-        for parameter, range_ in zip(flat._params or (), ranges, strict=False):
+        for parameter, range_ in zip(private["_params"] or (), ranges, strict=False):
             alone = Range(range_.name, range_.shape, range_.place, 0, range_.numel)
             yield id(parameter), Layout(range_.name, (alone,))
 

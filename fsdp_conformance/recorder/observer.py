@@ -1,5 +1,5 @@
 """
-What is recorded of a training run, and when.
+The record of a training run: its parts, and when each is taken.
 
 The hooks of `hooks` call this. It reads tensors where they are, on their stream, and draws no random numbers, so the
 training computes what it would have computed. Tensors are turned into numbers at the end of a step: until then the
@@ -82,7 +82,7 @@ class Named:
 
 
 class Observer:
-    """What this process records."""
+    """Records this process."""
 
     def __init__(self, directory: Path, *, sharding: Sharding, nudge: float) -> None:
         self._writer = Writer(directory, self._begin)
@@ -136,12 +136,14 @@ class Observer:
             before = self._before_forward(module, args, kwargs)
             output = call(module, *args, **kwargs)
             outputs = Named(dict(_named_parts(output)))
+            states = random_states()
             units, self._units = self._units, {}
 
             def event() -> Event:
                 forward, inputs = before()
                 unit_outputs = {name: value for unit in units.values() for name, value in unit.values().items()}
-                return replace(forward, inputs=inputs, outputs=outputs.values(), units=unit_outputs)
+                draws = tuple(name for name, state in states.items() if forward.random.get(name, state) != state)
+                return replace(forward, draws=draws, inputs=inputs, outputs=outputs.values(), units=unit_outputs)
 
             self._later(event)
             return output
@@ -168,6 +170,7 @@ class Observer:
             with_gradients=torch.is_grad_enabled(),
             dtype=str(torch.get_autocast_dtype(device)).removeprefix("torch.") if autocast else "",
             random=random_states(),
+            draws=(),
             inputs={},
             outputs={},
         )

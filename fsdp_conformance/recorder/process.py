@@ -61,7 +61,7 @@ def recording(directory: str | os.PathLike[str]) -> Iterator[None]:
 
     path = Path(directory)
     rank = os.environ.get("RANK", "0")
-    if hooks._current is not None:
+    if hooks.is_recording():
         raise ConfigError(["this process records already"], where=str(path))
     if (path / file_name(int(rank), os.getpid())).exists():
         raise ConfigError(["this process has recorded here before; give a new directory"], where=str(path))

@@ -34,7 +34,7 @@ class Replica:
     rounding: Rounding | None = None
     synchronises: bool = True
     factor: float | None = None
-    """What a sum is divided by; None for the number of ranks."""
+    """The divisor of a sum; None for the number of ranks."""
     averaged: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that have been averaged and set aside, by the index of the parameter."""
     is_averaged: set[int] = field(default_factory=set)

@@ -2,8 +2,8 @@
 Mixed precision without sharding: modules compute with parameters rounded to another dtype.
 
 FSDP keeps parameters in their own dtype and gathers them in another. Here, while one of a unit's modules runs, its
-parameters are rounded copies, and gradients flow through the rounding back to the parameters. That is done for every
-module anew, so modules that activation checkpointing runs again in backward are covered.
+parameters are rounded copies, and gradients flow through the rounding back to the parameters. That is done for each
+module by itself, so modules that activation checkpointing runs again in backward are covered.
 """
 
 from __future__ import annotations

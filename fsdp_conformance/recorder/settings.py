@@ -1,5 +1,5 @@
 """
-What the processes of a run record, and where: an environment variable that they inherit.
+The settings of the processes of a recorded run: an environment variable that they inherit.
 
 Standard library only: every Python process that is started meanwhile reads it.
 """
@@ -26,7 +26,7 @@ VARIABLE: Final = "FSDP_CONFORMANCE_RECORD"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordSettings:
-    """What the processes of a run record, and where."""
+    """The directory of a recording, and how its processes train."""
 
     directory: str
     prefix: str

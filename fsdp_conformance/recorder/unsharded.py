@@ -32,7 +32,7 @@ class CannotTakeOut(RuntimeError):
 
 
 class Replacement:
-    """What replaces torch's sharding functions, with the replicas that it has made."""
+    """The functions that replace torch's sharding functions, with the replicas that they have made."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer

@@ -1,5 +1,5 @@
 """
-What a rank did while it trained, in the order in which it did it: a line of JSON for each event.
+The events of a rank that trains, in the order in which they happened: a line of JSON for each.
 
 A *step* ends with a call of an optimizer's `step` and begins where the one before has ended. A *pass* is a forward of
 an outermost module together with the backwards that follow it. Both are counted from 0, passes within their step.
@@ -62,6 +62,8 @@ class Forward:
     """The dtype of autocast, or an empty string."""
     random: dict[str, str]
     """Before it, a hash of the state of each random number generator."""
+    draws: tuple[str, ...]
+    """The generators that it draws from."""
     inputs: dict[str, Input]
     outputs: dict[str, Fingerprint]
     units: dict[str, Fingerprint] = field(default_factory=dict)
@@ -87,7 +89,7 @@ class Backward:
     is_reduced: bool
     """False where the script has turned the reduction of gradients off, as in `no_sync`."""
     contributions: dict[str, Fingerprint] = field(default_factory=dict)
-    """With the sharding taken out: what this rank adds to the gradients, before they are reduced."""
+    """With the sharding taken out: this rank's part of the gradients, before they are reduced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +99,7 @@ class Clip:
     step: int
     line: str
     norm: float | None
-    """What the call returned, or this rank's share of it if it `is_partial`; None if it is not finite."""
+    """The result of the call, or this rank's share of it if it `is_partial`; None if it is not finite."""
     is_partial: bool
     limit: float
     kind: float

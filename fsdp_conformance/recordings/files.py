@@ -33,7 +33,7 @@ def line_of(event: Event) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecording:
-    """What one rank recorded."""
+    """The events of one rank."""
 
     begin: Begin
     events: tuple[Event, ...]

@@ -176,7 +176,7 @@ def _words(arguments: argparse.Namespace) -> list[str]:
 
 
 def _order(arguments: argparse.Namespace, words: list[str]) -> tuple[Order, Recording | None]:
-    """What to run, and a reference that was recorded before. Raises ConfigError with every problem."""
+    """The scripts to run, and a reference that was recorded before. Raises ConfigError with every problem."""
     problems: list[str] = []
     script = words[0] if words else ""
     if not words or words == ["-m"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def main(mistake):
             for parameter in model.parameters():
                 if hasattr(parameter, "device_mesh"):
                     parameter.grad.mul_(3)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e6)
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
@@ -54,6 +55,8 @@ def main(mistake):
 
 main(sys.argv[1] if len(sys.argv) > 1 else "")
 """
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @pytest.fixture
@@ -90,9 +93,7 @@ def test_a_mistake_of_the_engine_is_named(script: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_that_fails_in_the_end_is_recorded(script: Path, tmp_path: Path) -> None:
-    run = said(
-        "record", "--output", str(tmp_path / "out"), "--", "torchrun", "--nproc-per-node=2", str(script), "fails"
-    )
+    run = said("record", "--output", str(tmp_path / "out"), "--", *TORCHRUN, str(script), "fails")
 
     assert run.status == 5, run.output
     assert "recorded 3 steps of 2 ranks" in run.output

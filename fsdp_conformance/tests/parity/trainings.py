@@ -38,15 +38,15 @@ class Script:
     samples: Callable[[Tensor, int], Tensor] = lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES]
     """The rank's part of a batch."""
     scale: Callable[[int, int], float] = lambda rank, number: 1.0
-    """What the loss is multiplied by."""
+    """The factor of the loss."""
     counts: Callable[[int, int], float] = lambda rank, number: 1.0
     """How often the engine counts what a rank adds in a pass."""
     gradients: Callable[[nn.Module, int], object] = lambda model, step: None
-    """What the engine does to gradients before the script clips them."""
+    """Changes gradients before the script clips them, as an engine might."""
     clipped: Callable[[nn.Module, int], object] = lambda model, step: None
-    """What it does to them afterwards."""
+    """Changes them afterwards."""
     updated: Callable[[nn.Module, int], object] = lambda model, step: None
-    """What it does to parameters after a step."""
+    """Changes parameters after a step."""
     clears: Callable[[int], bool] = lambda step: True
     before_forward: Callable[[nn.Module, int], object] = lambda model, step: None
 
@@ -107,7 +107,7 @@ def train(script: Script, rank: int) -> None:
 
 
 def _forward(parameters: Sequence[Tensor], x: Tensor, dropout: float) -> Tensor:
-    """What the model computes, without a call of a module, which would be recorded."""
+    """The output of the model, without a call of a module, which would be recorded."""
     first, first_bias, second, second_bias = parameters
     hidden = functional.dropout(torch.tanh(functional.linear(x, first, first_bias)), dropout)
     return functional.linear(hidden, second, second_bias)

@@ -1,4 +1,4 @@
-"""What is recorded of a training, and that recording changes nothing."""
+"""A recorded training has its events, and computes what it computes without."""
 
 from __future__ import annotations
 
