@@ -43,11 +43,15 @@ _PRELOADED = (
     "pytest",
     "rich.console",
     "tomlkit",
+    "torch._dynamo",
+    "torch._inductor.config",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.nn.parallel",
     "torch.testing._internal.common_distributed",
+    "torch.testing._internal.common_fsdp",
+    "torch.testing._internal.distributed.fake_pg",
 )
 
 #: Seconds until a process has started, the server's own imports included.
@@ -164,10 +168,14 @@ class _Server:
     """The client's side of a server, which ends with this process."""
 
     def __init__(self) -> None:
+        from fsdp_conformance.harness.processes.forkserver import SERVER_ENVIRONMENT
+
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
+                # What torch reads when it is imported: commands fork the servers of their ranks from themselves.
+                env={**os.environ, **SERVER_ENVIRONMENT},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for us: the server ends when we do
@@ -293,14 +301,19 @@ def _become(line: Sequence[str], cwd: str | None, env: Mapping[str, str], fds: S
 
 
 def _adapt(module: str) -> None:
-    """Let pytest take libraries that are imported already, and a command fork its children."""
+    """
+    Let pytest take libraries that are imported already, and a command fork its children, and from itself the server of
+    its ranks: this process has imported torch, but done nothing with it.
+    """
     from _pytest.assertion.rewrite import AssertionRewritingHook
 
     AssertionRewritingHook._warn_already_imported = lambda self, name: None  # type: ignore[method-assign]
     if module.partition(".")[0] != "fsdp_conformance":
         return
     from fsdp_conformance.cli import child
+    from fsdp_conformance.harness.processes import forkserver
 
+    vars(forkserver)["may_have_used_torch"] = lambda: False
     vars(child)["subprocess"] = types.SimpleNamespace(Popen=_Fork, PIPE=subprocess.PIPE)
 
 

@@ -582,15 +582,20 @@ def server_for(
     return _servers.get(modules, variables or {}, engine)
 
 
+def may_have_used_torch() -> bool:
+    """True if this process has imported torch. A process that knows that it has only imported it replaces this."""
+    return "torch" in sys.modules
+
+
 def import_and_fork() -> None:
     """
     Import what every rank needs into this process, and fork the first server from it: torch is imported once for both.
 
-    If this process has imported torch already, or has other threads, nothing is forked, and the first server will be a
-    new process. A fork would copy what torch has cached here, such as the layouts of a DTensor on another rank, and
+    If this process may have used torch already, or has other threads, nothing is forked, and the first server will be
+    a new process. A fork would copy what torch has cached here, such as the layouts of a DTensor on another rank, and
     locks without the threads that would release them.
     """
-    is_fresh = "torch" not in sys.modules and threading.active_count() == 1
+    is_fresh = not may_have_used_torch() and threading.active_count() == 1
     with environment(SERVER_ENVIRONMENT):
         preload.load((*preload.BASE, *preload.OPTIONAL))
     if is_fresh:
