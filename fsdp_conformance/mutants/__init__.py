@@ -63,17 +63,36 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fsdp_conformance.mutants.mutant import Mutant, Variant, registered, registered_variants
 
 __all__ = ["ALL", "MUTANTS", "VARIANTS", "Mutant", "Variant"]
 
-ALL: list[Mutant] = list(registered(Path(__file__).parent, __name__))
+ALL: list[Mutant]
 
 #: Every known-wrong implementation by name. Names are unique (a test checks it): cases refer to them.
-MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in ALL}
+MUTANTS: dict[str, Mutant]
 
 #: Every correct variant by name.
-VARIANTS: dict[str, Variant] = {
-    variant.name: variant for variant in registered_variants(Path(__file__).parent, __name__)
-}
+VARIANTS: dict[str, Variant]
+
+
+if not TYPE_CHECKING:  # for a type checker, all names would exist
+
+    def __getattr__(name: str) -> Any:
+        """
+        Read the registries from the source text when somebody asks for one.
+
+        That takes half a second. A process that imports one mutant to run it needs none of them.
+        """
+        package = Path(__file__).parent
+        if name in ("ALL", "MUTANTS"):
+            mutants = list(registered(package, __name__))
+            globals().update(ALL=mutants, MUTANTS={mutant.name: mutant for mutant in mutants})
+        elif name == "VARIANTS":
+            variants = registered_variants(package, __name__)
+            globals()["VARIANTS"] = {variant.name: variant for variant in variants}
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
