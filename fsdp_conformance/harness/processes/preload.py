@@ -26,8 +26,8 @@ from fsdp_conformance.harness.processes.cuda_driver import counted_in_a_child, c
 #: JSON with "modules", "sys_path" and "log"; set only for the warm process.
 ORDERS_VARIABLE = "FSDP_CONFORMANCE_PRELOAD"
 
-#: What every rank needs. Otherwise FSDP imports dynamo and inductor's config late (0.9 s in every rank), the case modules
-#: import the test frameworks, and each rank imports what runs it (25 ms of the 150 ms that a short case takes it).
+#: What every rank needs. Otherwise FSDP imports dynamo and inductor's config late (0.9 s in every rank), the case
+#: modules import the test frameworks, and each rank imports what runs it (25 ms of the 150 ms that a short case takes).
 BASE = (
     "torch",
     "torch.distributed",
