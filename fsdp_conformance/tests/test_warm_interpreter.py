@@ -92,3 +92,10 @@ def _is_in(process: psutil.Process, place: Path) -> bool:
         return bool(process.pid != os.getpid() and process.cwd() == str(place))
     except psutil.Error:
         return False
+
+
+def test_a_command_forks_the_server_of_its_ranks() -> None:
+    """A server that is a new process would import torch again, which is most of what a command takes."""
+    words = [sys.executable, "-m", "fsdp_conformance.tests.warm_command"]
+
+    assert warm_interpreter.run(words, timeout=120.0).stdout == "True True\n"

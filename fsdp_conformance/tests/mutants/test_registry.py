@@ -102,3 +102,10 @@ def test_the_registry_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
 
     assert done.stdout.strip() == "False"
+
+
+def test_a_process_that_runs_a_mutant_does_not_read_the_registry() -> None:
+    """It takes longer than most of what a rank does."""
+    code = "from fsdp_conformance.mutants import kill; print('MUTANTS' in vars(__import__('sys').modules[kill.__package__]))"
+
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
