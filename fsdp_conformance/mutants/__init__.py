@@ -82,7 +82,7 @@ if not TYPE_CHECKING:  # for a type checker, all names would exist
 
     def __getattr__(name: str) -> Any:
         """
-        Read the registries from the source text when somebody asks for one.
+        Read the registries from the source text when one is asked for.
 
         That takes half a second. A process that imports one mutant to run it needs none of them.
         """
