@@ -44,7 +44,6 @@ BASE = (
     "fsdp_conformance.harness.simulated_ranks.host",
     "fsdp_conformance.adapters.registry",
     "fsdp_conformance.adapters.cuda_names",
-    "pdb",
     "torch._subclasses.schema_check_mode",
     "unittest.mock",
     "numpy.random",

@@ -17,6 +17,7 @@ import pytest
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.probe import run_in_child
 from fsdp_conformance.harness.processes import cuda_driver, forkserver, preload, socket_directory
+from fsdp_conformance.references.sharing import is_untouched
 
 #: For waits that must end by themselves; nothing is judged by it.
 PATIENCE_S = 240.0
@@ -386,3 +387,8 @@ def test_no_short_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(EnvironmentUnavailable, match=r"TMPDIR must be at most .* bytes long, got '/long"):
         socket_directory.prepare()
+
+
+def test_a_server_without_an_engine_may_write_references() -> None:
+    """Nothing that every server imports counts as code under test: no case would share its references."""
+    assert is_untouched((*preload.BASE, *preload.OPTIONAL))
