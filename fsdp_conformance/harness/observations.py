@@ -10,6 +10,7 @@ the rank and its number: one that is missing, repeated or from elsewhere is noti
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ _ENDED: Final = ".ended"
 _HEADER: Final = 8
 #: The most bytes of one observation.
 _LARGEST: Final = 1 << 32
+#: Errors of the process that reads, which no file of a rank makes. The rank is not blamed for them.
+_OWN_ERRORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class ObservationsEnded(ConformanceError):
@@ -136,6 +139,8 @@ class ObservationReader:
                 has_ended = self._path.with_suffix(_ENDED).exists()
                 data = self._read(missing)
             except OSError as error:
+                if error.errno in _OWN_ERRORS:
+                    raise
                 raise ObservationsInvalid(f"the observations of rank {self._rank} cannot be read: {error}") from error
             if data:
                 pieces.append(data)

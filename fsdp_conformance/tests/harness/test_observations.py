@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -40,6 +42,23 @@ def test_in_order(tmp_path: Path) -> None:
     later.join()
     reader.close()
     log.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(errno.EMFILE, OSError), (errno.ENOMEM, OSError), (errno.EACCES, ObservationsInvalid)]
+)
+def test_a_rank_is_not_blamed_for_what_the_reader_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raised: type[Exception]
+) -> None:
+    """Another referee may judge then. For a file that cannot be read, its owner is to blame."""
+    ObservationLog(str(tmp_path), 1, "n").close()
+
+    def refuse(*args: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(raised, match=os.strerror(number)):
+        _reader(tmp_path).next()
 
 
 def test_a_rank_that_ends_early(tmp_path: Path) -> None:
