@@ -132,9 +132,10 @@ std::vector<Hazard> Checker::compare(
       found.back().hidden_by = state_->implicit_wait_for(*then);
       state_->assume_ordered(*then, now);
     }
-    state_->prune(block, now, trash);
     // What the host does itself is finished before the host submits anything else: no later access can race with it.
-    if (lane != kHost && !finished) {
+    const bool stays = lane != kHost && !finished;
+    state_->prune(block, now, stays, trash);
+    if (stays) {
       block.history.push_back(std::move(now));
     }
   }
@@ -232,15 +233,14 @@ void Checker::State::assume_ordered(const Entry& then, const Entry& now) {
   }
 }
 
-void Checker::State::prune(Block& block, const Entry& now, Trash& trash) {
+void Checker::State::prune(Block& block, const Entry& now, bool stays, Trash& trash) {
   const Clock& clock = lane(now.lane).clock;
-  const bool on_host = now.lane == kHost;
   const bool writes = now.kind == Kind::Write;
   filter(block.history, trash, [&](const Entry& then) {
     if (block.pinned ? host_knows(then) : is_over(then)) {
       return false;
     }
-    if (on_host || now.begin > then.begin || then.end > now.end || !covers(now.extent, then.extent)) {
+    if (!stays || now.begin > then.begin || then.end > now.end || !covers(now.extent, then.extent)) {
       return true;
     }
     const bool same_kind = then.lane == now.lane && then.kind == now.kind;
@@ -248,7 +248,7 @@ void Checker::State::prune(Block& block, const Entry& now, Trash& trash) {
   });
   const bool whole = now.begin <= 0 && static_cast<uint64_t>(now.end) >= block.bytes && now.extent.repeats.empty();
   filter(block.inherited, trash, [&](const Entry& then) {
-    return !is_over(then) && !(!on_host && writes && whole && is_ordered(then, now, clock));
+    return !is_over(then) && !(stays && writes && whole && is_ordered(then, now, clock));
   });
 }
 

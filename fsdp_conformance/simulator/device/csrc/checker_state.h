@@ -254,8 +254,9 @@ struct Checker::State {
   void set_unwritten(Block& block, std::vector<Unwritten> bytes, Trash& trash);
   /// From now on the missing wait counts as made.
   void assume_ordered(const Entry& then, const Entry& now);
-  /// Drop the accesses that no later access has to be compared with, now that `now` has happened.
-  void prune(Block& block, const Entry& now, Trash& trash);
+  /// Drop the accesses that no later access has to be compared with, now that `now` has happened. Only an access that
+  /// `stays` in the history stands for those before it.
+  void prune(Block& block, const Entry& now, bool stays, Trash& trash);
   /// Enter new hazards into the list, equal ones with a count. Takes the lock; the caller must not hold it.
   void fold(std::vector<Hazard>& found);
 

@@ -29,6 +29,17 @@ def test_a_value_that_is_read_in_between(waits: str, kind: str | None) -> None:
     assert hidden_by(m) == ["aten::item"] * (kind is not None)
 
 
+@pytest.mark.parametrize(("waits", "kind"), [("all", None), ("explicit", "write_after_read")])
+def test_a_value_that_is_read_does_not_stand_for_reads_before_it(waits: str, kind: str | None) -> None:
+    """`loss.item()` reads what another operation of its stream has read: that one may still run."""
+    m = Machine(waits=waits)
+    loss = m.allocate()
+    m.read(m.b, loss)
+    m.item(m.b, loss)
+
+    assert m.write(m.a, loss) == kind
+
+
 @pytest.mark.parametrize("how", ["stream", "device", "event", "wait_stream"])
 def test_what_the_program_waits_for_is_in_order(how: str) -> None:
     """A wait on the host or on the other stream orders them, even if a value is read before it."""
