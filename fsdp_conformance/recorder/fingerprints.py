@@ -90,8 +90,8 @@ class Pending:
         device = tensors[0][0].values.device
         self._hashes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
         self._sketches = torch.zeros(len(tensors), SKETCH, dtype=torch.float64, device=device)
-        # The square, the largest, the nonfinite.
-        self._figures = torch.zeros(len(tensors), 3, dtype=torch.float64, device=device)
+        # The square, and how many are not finite.
+        self._figures = torch.zeros(len(tensors), 2, dtype=torch.float64, device=device)
         # A large range is worked on in pieces that fit a processor's cache; small ones together, by their dtype.
         small: dict[torch.dtype, list[_Rows]] = {}
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -122,15 +122,14 @@ class Pending:
         while begin < values.numel():
             end = min(begin + _CHUNK - (place + begin) % WIDTH, values.numel())
             first, chunk = _in_rows(place + begin, values[begin:end])
-            bits, numbers, nonfinite = _bits_and_numbers(chunk)
+            bits, numbers, square, nonfinite = _bits_and_numbers(chunk)
             multipliers, signs = _row_numbers(first, chunk.shape[0], chunk.device)
             self._hashes[index] += ((bits * _multipliers(chunk.device)).sum(1) * multipliers).sum()
             rows_sketch.addmm_(signs, numbers)
             figures = self._figures[index]
-            figures[0] += numbers.square().sum()
-            figures[1] = torch.maximum(figures[1], numbers.abs().amax())
+            figures[0] += square
             if nonfinite is not None:
-                figures[2] += nonfinite.sum()
+                figures[1] += nonfinite.sum()
             begin = end
         signs, groups = _columns(values.device)
         self._sketches[index].view(ESTIMATES, GROUPS).scatter_add_(1, groups, rows_sketch * signs)
@@ -142,15 +141,14 @@ class Pending:
         counts = [block.shape[0] for block in blocks]
         rows = torch.cat([torch.arange(first, first + count) for first, count in zip(first_rows, counts, strict=True)])
         owners = torch.repeat_interleave(torch.tensor([item.owner for item in ranges]), torch.tensor(counts)).to(device)
-        bits, numbers, nonfinite = _bits_and_numbers(torch.cat(blocks))
+        bits, numbers, _, nonfinite = _bits_and_numbers(torch.cat(blocks))
         hashes = (bits * _multipliers(device)).sum(1) * (_mixed(rows, _ROWS) | 1).to(device)
         self._hashes.index_add_(0, owners, hashes)
         signs = _signs_of_rows(rows).to(device).repeat_interleave(GROUPS, dim=0).T
         self._sketches.index_add_(0, owners, (numbers @ _column_matrix(device)) * signs)
         self._figures[:, 0].index_add_(0, owners, numbers.square().sum(1))
-        self._figures[:, 1].scatter_reduce_(0, owners, numbers.abs().amax(1), "amax")
         if nonfinite is not None:
-            self._figures[:, 2].index_add_(0, owners, nonfinite.sum(1, dtype=torch.float64))
+            self._figures[:, 1].index_add_(0, owners, nonfinite.sum(1, dtype=torch.float64))
 
 
 class _Rows(NamedTuple):
@@ -172,22 +170,32 @@ def _in_rows(place: int, values: Tensor) -> tuple[int, Tensor]:
     return row, values.view(rows, WIDTH)
 
 
-def _bits_and_numbers(values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Bits as int64; finite values as float64, with zeros for the others; where those are, None if there are none."""
+def _bits_and_numbers(values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """
+    The bits as int64; finite values as float64, with zeros for the others; the sum of their squares; and where the
+    others are, None if there are none.
+    """
     bits = values.view(_BITS[values.element_size()]).to(torch.int64)
     numbers = values.to(torch.float64)
-    if not values.is_floating_point() or (values.device.type == "cpu" and math.isfinite(float(numbers.sum()))):
+    square = _square(numbers)
+    if not values.is_floating_point() or (values.device.type == "cpu" and math.isfinite(float(square))):
         # On other devices, finding that out would make the host wait.
-        return bits, numbers, None
+        return bits, numbers, square, None
     # One pattern of bits for every NaN: which of them an operation gives depends on the machine.
     bits = torch.where(torch.isnan(numbers), -1, bits)
     finite = torch.isfinite(numbers)
-    return bits, torch.where(finite, numbers, 0.0), ~finite
+    numbers = torch.where(finite, numbers, 0.0)
+    return bits, numbers, _square(numbers), ~finite
+
+
+def _square(numbers: Tensor) -> Tensor:
+    flat = numbers.view(-1)
+    return torch.dot(flat, flat)
 
 
 def _fingerprint(label: tuple[tuple[int, ...], str, str, int], hash_: int, numbers: Sequence[float]) -> Fingerprint:
     shape, dtype, region, elements = label
-    *sketch, square, largest, nonfinite = numbers
+    *sketch, square, nonfinite = numbers
     # Only values of float64 tensors can be too large for this.
     fits = math.isfinite(square) and all(map(math.isfinite, sketch))
     return Fingerprint(
@@ -197,7 +205,6 @@ def _fingerprint(label: tuple[tuple[int, ...], str, str, int], hash_: int, numbe
         elements=elements,
         hash=f"{hash_ % MODULUS:016x}",
         square=square if fits else sys.float_info.max,
-        largest=largest,
         nonfinite=int(nonfinite),
         sketch=encoded(sketch if fits else [0.0] * SKETCH),
     )

@@ -45,8 +45,6 @@ class Fingerprint:
     """64 bits, in hexadecimal."""
     square: float
     """The sum of the squares of the elements, in float64. JSON has no infinity: see `nonfinite`."""
-    largest: float
-    """The largest magnitude of a finite element."""
     nonfinite: int
     """How many elements are infinite or NaN. They count as zero in `square` and `sketch`."""
     sketch: str
@@ -75,7 +73,6 @@ class Whole:
     dtype: str
     hash: int | None
     square: float
-    largest: float
     nonfinite: int
     numbers: tuple[float, ...]
 
@@ -140,7 +137,6 @@ def whole(parts: Sequence[Fingerprint]) -> tuple[Whole, list[int]]:
             dtype=first.dtype,
             hash=sum(int(part.hash, 16) for part in regions.values()) % MODULUS,
             square=math.fsum(part.square for part in regions.values()),
-            largest=max(part.largest for part in regions.values()),
             nonfinite=sum(part.nonfinite for part in regions.values()),
             numbers=tuple(map(math.fsum, zip(*sketches, strict=True))),
         ),

@@ -114,7 +114,6 @@ def test_infinite_and_nan_are_counted_and_leave_the_rest_readable() -> None:
 
     assert whole_of(tensor).nonfinite == 3
     assert whole_of(tensor).square == pytest.approx(1 + 25 + 36 + 49 + 64 + 81)
-    assert whole_of(tensor).largest == 9
     assert whole_of(tensor).equals(whole_of(other))
 
 

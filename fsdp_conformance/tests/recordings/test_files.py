@@ -112,7 +112,7 @@ def test_what_steers_a_terminal_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sketch", ["", "AAAA", "not base64!", encoded([float("nan")] * SKETCH)])
 def test_a_sketch_must_have_its_numbers(sketch: str) -> None:
     fingerprint = Fingerprint(
-        shape=(1,), dtype="float32", region="0+1", elements=1, hash="0" * 16, square=0.0, largest=0.0, nonfinite=0,
+        shape=(1,), dtype="float32", region="0+1", elements=1, hash="0" * 16, square=0.0, nonfinite=0,
         sketch=sketch,
     )  # fmt: skip
 
