@@ -36,7 +36,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tens
     began = time.process_time()
     for _ in range(steps):
         logits = model(tokens)
-        nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     return (time.process_time() - began) / steps

@@ -428,6 +428,9 @@ def _add_parity(parser: Parser) -> None:
     )
     parser.add_argument("--world-size", metavar="N", default="2", help="number of ranks (default: 2)")
     parser.add_argument(
+        "--as-cuda", action="store_true", help='let "cuda" in the scripts mean simulated GPUs: no GPU is needed'
+    )
+    parser.add_argument(
         "--reference",
         metavar="SCRIPT",
         help="the training to compare with: a script with its arguments, or a recording "

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, cast
 
 from fsdp_conformance.cli.child import end_family
+from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.recorder.settings import RecordSettings
 
 #: Between two looks whether the command has ended.
@@ -47,7 +48,11 @@ def run_recorded(
     Raises FileNotFoundError or PermissionError if it cannot be started. An exception, such as Ctrl-C, ends it.
     """
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **threads, **settings.variables(), **(variables or {})}
+    of_settings, others = settings.variables(), dict(variables or {})
+    # What is to be in place before recording begins comes first.
+    paths = [entry for each in (others, of_settings) for entry in each.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    others["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    environment = {**os.environ, **threads, **of_settings, **others}
     process = subprocess.Popen(
         command,
         env=environment,
@@ -86,6 +91,28 @@ def _pass_on(output: IO[str], say: Callable[[str], object]) -> None:
     with contextlib.suppress(ValueError):  # closed while something that outlived the command still had it
         for line in output:
             say(line.rstrip("\n").rpartition("\r")[2])
+
+
+@contextlib.contextmanager
+def simulated_gpus(count: int) -> Iterator[dict[str, str]]:
+    """
+    The variables with which the processes of a command see simulated GPUs, one for each rank, during the block.
+
+    Raises EnvironmentUnavailable without a C++ compiler.
+    """
+    from fsdp_conformance.simulator.device import build
+    from fsdp_conformance.simulator.simulated_cuda.settings import Briefing
+
+    reason = build.unavailable()
+    if reason:
+        raise EnvironmentUnavailable(reason)
+    extension = {build.EXTENSION: str(build.require())}
+    # `sanitize` checks for races.
+    briefing = Briefing(count, checks=False)
+    try:
+        yield {**extension, **briefing.variables()}
+    finally:
+        briefing.close()
 
 
 def fresh_directory(path: Path) -> Path:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from fsdp_conformance.parity.noise import EPS
 from fsdp_conformance.parity.runs import TrainingStep
+from fsdp_conformance.recordings.events import Backward
 from fsdp_conformance.recordings.fingerprint import Whole, inner_product, norm_of
 
 #: What a combination leaves unexplained of a gradient may be this much of its norm.
@@ -59,21 +60,26 @@ def likely(gradients: Gradients) -> str:
 
 def contributions_of(step: TrainingStep) -> list[list[dict[str, Sketch]]]:
     """
-    The part of each rank and backward, by rank, backward, name. Empty if the run has not recorded it.
+    The part of each rank and backward, by rank, backward, name.
 
-    Raises ValueError for a sketch that no recording writes.
+    Empty if the run has not recorded it, or has a sketch that no recording writes.
     """
-    ranks = []
-    for backwards in step.backwards:
-        passes: list[dict[str, Sketch]] = []
-        before: dict[str, Sketch] = {}
-        for backward in backwards:
-            held: dict[str, Sketch] = {name: value.numbers() for name, value in backward.contributions.items()}
-            passes.append({name: _minus(sketch, before.get(name)) for name, sketch in held.items()})
-            # What has been reduced is set aside; the rest is in the next one as well.
-            before = {} if backward.is_reduced else held
-        ranks.append(passes)
+    try:
+        ranks = [_passes_of(backwards) for backwards in step.backwards]
+    except ValueError:
+        return []
     return ranks if all(passes and all(passes) for passes in ranks) else []
+
+
+def _passes_of(backwards: Sequence[Backward]) -> list[dict[str, Sketch]]:
+    passes: list[dict[str, Sketch]] = []
+    before: dict[str, Sketch] = {}
+    for backward in backwards:
+        held: dict[str, Sketch] = {name: value.numbers() for name, value in backward.contributions.items()}
+        passes.append({name: _minus(sketch, before.get(name)) for name, sketch in held.items()})
+        # What has been reduced is set aside; the rest is in the next one as well.
+        before = {} if backward.is_reduced else held
+    return passes
 
 
 def previous_gradients(step: TrainingStep | None) -> list[Mapping[str, Whole]]:
@@ -238,6 +244,8 @@ def _weights(gradients: Gradients, names: Sequence[str], terms: Sequence[Sequenc
         columns += [[scale * number for number in numbers] for numbers in zip(*sketches, strict=True)]
         right += [scale * number for number in gradients.values[name].numbers]
     matrix = np.array(columns)
+    if not np.isfinite(matrix).all():
+        return None
     weights, _, rank, _ = np.linalg.lstsq(matrix, np.array(right), rcond=1e-9)
     if rank < matrix.shape[1]:
         # Several combinations give the same: none of them is the cause.

@@ -9,6 +9,7 @@ takes it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.commands.record import timeout_of
 from fsdp_conformance.cli.commands.sanitize import Terminal
-from fsdp_conformance.cli.recorded_run import elapsed, fresh_directory, run_recorded, torchrun
+from fsdp_conformance.cli.recorded_run import elapsed, fresh_directory, run_recorded, simulated_gpus, torchrun
 from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.parity.comparison import Comparison, compare
 from fsdp_conformance.parity.finding import Finding, Whose
@@ -71,7 +72,10 @@ def main(arguments: argparse.Namespace) -> int:
             except FileExistsError:
                 raise UsageError(f"--output must be a new or an empty directory, got {str(directory)!r}") from None
         try:
-            comparison = _Runs(order, reference, directory, terminal).comparison()
+            with contextlib.ExitStack() as resources:
+                gpus = order.world_size if arguments.as_cuda else 0
+                variables = resources.enter_context(simulated_gpus(gpus)) if gpus else {}
+                comparison = _Runs(order, reference, directory, terminal, variables).comparison()
         except ScriptFailed as error:
             messages.complain(str(error))
             return Status.SCRIPT_FAILED
@@ -88,11 +92,20 @@ def main(arguments: argparse.Namespace) -> int:
 class _Runs:
     """The runs of a script and its reference."""
 
-    def __init__(self, order: Order, reference: Recording | None, directory: Path, terminal: Terminal) -> None:
+    def __init__(
+        self,
+        order: Order,
+        reference: Recording | None,
+        directory: Path,
+        terminal: Terminal,
+        variables: dict[str, str],
+    ) -> None:
+        """`variables`: of all processes."""
         self._order = order
         self._given = reference
         self._directory = directory
         self._terminal = terminal
+        self._variables = variables
 
     def comparison(self) -> Comparison:
         """Run what is needed, and compare. Raises ScriptFailed."""
@@ -125,14 +138,21 @@ class _Runs:
             self._terminal.say(f"[{name}] {line}", "dim")
 
         status = run_recorded(
-            torchrun(self._order.world_size, words), settings, say=say, timeout_s=self._order.timeout_s
+            torchrun(self._order.world_size, words),
+            settings,
+            say=say,
+            timeout_s=self._order.timeout_s,
+            variables=self._variables,
         )
         ended = f"it was ended after {self._order.timeout_s:g} s (--timeout)" if status is None else f"status {status}"
         try:
             recording = files.read(directory)
         except ConfigError as error:
             if status != 0:
-                raise ScriptFailed(f"{name} failed before it had trained: {ended}; its output is above") from None
+                hint = ""
+                if sharding == "taken out":
+                    hint = ". A script that needs its parameters to be sharded needs another one as --reference"
+                raise ScriptFailed(f"{name} failed before it had trained: {ended}; its output is above{hint}") from None
             raise UsageError(f"{name}: {error.problems[0]}") from None
         if status != 0 and name != "run":
             raise ScriptFailed(f"{name} failed: {ended}; its output is above")

@@ -1,0 +1,108 @@
+"""The likely cause of gradients, from what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_conformance.parity.gradients import Gradients, likely
+from fsdp_conformance.recorder.fingerprints import Pending, whole_part
+from fsdp_conformance.recordings.fingerprint import Whole, whole
+
+NAMES = ("first", "second")
+RANKS, PASSES = 3, 2
+
+
+def parts() -> dict[tuple[int, int], dict[str, Tensor]]:
+    """The part of each rank and backward."""
+    generator = torch.Generator().manual_seed(0)
+    keys = product(range(RANKS), range(PASSES))
+    return {
+        key: {name: torch.randn(40, 30, generator=generator, dtype=torch.float64) for name in NAMES} for key in keys
+    }
+
+
+def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Whole]:
+    prints = Pending([[whole_part(tensor)] for tensor in tensors.values()]).fingerprints()
+    return {name: whole([each])[0] for name, each in zip(tensors, prints, strict=True)}
+
+
+def combined(weights: Mapping[tuple[int, int], float]) -> dict[str, Tensor]:
+    """The sum of all parts, each with its weight or 1, over the number of ranks."""
+    terms = [(weights.get(key, 1.0), part) for key, part in parts().items()]
+    return {name: torch.stack([weight * part[name] for weight, part in terms]).sum(0) / RANKS for name in NAMES}
+
+
+def cause(gradients: Mapping[str, Tensor], previous: Sequence[Mapping[str, Tensor]] = ()) -> str:
+    contributions = [
+        [{name: each.numbers for name, each in wholes(parts()[rank, number]).items()} for number in range(PASSES)]
+        for rank in range(RANKS)
+    ]
+    return likely(
+        Gradients(
+            values=wholes(gradients),
+            expected=wholes(combined({})),
+            previous=[wholes(each) for each in previous],
+            contributions=contributions,
+            ranks=RANKS,
+            passes=PASSES,
+            total=len(NAMES),
+            eps=2.0**-23,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({(0, 1): 0.0, (1, 1): 0.0, (2, 1): 0.0}, "backward 1 of the step is not in the gradients of any rank"),
+        ({(0, 0): 2.0, (1, 0): 2.0, (2, 0): 2.0}, "backward 0 counts 2 times"),
+        ({(2, 0): 0.0, (2, 1): 0.0}, "what rank 2 computed is not in the gradients"),
+        (
+            {(0, 0): 3.0, (0, 1): 3.0, (1, 0): 0.0, (1, 1): 0.0, (2, 0): 0.0, (2, 1): 0.0},
+            "not reduced: only what rank 0 computed is in the gradients",
+        ),
+        (
+            {(0, 0): 1.2, (0, 1): 1.2, (1, 0): 0.9, (1, 1): 0.9, (2, 0): 0.9, (2, 1): 0.9},
+            "the ranks are weighted 1.2 : 0.9 : 0.9 instead of equally",
+        ),
+        ({(1, 0): 0.0}, "with 1 for what they should be: rank 1, backward 0: "),
+    ],
+)  # fmt: skip
+def test_parts_that_count_otherwise(weights: dict[tuple[int, int], float], expected: str) -> None:
+    assert expected in cause(combined(weights))
+
+
+def test_others_have_no_cause() -> None:
+    """Neither the expected ones, nor some that nothing explains."""
+    generator = torch.Generator().manual_seed(5)
+
+    assert cause(combined({})) == ""
+    assert cause({name: torch.randn(40, 30, generator=generator, dtype=torch.float64) for name in NAMES}) == ""
+
+
+def test_gradients_of_the_step_before() -> None:
+    generator = torch.Generator().manual_seed(5)
+    before = {name: torch.randn(40, 30, generator=generator, dtype=torch.float64) for name in NAMES}
+    kept = {name: gradient + before[name] for name, gradient in combined({}).items()}
+
+    assert cause(before, [before]).startswith("stale")
+    assert cause(kept, [before]).startswith("not cleared")
+    # Without them, nothing explains it.
+    assert cause(kept) == ""
+
+
+def test_a_factor_of_a_gradient_scaler() -> None:
+    assert "not unscaled: the factor is 2 to the power of 16" in cause(
+        {name: gradient * 2.0**16 for name, gradient in combined({}).items()}
+    )
+
+
+def test_rounding_has_the_size_of_its_dtype() -> None:
+    rounded = {name: gradient.to(torch.bfloat16).to(torch.float64) for name, gradient in combined({}).items()}
+
+    assert cause(rounded).startswith("rounded to bfloat16")
