@@ -39,6 +39,15 @@ class FullAccessCase(ConformanceTestCase):
         with self.blaming("implementation"):
             return {name: parameter.detach() for name, parameter in adapter.parameters().items()}
 
+    def values_shown(self, adapter: Adapter) -> dict[str, Tensor]:
+        """Copies of the values that user code sees now; of sharded parameters, this rank's part."""
+
+        def look() -> dict[str, Tensor]:
+            return {name: local_part(parameter).clone() for name, parameter in adapter.parameters().items()}
+
+        with self.blaming("implementation"):
+            return self.observe("the values shown", look)
+
     def check_values(
         self, requirement: str, shown: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, step: int
     ) -> None:
@@ -53,7 +62,7 @@ class FullAccessCase(ConformanceTestCase):
         """A unit's own parameters are not whole on this rank. What a flat layout does not show is not there."""
         sizes = {name: value.numel() for name, value in workload.build(self.rank).named_parameters()}
         own = [name for name in sizes if _unit_of(name, workload) == unit]
-        held = sum(local_part(shown[name]).numel() for name in own if name in shown)
+        held = sum(shown[name].numel() for name in own if name in shown)
         whole = sum(sizes[name] for name in own)
         message = comparison("elements that this rank has", expected=f"fewer than {whole}", got=held)
         self.expect(held < whole, requirement, message, fqn=unit or "the root", phase="observe", **where)
@@ -114,7 +123,7 @@ class Values(FullAccessCase):
             expected = self.params_after(workload, regime, step)
             for unit in ("", opened) if recurse else (opened,):
                 with self.opened(adapter, unit, recurse=recurse):
-                    shown = self.shown(adapter)
+                    shown = self.values_shown(adapter)
                     below = [name for name in expected if not unit or name.startswith(f"{unit}.")]
                     names = below if recurse else [name for name in below if _unit_of(name, workload) == unit]
                     self.check_values("R044", shown, {name: expected[name] for name in names}, step=step)
@@ -169,7 +178,7 @@ class Values(FullAccessCase):
             if all(torch.equal(value, value.bfloat16().float()) for value in params.values()):
                 raise SuiteError(f"parameters must not be exact in bfloat16 [{self.case.id}, step {step}]")
             with self.opened(adapter):
-                self.check_precision(self.shown(adapter), params, step)
+                self.check_precision(self.values_shown(adapter), params, step)
 
         self.train(workload, plan, regime, adapter=adapter, on_step=look)
 
@@ -253,7 +262,7 @@ class Writes(FullAccessCase):
         def look(step: int) -> None:
             expected = self.params_after(workload, regime, step)
             with self.opened(adapter, rank0_only=True):
-                shown = self.shown(adapter)
+                shown = self.values_shown(adapter)
                 if self.rank == 0:
                     self.check_values("R046", shown, expected, step=step)
                 else:
