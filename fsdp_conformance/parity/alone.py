@@ -19,6 +19,7 @@ def suspicions(run: Run) -> Iterator[Finding]:
     yield from _untrained(run)
     yield from _unknown(run)
     yield from _evaluation(run)
+    yield from _unreduced(run)
     yield from _different_replicas(run)
 
 
@@ -93,6 +94,18 @@ def _evaluation(run: Run) -> Iterator[Finding]:
                     line=forward.line,
                 )
                 return
+
+
+def _unreduced(run: Run) -> Iterator[Finding]:
+    for step in run.steps:
+        if step.passes and run.world_size > 1 and not step.backwards[0][-1].is_reduced:
+            yield _suspicion(
+                "The gradients of the last backward are not reduced before the step",
+                step=step.number,
+                likely="`no_sync`, or `set_requires_gradient_sync(False)`, covers the wrong backward",
+                line=step.backwards[0][-1].line,
+            )
+            return
 
 
 def _different_replicas(run: Run) -> Iterator[Finding]:

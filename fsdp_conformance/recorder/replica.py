@@ -2,8 +2,8 @@
 Modules that are replicated in place of being sharded: plain data parallelism, written to be read.
 
 Every rank has all parameters. After a backward, the gradients of modules that synchronise are averaged over the ranks.
-Where the script has turned that off, they stay where they are and are averaged later, together with what is added to
-them. Averaged gradients are never averaged again: they are set aside before a backward and added to its result.
+Where the script has turned that off, they are kept and averaged later, together with what is added to them. Averaged
+gradients are never averaged again: they are set aside before a backward and added to its result.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Replica:
     """The divisor of a sum; None for the number of ranks."""
     averaged: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that have been averaged and set aside, by the index of the parameter."""
+    waiting: dict[int, Tensor] = field(default_factory=dict)
+    """Gradients that have not been averaged yet, likewise. As in FSDP2, the script does not see them."""
     is_averaged: set[int] = field(default_factory=set)
     """The parameters whose `grad` has been averaged."""
     has_started: bool = False
@@ -79,6 +81,8 @@ class Replicas:
                     if parameter.grad is not None:
                         replica.averaged[index] = parameter.grad
                     parameter.grad = None
+                if index in replica.waiting:
+                    parameter.grad = replica.waiting.pop(index)
             replica.is_averaged.clear()
 
     def after_backward(self) -> None:
@@ -94,20 +98,22 @@ class Replicas:
         for replica in self._all:
             if replica.synchronises:
                 average(replica)
+            elif not replica.is_flat:
+                _put_off(replica)
 
 
 @torch.no_grad()
 def average(replica: Replica) -> None:
     """Average the gradients over the ranks. A parameter that only some ranks have used counts as zero on the others."""
-    parameters = [parameter for parameter in replica.parameters if parameter.requires_grad]
+    indices = [index for index, parameter in enumerate(replica.parameters) if parameter.requires_grad]
+    parameters = [replica.parameters[index] for index in indices]
     if not parameters:
         return
     size = dist.get_world_size(replica.group)
     used = torch.tensor([parameter.grad is not None for parameter in parameters], device=parameters[0].device)
     counts = used.to(torch.int32)
     dist.all_reduce(counts, group=replica.group)
-    for parameter, count in zip(parameters, counts.tolist(), strict=True):
-        index = next(i for i, other in enumerate(replica.parameters) if other is parameter)
+    for index, parameter, count in zip(indices, parameters, counts.tolist(), strict=True):
         aside = replica.averaged.pop(index, None)
         if count:
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
@@ -117,6 +123,16 @@ def average(replica: Replica) -> None:
             parameter.grad = total.div_(replica.factor or size).to(parameter.dtype)
         if aside is not None:
             parameter.grad = aside if parameter.grad is None else aside.add_(parameter.grad)
+        if parameter.grad is not None:
+            replica.is_averaged.add(index)
+
+
+def _put_off(replica: Replica) -> None:
+    """Keep the gradients for a later backward, and show those that were averaged before."""
+    for index, parameter in enumerate(replica.parameters):
+        if parameter.grad is not None:
+            replica.waiting[index] = parameter.grad
+        parameter.grad = replica.averaged.pop(index, None)
         if parameter.grad is not None:
             replica.is_averaged.add(index)
 
