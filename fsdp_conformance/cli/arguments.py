@@ -401,6 +401,10 @@ def _add_sanitize(parser: Parser) -> None:
     parser.add_argument("--timeout", metavar="S", default="600", help="end the ranks after S seconds (default: 600)")
     parser.add_argument("--json", metavar="FILE", help="also write the findings to a file")
     parser.add_argument("--sarif", metavar="FILE", help="also write them as code-scanning alerts (SARIF)")
+    _add_script(parser)
+
+
+def _add_script(parser: Parser) -> None:
     parser.add_argument(
         "-m",
         dest="module_words",
@@ -441,16 +445,7 @@ def _add_parity(parser: Parser) -> None:
         "--nudged", metavar="DIR", help="with two recordings: one of the reference with nudged parameters"
     )
     parser.add_argument("--timeout", metavar="S", default="600", help="end each run after S seconds (default: 600)")
-    parser.add_argument(
-        "-m",
-        dest="module_words",
-        metavar="MODULE",
-        nargs=argparse.REMAINDER,
-        help="run a module, like python -m; all that follows is passed to it",
-    )
-    parser.add_argument(
-        "script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script; all that follows is passed to it"
-    )
+    _add_script(parser)
 
 
 def _add_explore(parser: Parser) -> None:

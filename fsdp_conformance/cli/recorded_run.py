@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from fsdp_conformance.cli.child import end_family
-from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
 from fsdp_conformance.recorder.settings import RecordSettings
 
 #: Between two looks whether the command has ended.
@@ -115,12 +115,14 @@ def simulated_gpus(count: int) -> Iterator[dict[str, str]]:
         briefing.close()
 
 
-def fresh_directory(path: Path) -> Path:
-    """A directory for a recording. Raises FileExistsError if it has files in it."""
-    path.mkdir(parents=True, exist_ok=True)
-    if any(path.iterdir()):
-        raise FileExistsError(str(path))
-    return path
+def fresh_directory(option: str) -> Path:
+    """The directory that --output names, made if needed. Raises UsageError if it has content, or is a file."""
+    path = Path(option)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(parents=True, exist_ok=True)
+        if not any(path.iterdir()):
+            return path
+    raise UsageError(f"--output must be a new or an empty directory, got {option!r}")
 
 
 def elapsed(began: float) -> str:

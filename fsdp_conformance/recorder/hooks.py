@@ -38,8 +38,8 @@ class Hooks:
         # `torch.nn.utils.clip_grad` is the module of the function that `torch.nn.utils` shows.
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             self._replace(owner, "clip_grad_norm_", self._clip)
-        for name, kind in (("save", "save"), ("load", "load")):
-            self._replace(torch, name, functools.partial(self._marked, kind))
+        for name in ("save", "load"):
+            self._replace(torch, name, functools.partial(self._marked, name))
         self._undo += [
             register_optimizer_step_pre_hook(self._before_step).remove,
             register_optimizer_step_post_hook(self._after_step).remove,

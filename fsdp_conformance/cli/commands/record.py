@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.recorded_run import elapsed, fresh_directory, run_recorded
@@ -21,11 +20,7 @@ def main(arguments: argparse.Namespace) -> int:
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words:
         raise UsageError("give the command that trains, after --")
-    directory = Path(arguments.output)
-    try:
-        fresh_directory(directory)
-    except FileExistsError:
-        raise UsageError(f"--output must be a new or an empty directory, got {str(directory)!r}") from None
+    directory = fresh_directory(arguments.output)
     timeout_s = timeout_of(arguments.timeout)
     settings = RecordSettings(directory=str(directory.absolute()), prefix=sys.prefix)
     began = time.monotonic()
