@@ -437,8 +437,11 @@ def _add_parity(parser: Parser) -> None:
     parser.add_argument(
         "--reference",
         metavar="SCRIPT",
-        help="the training to compare with: a script with its arguments, or a recording "
-        "(default: the script with its sharding taken out)",
+        help="the training to compare with: a script with its arguments, a recording, or one-process, which trains the "
+        "ranks' samples as one batch (default: the script with its sharding taken out)",
+    )
+    parser.add_argument(
+        "--reference-world-size", metavar="N", help="number of ranks of the reference (default: as many as the run)"
     )
     parser.add_argument("--output", metavar="DIR", help="keep the recordings in a new directory")
     parser.add_argument(

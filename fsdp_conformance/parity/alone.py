@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.runs import Run
+from fsdp_conformance.parity.runs import Run, events_by_step
 from fsdp_conformance.parity.samples import samples_of, shares_samples
+from fsdp_conformance.recordings.events import Backward, Clip, Mark
 
 #: Names that are shown of many.
 _SHOWN = 3
+#: Factors that differ by less, relative to themselves, are equal.
+_SAME = 1e-3
 
 
 def suspicions(run: Run) -> Iterator[Finding]:
@@ -20,6 +23,8 @@ def suspicions(run: Run) -> Iterator[Finding]:
     yield from _unknown(run)
     yield from _evaluation(run)
     yield from _unreduced(run)
+    yield from _unequal_means(run)
+    yield from _clipped_before_unscaled(run)
     yield from _different_replicas(run)
 
 
@@ -104,6 +109,60 @@ def _unreduced(run: Run) -> Iterator[Finding]:
                 step=step.number,
                 likely="`no_sync`, or `set_requires_gradient_sync(False)`, covers the wrong backward",
                 line=step.backwards[0][-1].line,
+            )
+            return
+
+
+def _unequal_means(run: Run) -> Iterator[Finding]:
+    """Means over different numbers of tokens, each with the same factor in the loss."""
+    for step in run.steps:
+        backwards = [
+            (rank, backward) for rank in range(run.world_size) for backward in step.backwards[rank] if backward.means
+        ]
+        counts = [sum(mean.targets for mean in backward.means) for _, backward in backwards]
+        if len(set(counts)) < 2 or not all(map(_is_mean, [backward for _, backward in backwards])):
+            continue
+        factors = [_factor(backward) for _, backward in backwards]
+        if max(factors) - min(factors) > _SAME * abs(factors[0]):
+            # The script weights them.
+            continue
+        shown = ", ".join(
+            f"rank {rank} pass {backward.number}: {count}"
+            for (rank, backward), count in list(zip(backwards, counts, strict=True))[:_SHOWN]
+        )
+        yield _suspicion(
+            "The loss is averaged over each batch by itself, and the batches have other numbers of tokens",
+            step=step.number,
+            first=f"targets that are not ignored · {shown}",
+            likely="a token of a short batch counts more than one of a long batch: divide the sum by the number of "
+            "tokens of all ranks and passes, times the number of ranks",
+            line=backwards[0][1].line,
+        )
+        return
+
+
+def _is_mean(backward: Backward) -> bool:
+    """True if the loss is a multiple of one mean, as far as can be told."""
+    mean = backward.means[0].value
+    return len(backward.means) == 1 and bool(mean) and backward.loss is not None
+
+
+def _factor(backward: Backward) -> float:
+    return (backward.loss or 0.0) / (backward.means[0].value or 1.0)
+
+
+def _clipped_before_unscaled(run: Run) -> Iterator[Finding]:
+    for number, events in enumerate(events_by_step(run.recording.ranks[0].events)[: len(run.steps)]):
+        clips = [place for place, event in enumerate(events) if isinstance(event, Clip)]
+        unscaled = [place for place, event in enumerate(events) if isinstance(event, Mark) and event.kind == "unscale"]
+        if clips and unscaled and clips[0] < unscaled[0]:
+            clip = events[clips[0]]
+            assert isinstance(clip, Clip), "the index is that of a Clip"
+            yield _suspicion(
+                "The gradients are clipped before they are unscaled",
+                step=number,
+                likely="their norm is still times the scale: call `scaler.unscale_(optimizer)` before clipping",
+                line=clip.line,
             )
             return
 

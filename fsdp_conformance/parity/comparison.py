@@ -88,10 +88,15 @@ class _Comparing:
         # Samples went to other ranks or passes: what one rank computes cannot be compared.
         self.are_aligned = True
         self._random = ""
+        #: Each rank of the reference computed the samples of all of them.
+        self._is_whole_batch = reference.sharding == "whole batch"
 
     def result(self) -> Comparison:
         """The comparison."""
         comparison = self.comparison
+        comparison.findings += _nothing_to_compare(self.run, self.reference)
+        if comparison.findings:
+            return comparison
         for number in range(comparison.steps):
             finding = next(self._differences(number), None)
             if finding is not None:
@@ -149,12 +154,14 @@ class _Comparing:
         self.are_aligned = self.are_aligned and are_same
         step, expected = self.run.steps[number], self.reference.steps[number]
         self._compare_random(step, expected)
+        yield from self._other_draws(expected)
         yield from self._incomplete(step)
         yield from self._initial(step, expected)
         yield from self._members(step, expected)
         if self.are_aligned:
             yield from self._outputs(step, expected)
-            yield from self._losses(step, expected)
+            if not self._is_whole_batch:
+                yield from self._losses(step, expected)
         yield from self._gradients(step, expected)
         yield from self._norms(step, expected)
         yield from self._settings(number)
@@ -186,6 +193,20 @@ class _Comparing:
                 if names:
                     self._random = f"{' and '.join(names)} on rank {rank}, first before step {step.number}"
                     return
+
+    def _other_draws(self, expected: TrainingStep) -> Iterator[Finding]:
+        """A batch of another size takes other random numbers."""
+        drawing = next((forward for forward in expected.training_forwards(0) if forward.draws), None)
+        if self._is_whole_batch and drawing is not None:
+            yield Finding(
+                title="The model draws random numbers, and one process draws others for the whole batch",
+                whose=Whose.RUN,
+                step=expected.number,
+                first=f"pass {drawing.number} · {' and '.join(drawing.draws)}",
+                likely="dropout: set it to 0 for this comparison, or compare without --reference one-process",
+                line=drawing.line,
+                is_exact=True,
+            )
 
     def _initial(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
         values, others = step.initial_values, expected.initial_values
@@ -227,7 +248,7 @@ class _Comparing:
             where = f"rank {rank} · pass {mine.number} · {f'output of {name!r}' if name else 'output of the model'}"
             yield Finding(
                 title="The forward computes something else",
-                whose=self._whose(),
+                whose=Whose.SCRIPT if self._is_whole_batch else self._whose(),
                 step=step.number,
                 first=f"{where} · {_size(value, wanted, bound)}",
                 likely=self._why_forward(step, value, wanted),
@@ -240,6 +261,11 @@ class _Comparing:
             return f"random numbers: the generators of {self._random} are in another state, as before dropout"
         if value.dtype != wanted.dtype:
             return f"it computes in {value.dtype} instead of {wanted.dtype}"
+        if self._is_whole_batch:
+            return (
+                "the result for a sample depends on the other samples of its batch, as with batch normalisation: each "
+                "rank has normalised its own. Use SyncBatchNorm, or expect this difference"
+            )
         if not value.square:
             return "the output is zero: parameters were released, or not gathered, before they were used"
         if step.number and not self.comparison.findings:
@@ -308,6 +334,9 @@ class _Comparing:
         )
 
     def _whose_gradients(self, step: TrainingStep, expected: TrainingStep) -> Whose:
+        if self._is_whole_batch:
+            # The engine is compared with replicas that train as the script says, without the option.
+            return Whose.SCRIPT
         if step.passes != expected.passes or _reduced(step) != _reduced(expected) or not self.are_aligned:
             return Whose.SCRIPT
         if step.steps[0].kept != expected.steps[0].kept:
@@ -319,6 +348,11 @@ class _Comparing:
             return f"random numbers: the generators of {self._random} are in another state"
         if step.passes != expected.passes:
             return f"the step has {step.passes} backwards instead of {expected.passes}"
+        if self._is_whole_batch:
+            return (
+                "the model's loss is a mean over the tokens or samples of each rank, and the ranks have other numbers "
+                "of them: a mean over all of them weighs each token equally"
+            )
         return ""
 
     def _norms(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
@@ -526,8 +560,34 @@ class _Comparing:
             return ()
         words = ["inputs", "random numbers", "initial values"]
         if with_outputs and self.are_aligned:
-            words += ["outputs", "losses"]
+            words += ["outputs"] if self._is_whole_batch else ["outputs", "losses"]
         return (f"{', '.join(words[:-1])} and {words[-1]} agree",)
+
+
+def _nothing_to_compare(run: Run, reference: Run) -> Iterator[Finding]:
+    """Runs that would be equal whatever the engine does."""
+    if not reference.steps or not run.steps:
+        return
+    line, optimizer = run.steps[0].steps[0].line, run.steps[0].steps[0].optimizer
+    if reference.sharding == "taken out" and not reference.replaced:
+        yield Finding(
+            title="The script shards nothing, so its reference is the same training",
+            whose=Whose.RUN,
+            first="no call of fully_shard, FullyShardedDataParallel or deepspeed.initialize was seen",
+            likely="it is not configured to shard here, as on a machine without a GPU (--as-cuda), or it shards with "
+            "another function: give the unsharded training as --reference COMMAND",
+            line=line,
+            is_exact=True,
+        )
+    if not reference.steps[0].parameters.values:
+        yield Finding(
+            title="No parameter could be compared",
+            whose=Whose.RUN,
+            first=f"the tensors of the optimizer '{optimizer}' belong to no module",
+            likely="the engine keeps copies of its own, in a layout that is not known here",
+            line=line,
+            is_exact=True,
+        )
 
 
 def _units_of(forward: Forward) -> Mapping[str, Fingerprint]:

@@ -121,6 +121,10 @@ class Run:
         self.recording = recording
         self.name = recording.name
         self.world_size = recording.world_size
+        begin = recording.ranks[0].begin
+        self.sharding = begin.sharding
+        self.replaced = begin.replaced
+        """How many calls of sharding functions were replaced."""
         self.steps = _steps(recording)
 
     @property
@@ -151,7 +155,7 @@ class Run:
 
 def _steps(recording: Recording) -> list[TrainingStep]:
     """The steps that all ranks have finished."""
-    of_ranks = [_events_by_step(rank.events) for rank in recording.ranks]
+    of_ranks = [events_by_step(rank.events) for rank in recording.ranks]
     count = min(len(steps) for steps in of_ranks)
 
     def select(kind: type[E], number: int) -> tuple[tuple[E, ...], ...]:
@@ -170,7 +174,7 @@ def _steps(recording: Recording) -> list[TrainingStep]:
     ]
 
 
-def _events_by_step(events: Iterable[object]) -> list[list[object]]:
+def events_by_step(events: Iterable[object]) -> list[list[object]]:
     """Lists of events, each of which ends with a step. What comes after the last one is left out."""
     steps: list[list[object]] = []
     current: list[object] = []

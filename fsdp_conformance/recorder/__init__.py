@@ -9,6 +9,8 @@ change to what it computes.
     hooks           the places in torch where a training loop is seen
     names           parameters by the names that the unsharded model gives them
     layouts         which elements of a parameter this rank holds
+    deepspeed_engine, deepspeed_values
+                    DeepSpeed's engine, which hides what each rank holds
     fingerprints    elements as a fingerprint
     random_state    the states of random number generators
     writer          the file of a rank
@@ -17,5 +19,6 @@ The same script with its sharding taken out, for comparison:
 
     unsharded       takes the place of torch's sharding functions
     replica         a module that is replicated: its gradients are averaged after each backward
+    whole_batch     one batch for all ranks, as one process would train it
     rounding        computes a module in another dtype, as mixed precision does
 """

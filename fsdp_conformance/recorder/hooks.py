@@ -8,6 +8,7 @@ torch.compile.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_conformance.recorder.observer import Observer
+from fsdp_conformance.simulator.import_hook import when_imported
 
 __all__ = ["Hooks"]
 
@@ -38,13 +40,19 @@ class Hooks:
         # `torch.nn.utils.clip_grad` is the module of the function that `torch.nn.utils` shows.
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             self._replace(owner, "clip_grad_norm_", self._clip)
+        self._replace(torch.nn.functional, "cross_entropy", self._cross_entropy)
+        self._replace(torch.amp.GradScaler, "unscale_", functools.partial(self._marked, "unscale"))
         for name in ("save", "load"):
             self._replace(torch, name, functools.partial(self._marked, name))
         self._undo += [
             register_optimizer_step_pre_hook(self._before_step).remove,
             register_optimizer_step_post_hook(self._after_step).remove,
         ]
+        self._undo.append(when_imported("deepspeed", self._watch_deepspeed))
         if torch.distributed.is_available():
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            self._replace(ShardedGradScaler, "unscale_", functools.partial(self._marked, "unscale"))
             self._watch_sharding()
 
     def remove(self) -> None:
@@ -108,6 +116,27 @@ class Hooks:
 
         return clip_grad_norm_
 
+    def _watch_deepspeed(self) -> None:
+        from fsdp_conformance.recorder.deepspeed_engine import DeepSpeedHooks
+
+        DeepSpeedHooks(self._observer, self._replace)
+
+    def _cross_entropy(self, original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def cross_entropy(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                call = signature.bind(*args, **kwargs)
+                call.apply_defaults()
+                target = call.arguments["target"]
+                if call.arguments["reduction"] == "mean" and not target.is_floating_point():
+                    self._observer.mean(result, (target != call.arguments["ignore_index"]).sum())
+            return result
+
+        return cross_entropy
+
     def _marked(self, kind: str, original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -156,9 +185,10 @@ class Hooks:
 
         def init(original: Any) -> Any:
             @functools.wraps(original)
-            def wrapped(module: Any, *args: Any, **kwargs: Any) -> None:
-                original(module, *args, **kwargs)
-                watch_unit(module)
+            def wrapped(wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
+                # The module that it wraps may be given as `module=`.
+                original(wrapper, *args, **kwargs)
+                watch_unit(wrapper)
 
             return wrapped
 

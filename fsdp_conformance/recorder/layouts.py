@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fsdp_conformance.recorder import deepspeed_values
 from fsdp_conformance.recorder.fingerprints import Part, whole_part
 from fsdp_conformance.recorder.names import Roots, named_modules
 
@@ -45,6 +46,8 @@ class Layout:
     name: str
     ranges: tuple[Range, ...] | None = None
     """None for one parameter that is described by its tensor: plain, or a DTensor."""
+    is_hidden: bool = False
+    """True if only DeepSpeed can read it: all ranks do so together."""
 
     def parts(self, tensor: Tensor) -> Iterator[tuple[str, Part]]:
         """
@@ -52,6 +55,11 @@ class Layout:
 
         Leaves out sums that are still to be added up over ranks (Partial), and tensors of another size.
         """
+        if self.is_hidden:
+            value = deepspeed_values.whole_value(tensor)
+            if value is not None:
+                yield self.name, whole_part(value)
+            return
         if self.ranges is None:
             part = part_of(tensor)
             if part is not None:
@@ -87,7 +95,9 @@ def layouts_of(roots: Roots) -> dict[int, Layout]:
         for name, module in named_modules(root, prefix):
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    layouts.setdefault(id(parameter), Layout(f"{name}.{key}".removeprefix(".")))
+                    full_name = f"{name}.{key}".removeprefix(".")
+                    is_hidden = deepspeed_values.is_hidden(parameter)
+                    layouts.setdefault(id(parameter), Layout(full_name, is_hidden=is_hidden))
         layouts.update(special)
     return layouts
 

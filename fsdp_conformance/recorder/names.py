@@ -17,6 +17,7 @@ WRAPPERS = {
     "OffloadWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
     "DeepSpeedEngine": "module",
+    "_FabricModule": "_forward_module",
 }
 
 

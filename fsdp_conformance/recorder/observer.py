@@ -8,13 +8,14 @@ device has no reason to be waited for.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +30,7 @@ from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.names import Roots, unwrapped
 from fsdp_conformance.recorder.random_state import random_states
+from fsdp_conformance.recorder.whole_batch import OwnSamples, whole_batch
 from fsdp_conformance.recorder.writer import Writer
 from fsdp_conformance.recordings.events import (
     FORMAT,
@@ -42,6 +44,7 @@ from fsdp_conformance.recordings.events import (
     Initial,
     Input,
     Mark,
+    Mean,
     Sharding,
     Step,
 )
@@ -50,6 +53,9 @@ from fsdp_conformance.stack import Owner, owner, shown
 
 #: An input with more samples than this is recorded as a whole only.
 MAX_SAMPLES = 4096
+
+#: Means of one backward that are recorded.
+_MOST_MEANS = 64
 
 #: Settings of an optimizer that say how it computes, not what.
 _NOT_SETTINGS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -81,13 +87,27 @@ class Named:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """An optimizer after its step."""
+
+    optimizer: str
+    groups: tuple[Group, ...]
+    parameters: Parts
+    states: Parts
+    counters: Mapping[str, Tensor | float]
+
+
 class Observer:
     """Records this process."""
 
     def __init__(self, directory: Path, *, sharding: Sharding, nudge: float) -> None:
         self._writer = Writer(directory, self._begin)
-        self._sharding: Sharding = sharding
+        self.sharding: Sharding = sharding
         self._nudge = nudge
+        self._nudged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.replaced = 0
+        """With the sharding taken out: how many calls of sharding functions were replaced."""
         self._roots = Roots()
         self._layouts: dict[int, Layout] = {}
         self._has_layouts = False
@@ -99,11 +119,15 @@ class Observer:
         self._kept = 0
         # Events of this step whose tensors are still on the device.
         self._waiting: list[Callable[[], Event]] = []
+        # Means of cross-entropies since the last backward: value and number of targets.
+        self._means: list[tuple[Tensor, Tensor]] = []
         self._units: dict[str, Named] = {}
+        # With one batch for all ranks: which samples of the current forward are this rank's.
+        self._samples: OwnSamples | None = None
         self._in_forward = False
         self._in_backward = False
         self._in_clipping = False
-        self._stepping: list[tuple[int, Named]] = []
+        self._stepping: list[Named] = []
         self.before_forward: Callable[[], object] = lambda: None
         """Called before each outermost forward, before anything is recorded of it."""
         self.is_reduced = True
@@ -134,8 +158,12 @@ class Observer:
                 self._layouts, self._has_layouts = {}, False
             self.before_forward()
             before = self._before_forward(module, args, kwargs)
+            if self.sharding == "whole batch" and torch.is_grad_enabled() and dist.is_initialized():
+                (args, kwargs), self._samples = whole_batch((args, kwargs))
             output = call(module, *args, **kwargs)
-            outputs = Named(dict(_named_parts(output)))
+            outputs = Named(dict(_named_parts(output, self._samples)))
+            if self._samples is not None:
+                output = self._samples.of(output)
             states = random_states()
             units, self._units = self._units, {}
 
@@ -148,7 +176,7 @@ class Observer:
             self._later(event)
             return output
         finally:
-            self._in_forward = False
+            self._in_forward, self._samples = False, None
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -192,10 +220,15 @@ class Observer:
         if module in self._seen:
             return
         self._seen.add(module)
-        if self._nudge:
-            nudge(module, self._nudge)
+        self.nudge(module)
         values = Named({**self._parts_of(module.parameters()), **self._buffers()})
         self._later(lambda: Initial(values=values.values()))
+
+    def nudge(self, module: nn.Module) -> None:
+        """Change a model that has not trained yet by a rounding error, if this run is for that."""
+        if self._nudge and module not in self._nudged:
+            self._nudged.add(module)
+            nudge(module, self._nudge)
 
     def unit_output(self, module: nn.Module, output: object) -> None:
         """A unit has run as part of an outermost forward."""
@@ -204,7 +237,7 @@ class Observer:
         name = next((name for name, other in self._roots.named_modules() if other is module), "")
         if name:
             key = name if name not in self._units else f"{name}, call {len(self._units)}"
-            self._units[key] = Named({f"{key}{place}": parts for place, parts in _named_parts(output)})
+            self._units[key] = Named({f"{key}{place}": parts for place, parts in _named_parts(output, self._samples)})
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -218,10 +251,16 @@ class Observer:
         finally:
             self._in_backward = False
 
+    def mean(self, value: Tensor, targets: Tensor) -> None:
+        """A cross-entropy has become a mean over this number of targets."""
+        if torch.is_grad_enabled() and len(self._means) < _MOST_MEANS:
+            self._means.append((value.detach().clone(), targets))
+
     def _backward(self, tensors: object, call: Callable[[], Any]) -> Any:
         losses = [tensors] if isinstance(tensors, Tensor) else list(pytree.tree_leaves(tensors))
         loss = losses[0].detach().clone() if len(losses) == 1 and losses[0].numel() == 1 else None
         step, number, line = self._step, max(self._pass, 0), script_line()
+        means, self._means = self._means, []
         result = call()
         contributions = self._take_contributions()
         is_reduced = self.is_reduced and not any(_defers(root) for root in self._roots.modules())
@@ -233,6 +272,7 @@ class Observer:
                 line=line,
                 loss=_finite(loss),
                 is_reduced=is_reduced,
+                means=tuple(Mean(value=_finite(value), targets=int(targets)) for value, targets in means),
                 contributions=contributions.values() if contributions is not None else {},
             )
 
@@ -257,6 +297,18 @@ class Observer:
         step, line = self._step, script_line()
         gradients = Named(self._gradients())
         norm = call()
+        self._clipped(step, line, gradients, norm, limit, kind)
+        return norm
+
+    def clip_by_engine(self, step: Callable[[], Any], gradients: Parts, limit: float, norm: Callable[[], Any]) -> Any:
+        """Let an engine step, which clips the gradients if the limit is not 0. `norm` gives what their norm was."""
+        number, line, before = self._step, script_line(), Named(gradients)
+        result = step()
+        if limit:
+            self._clipped(number, line, before, norm(), limit, 2.0)
+        return result
+
+    def _clipped(self, step: int, line: str, gradients: Named, norm: Any, limit: float, kind: float) -> None:
         local = norm.to_local() if hasattr(norm, "to_local") and hasattr(norm, "placements") else norm
         local = local.detach().clone() if isinstance(local, Tensor) else local
         is_partial = any(placement.is_partial() for placement in getattr(norm, "placements", ()))
@@ -273,26 +325,57 @@ class Observer:
             )
 
         self._later(event)
-        return norm
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
-        self._stepping.append((id(optimizer), Named(self._gradients(optimizer)) if not self._stepping else Named({})))
+        self._stepping.append(Named(self._gradients(optimizer)) if not self._stepping else Named({}))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the step is over, and what it was is written."""
-        _, gradients = self._stepping.pop()
-        if self._stepping:
-            # An optimizer inside another one.
-            return
-        self._write_step(optimizer, gradients, script_line())
+        gradients = self._stepping.pop()
+        # One inside another optimizer's step, or an engine's, is a part of that.
+        if not self._stepping:
+            self.stepped(self._after_step_of(optimizer), gradients)
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """An engine steps, which is none of torch's optimizers but may call them."""
+        self._stepping.append(Named({}))
+        try:
+            yield
+        finally:
+            self._stepping.pop()
+
+    def stepped(self, after: Stepped, gradients: Named) -> None:
+        """A step is over: write what it was. `gradients` are those that the optimizer got."""
+        for group in after.groups:
+            self._trained.update(group.parameters)
+        parameters, state, buffers = Named(after.parameters), Named(after.states), Named(self._buffers())
+        line = script_line()
+        self._flush()
+        numbers = {name: _finite(value) for name, value in after.counters.items()}
+        self._writer.write(
+            Step(
+                step=self._step,
+                optimizer=after.optimizer,
+                line=line,
+                groups=after.groups,
+                gradients=gradients.values(),
+                parameters=parameters.values(),
+                state=state.values(),
+                counters={name: number for name, number in numbers.items() if number is not None},
+                buffers=buffers.values(),
+                untrained=tuple(self._untrained()),
+                kept=self._kept,
+            )
+        )
         self._step += 1
         self._pass = -1
         self._has_layouts = False
 
-    def _write_step(self, optimizer: Optimizer, gradients: Named, line: str) -> None:
+    def _after_step_of(self, optimizer: Optimizer) -> Stepped:
         parameters: Parts = defaultdict(list)
         states: Parts = defaultdict(list)
         counters: dict[str, Tensor | float] = {}
@@ -314,27 +397,8 @@ class Observer:
                             states[f"{name}/{key}"].append(part)
                     elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
                         counters[f"{layout.names[0]}/{key}"] = value
-            settings = {key: _plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
-            groups.append(Group(settings=settings, parameters=tuple(names), unknown=unknown))
-            self._trained.update(names)
-        after, state, buffers = Named(parameters), Named(states), Named(self._buffers())
-        self._flush()
-        numbers = {name: _finite(value) for name, value in counters.items()}
-        self._writer.write(
-            Step(
-                step=self._step,
-                optimizer=self._optimizer_name(optimizer),
-                line=line,
-                groups=tuple(groups),
-                gradients=gradients.values(),
-                parameters=after.values(),
-                state=state.values(),
-                counters={name: number for name, number in numbers.items() if number is not None},
-                buffers=buffers.values(),
-                untrained=tuple(self._untrained()),
-                kept=self._kept,
-            )
-        )
+            groups.append(Group(settings=settings_of(group), parameters=tuple(names), unknown=unknown))
+        return Stepped(self._optimizer_name(optimizer), tuple(groups), parameters, states, counters)
 
     def _untrained(self) -> Iterator[str]:
         for parameter in self._parameters():
@@ -399,9 +463,19 @@ class Observer:
             pid=os.getpid(),
             torch=str(torch.__version__),
             command=tuple(sys.orig_argv),
-            sharding=self._sharding,
+            sharding=self.sharding,
             nudge=self._nudge,
+            replaced=self.replaced,
         )
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the modules that have trained, once."""
+        seen: set[int] = set()
+        for name, module in self._roots.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{name}.{key}".removeprefix("."), parameter
 
     def _parameters(self) -> list[Tensor]:
         seen: dict[int, Tensor] = {}
@@ -441,6 +515,11 @@ class Observer:
         return parts
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group that say what its optimizer computes."""
+    return {key: _plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
 def script_line() -> str:
     """The innermost line of the script, "train.py:30"; of a library, if no script is on the stack."""
     frame: FrameType | None = sys._getframe(1)
@@ -468,9 +547,10 @@ def nudge(module: nn.Module, size: float) -> None:
         values.mul_(1 + max(size, torch.finfo(values.dtype).eps) * signs)
 
 
-def _named_parts(value: object) -> Iterator[tuple[str, list[Part]]]:
-    """The tensors inside a value, each with its place: "[0]", "['labels']"."""
-    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+def _named_parts(value: object, samples: OwnSamples | None = None) -> Iterator[tuple[str, list[Part]]]:
+    """The tensors inside a value, each with its place: "[0]", "['labels']". With `samples`, only rows of these."""
+    for path, item in pytree.tree_flatten_with_path(value)[0]:
+        leaf = item if samples is None else samples.rows_of(item)
         if isinstance(leaf, Tensor) and not leaf.is_sparse and leaf.layout is torch.strided and not leaf.is_meta:
             part = part_of(leaf)
             if part is not None:

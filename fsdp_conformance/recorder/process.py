@@ -32,7 +32,7 @@ def _begin(settings: RecordSettings) -> None:
     from fsdp_conformance.recorder.observer import Observer
 
     observer = Observer(Path(settings.directory), sharding=settings.sharding, nudge=settings.nudge)
-    if settings.sharding == "taken out":
+    if settings.sharding != "kept":
         from fsdp_conformance.recorder.unsharded import Replacement
 
         # The hooks see the replacements, and backwards with what is averaged after them.

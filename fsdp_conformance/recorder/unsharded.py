@@ -85,12 +85,14 @@ class Replacement:
 
     def _contributed(self, gradients: dict[int, Tensor]) -> None:
         observer = self._observer
-        observer.contributions = observer.named_gradients(gradients)
+        if observer.sharding == "taken out":
+            observer.contributions = observer.named_gradients(gradients)
 
     def replicate(
         self, modules: list[nn.Module], *, group: Any, device: torch.device | None, ignored: Any = (), **options: Any
     ) -> Replica:
         """Replicate modules in place of sharding them."""
+        self._observer.replaced += 1
         if device is not None:
             left_out = {id(tensor) for tensor in ignored or ()}
             for tensor in [item for module in modules for item in (*module.parameters(), *module.buffers())]:

@@ -15,8 +15,9 @@ from fsdp_conformance.recordings.fingerprint import Fingerprint
 #: Raised when a reader of the old format cannot read the new one.
 FORMAT = 1
 
-#: How the sharding of a recorded run was treated.
-Sharding = Literal["kept", "taken out"]
+#: How the sharding of a recorded run was treated. With "whole batch" it was taken out, and each rank computed the
+#: samples of all of them.
+Sharding = Literal["kept", "taken out", "whole batch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,8 @@ class Begin:
     sharding: Sharding
     nudge: float
     """By how much parameters were changed before the first step, relative to themselves; to see how far it spreads."""
+    replaced: int = 0
+    """With the sharding taken out: how many calls of sharding functions were replaced before the first step ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +81,16 @@ class Initial:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Mean:
+    """A cross-entropy that is a mean over its targets."""
+
+    value: float | None
+    """None if it is not finite."""
+    targets: int
+    """How many it is a mean over: those that are not ignored."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Backward:
     """A call of `backward`."""
 
@@ -88,6 +101,8 @@ class Backward:
     """None if what was differentiated is no single number, or is not finite."""
     is_reduced: bool
     """False where the script has turned the reduction of gradients off, as in `no_sync`."""
+    means: tuple[Mean, ...] = ()
+    """Of the pass before it."""
     contributions: dict[str, Fingerprint] = field(default_factory=dict)
     """With the sharding taken out: this rank's part of the gradients, before they are reduced."""
 

@@ -36,6 +36,9 @@ from fsdp_conformance.status import Status
 #: In an argument of the script, stands for the name of the run: its own directory for what it writes.
 RUN = "{run}"
 
+#: As --reference: the script with its sharding taken out, where each rank computes the samples of all of them.
+ONE_PROCESS = "one-process"
+
 _MAX_RANKS = 127
 
 
@@ -45,9 +48,10 @@ class Order:
 
     script: tuple[str, ...]
     """The script or `-m` and a module, with its arguments."""
-    reference: tuple[str, ...] | None
-    """None for the script itself with its sharding taken out."""
+    reference: tuple[str, ...]
+    reference_sharding: Sharding
     world_size: int
+    reference_ranks: int
     timeout_s: float
 
 
@@ -103,30 +107,36 @@ class _Runs:
 
     def comparison(self) -> Comparison:
         """Run what is needed, and compare. Raises ScriptFailed."""
-        run = self._run("run", self._order.script)
+        run = self._run("run", self._order.script, ranks=self._order.world_size)
         if self._given is not None:
             return compare(run, self._given)
-        words = self._order.reference or self._order.script
-        sharding: Sharding = "taken out" if self._order.reference is None else "kept"
-        reference = self._run("reference", words, sharding=sharding)
+        reference = self._reference("reference")
         first = compare(run, reference)
         if first.is_bitwise or (first.differs and first.findings[0].is_exact):
             return first
-        again = compare(self._run("again", words, sharding=sharding), reference)
+        again = compare(self._reference("again"), reference)
         if not again.is_bitwise:
             return replace(again, findings=[_not_deterministic(again)], suspicions=[])
-        return compare(run, reference, self._run("nudged", words, sharding=sharding, nudge=nudge_of(reference)))
+        return compare(run, reference, self._reference("nudged", nudge_of(reference)))
 
-    def _run(self, name: str, words: Sequence[str], *, sharding: Sharding = "kept", nudge: float = 0.0) -> Recording:
+    def _reference(self, name: str, nudge: float = 0.0) -> Recording:
+        order = self._order
+        return self._run(
+            name, order.reference, ranks=order.reference_ranks, sharding=order.reference_sharding, nudge=nudge
+        )
+
+    def _run(
+        self, name: str, words: Sequence[str], *, ranks: int, sharding: Sharding = "kept", nudge: float = 0.0
+    ) -> Recording:
         directory = self._directory / name
         settings = RecordSettings(
             directory=str(directory.absolute()), prefix=sys.prefix, sharding=sharding, nudge=nudge
         )
         words = [word.replace(RUN, name) for word in words]
-        self._terminal.say(f"{name}: {' '.join(words)}{' without its sharding' if sharding == 'taken out' else ''}")
+        self._terminal.say(f"{name}: {' '.join(words)}{_TREATED[sharding]}{_on_ranks(ranks, self._order.world_size)}")
         began = time.monotonic()
         status = run_recorded(
-            torchrun(self._order.world_size, words),
+            torchrun(ranks, words),
             settings,
             say=lambda line: self._terminal.say(f"[{name}] {line}", "dim"),
             timeout_s=self._order.timeout_s,
@@ -138,7 +148,7 @@ class _Runs:
         except ConfigError as error:
             if status != 0:
                 hint = ""
-                if sharding == "taken out":
+                if sharding != "kept":
                     hint = ". A script that needs its parameters to be sharded needs another one as --reference"
                 raise ScriptFailed(f"{name} failed before it had trained: {ended}; its output is above{hint}") from None
             raise UsageError(f"{name}: {error.problems[0]}") from None
@@ -146,6 +156,17 @@ class _Runs:
             raise ScriptFailed(f"{name} failed: {ended}; its output is above")
         self._terminal.say(f"{name}: {elapsed(began)}")
         return recording
+
+
+_TREATED: dict[Sharding, str] = {
+    "kept": "",
+    "taken out": " without its sharding",
+    "whole batch": " without its sharding, the whole batch on each rank",
+}
+
+
+def _on_ranks(ranks: int, others: int) -> str:
+    return f", {messages.plural(ranks, 'rank')}" if ranks != others else ""
 
 
 def _not_deterministic(again: Comparison) -> Finding:
@@ -193,31 +214,49 @@ def _order(arguments: argparse.Namespace, words: list[str]) -> tuple[Order, Reco
         problems.append(f"give two recordings to compare, or a script to run: {script!r} is a directory")
     elif script != "-m" and not Path(script).is_file():
         problems.append(f"there is no script {script!r}")
-    try:
-        world_size = int(arguments.world_size)
-    except ValueError:
-        world_size = 0
-    if not 1 <= world_size <= _MAX_RANKS:
-        problems.append(f"--world-size must be from 1 to {_MAX_RANKS}, got {arguments.world_size}")
+    world_size = _ranks(arguments.world_size, "--world-size", problems)
+    reference_ranks = _ranks(arguments.reference_world_size or world_size, "--reference-world-size", problems)
     timeout_s = 1.0
     try:
         timeout_s = timeout_of(arguments.timeout)
     except UsageError as error:
         problems.append(str(error))
     recording: Recording | None = None
-    reference: tuple[str, ...] | None = None
-    if arguments.reference:
+    reference: tuple[str, ...] = tuple(words)
+    sharding: Sharding = "taken out"
+    if arguments.reference == ONE_PROCESS:
+        sharding = "whole batch"
+    elif arguments.reference:
         if Path(arguments.reference).is_dir():
             recording = files.read(Path(arguments.reference))
         else:
-            reference = tuple(shlex.split(arguments.reference))
+            reference, sharding = tuple(shlex.split(arguments.reference)), "kept"
             if not reference or (reference[0] != "-m" and not Path(reference[0]).is_file()):
                 problems.append(
-                    f"--reference must be a script with its arguments, or a recording, got {arguments.reference!r}"
+                    "--reference must be a script with its arguments, a recording, or one-process, got "
+                    f"{arguments.reference!r}"
                 )
     if arguments.nudged:
         problems.append("--nudged is for the comparison of two recordings: parity nudges the reference itself")
     if problems:
         raise ConfigError(problems, where="parity")
-    order = Order(script=tuple(words), reference=reference, world_size=world_size, timeout_s=timeout_s)
+    order = Order(
+        script=tuple(words),
+        reference=reference,
+        reference_sharding=sharding,
+        world_size=world_size,
+        reference_ranks=reference_ranks,
+        timeout_s=timeout_s,
+    )
     return order, recording
+
+
+def _ranks(word: str | int, option: str, problems: list[str]) -> int:
+    """The number of ranks in an option. A wrong one becomes a problem."""
+    try:
+        ranks = int(word)
+    except ValueError:
+        ranks = 0
+    if not 1 <= ranks <= _MAX_RANKS:
+        problems.append(f"{option} must be from 1 to {_MAX_RANKS}, got {word}")
+    return ranks

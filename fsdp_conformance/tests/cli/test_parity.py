@@ -113,7 +113,7 @@ def test_a_script_that_fails_in_the_end_is_recorded(script: Path, tmp_path: Path
         (["--world-size", "0", "train.py"], "--world-size must be from 1 to 127, got 0"),
         (["--world-size", "two", "train.py"], "--world-size must be from 1 to 127, got two"),
         (["--timeout", "-1", "train.py"], "--timeout must be a positive number of seconds, got '-1'"),
-        (["--reference", "none.py", "train.py"], "--reference must be a script with its arguments, or a recording"),
+        (["--reference", "none.py", "train.py"], "--reference must be a script with its arguments, a recording, or"),
         (["--nudged", ".", "train.py"], "--nudged is for the comparison of two recordings"),
         (["."], "'.' is a directory"),
         ([".", "."], "it has no recording"),
