@@ -443,7 +443,8 @@ def _add_parity(parser: Parser) -> None:
     parser.add_argument(
         "--reference-world-size", metavar="N", help="number of ranks of the reference (default: as many as the run)"
     )
-    parser.add_argument("--output", metavar="DIR", help="keep the recordings in a new directory")
+    parser.add_argument("--output", metavar="DIR", help="keep the recordings in a new directory, with report.html")
+    parser.add_argument("--html", metavar="FILE", default="", help="write the comparison as a page")
     parser.add_argument(
         "--nudged", metavar="DIR", help="with two recordings: one of the reference with nudged parameters"
     )

@@ -8,6 +8,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     gradients        the likely cause of a gradient that differs
     alone            what is suspicious in one recording by itself
     comparison       all steps of two recordings, in the order in which a step computes
+    trajectory       every tensor over all steps
     text             the comparison for a terminal
     assertion        the comparison for a test
 """

@@ -47,12 +47,16 @@ class Comparison:
 
     run: Run
     reference: Run
+    noise: Noise
+    """How far rounding takes the reference."""
     steps: int = 0
     """How many steps both have."""
     findings: list[Finding] = field(default_factory=list)
     """The first difference, and differences in what the script sets."""
     suspicions: list[Finding] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    is_vacuous: bool = False
+    """True if the runs would be equal whatever the engine does, or have nothing in common; the finding says why."""
     unjudged: int | None = None
     """The first step at which rounding alone is too large to judge."""
 
@@ -84,7 +88,8 @@ class _Comparing:
         self.run = run
         self.reference = reference
         self.noise = noise
-        self.comparison = Comparison(run=run, reference=reference, steps=min(len(run.steps), len(reference.steps)))
+        steps = min(len(run.steps), len(reference.steps))
+        self.comparison = Comparison(run=run, reference=reference, noise=noise, steps=steps)
         # Samples went to other ranks or passes: what one rank computes cannot be compared.
         self.are_aligned = True
         self._random = ""
@@ -96,6 +101,7 @@ class _Comparing:
         comparison = self.comparison
         comparison.findings += _nothing_to_compare(self.run, self.reference)
         if comparison.findings:
+            comparison.is_vacuous = True
             return comparison
         for number in range(comparison.steps):
             finding = next(self._differences(number), None)
@@ -105,8 +111,8 @@ class _Comparing:
         else:
             comparison.findings += self._ends()
         comparison.findings += self._other_settings()
-        # A finding says more of the same line.
-        known = {(finding.whose, finding.line) for finding in comparison.findings}
+        # A finding says more of the same line, but not which batches are uneven.
+        known = {(finding.whose, finding.line) for finding in comparison.findings if not self._is_whole_batch}
         comparison.suspicions = [item for item in suspicions(self.run) if (item.whose, item.line) not in known]
         return comparison
 
@@ -382,12 +388,21 @@ class _Comparing:
         if norm is not None and expected_norm and abs(norm - expected_norm) > tolerance * expected_norm:
             ratio = norm / expected_norm
             local = " as of one rank's shards" if ratio < 1 else " as of gradients that were counted several times"
+            whose, likely = self._whose(), f"it is {ratio:.4g} times the expected one,{local}"
+            together = _norm_together(step)
+            if together is not None and abs(together - expected_norm) <= tolerance * expected_norm:
+                # FSDP1's parameters are plain tensors, whose norm torch takes as it is.
+                whose = Whose.SCRIPT
+                likely = (
+                    "each rank has taken the norm of its own shards: call the `clip_grad_norm_` of the engine, which "
+                    "adds them up over the ranks"
+                )
             yield Finding(
                 title="The norm of the gradients differs although the gradients agree",
-                whose=self._whose(),
+                whose=whose,
                 step=step.number,
                 first=f"{norm:.6g} instead of {expected_norm:.6g}",
-                likely=f"it is {ratio:.4g} times the expected one,{local}",
+                likely=likely,
                 line=line,
             )
         clipped = list(
@@ -569,7 +584,7 @@ def _nothing_to_compare(run: Run, reference: Run) -> Iterator[Finding]:
     if not reference.steps or not run.steps:
         return
     line, optimizer = run.steps[0].steps[0].line, run.steps[0].steps[0].optimizer
-    if reference.sharding == "taken out" and not reference.replaced:
+    if reference.sharding == "taken out" and reference.replaced == 0:
         yield Finding(
             title="The script shards nothing, so its reference is the same training",
             whose=Whose.RUN,
@@ -636,12 +651,18 @@ def _clipping(step: TrainingStep) -> tuple[float | None, float, str] | None:
         return None
     clips = [clips[0] for clips in step.clips]
     first = clips[0]
-    norms = [clip.norm for clip in clips]
-    if not first.is_partial or any(norm is None for norm in norms):
-        return first.norm, first.limit, first.line
-    known = [norm for norm in norms if norm is not None]
-    norm = max(known) if first.kind < 0 else sum(each**first.kind for each in known) ** (1 / first.kind)
-    return norm, first.limit, first.line
+    together = _norm_together(step) if first.is_partial else None
+    return first.norm if together is None else together, first.limit, first.line
+
+
+def _norm_together(step: TrainingStep) -> float | None:
+    """The norm that the ranks' norms of the first clipping add up to. None if one of them is not finite."""
+    clips = [clips[0] for clips in step.clips]
+    known = [clip.norm for clip in clips if clip.norm is not None]
+    if len(known) < len(clips):
+        return None
+    kind = clips[0].kind
+    return max(known) if kind < 0 else float(sum(norm**kind for norm in known) ** (1 / kind))
 
 
 def _change(before: Whole | None, after: Whole) -> list[float] | None:

@@ -19,7 +19,7 @@ def lines_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
     for finding in comparison.suspicions[:_SHOWN]:
         yield from _finding(finding, "?", "bold yellow")
         yield "", ""
-    yield from _agreement(comparison)
+    yield from agreement_of(comparison)
     style = "bold red" if comparison.differs else "bold green"
     yield verdict_of(comparison), style
 
@@ -28,6 +28,9 @@ def verdict_of(comparison: Comparison) -> str:
     """The last line."""
     ranks, steps = comparison.run.world_size, comparison.steps
     of = f"{steps} step{'s' * (steps != 1)} of {ranks} rank{'s' * (ranks != 1)}"
+    if comparison.is_vacuous:
+        title = comparison.findings[0].title
+        return f"NOTHING COMPARED: {title[0].lower()}{title[1:]}"
     if comparison.differs:
         first = comparison.findings[0]
         where = f" from step {first.step}" if first.step is not None else ""
@@ -52,7 +55,7 @@ def _finding(finding: Finding, mark: str, style: str) -> Iterator[tuple[str, str
         yield f"    line      {finding.line}", ""
 
 
-def _agreement(comparison: Comparison) -> Iterator[tuple[str, str]]:
+def agreement_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """How much was equal, and how near to its bound the rest came."""
     tensors = sum(row.tensors for row in comparison.rows)
     equal = sum(row.equal for row in comparison.rows)

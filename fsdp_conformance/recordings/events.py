@@ -33,8 +33,9 @@ class Begin:
     sharding: Sharding
     nudge: float
     """By how much parameters were changed before the first step, relative to themselves; to see how far it spreads."""
-    replaced: int = 0
-    """With the sharding taken out: how many calls of sharding functions were replaced before the first step ended."""
+    replaced: int | None = None
+    """With the sharding taken out: how many calls of sharding functions were replaced before the first step ended. None
+    if it was not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,7 @@ from fsdp_conformance.recorder.settings import RecordSettings
 from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.events import Sharding
 from fsdp_conformance.recordings.files import Recording
+from fsdp_conformance.report.html.training import NAME, training_page
 from fsdp_conformance.status import Status
 
 #: In an argument of the script, stands for the name of the run: its own directory for what it writes.
@@ -65,7 +66,8 @@ def main(arguments: argparse.Namespace) -> int:
     words = _words(arguments)
     if arguments.module_words is None and len(words) == 2 and all(Path(word).is_dir() for word in words):
         nudged = files.read(Path(arguments.nudged)) if arguments.nudged else None
-        return _report(compare(files.read(Path(words[0])), files.read(Path(words[1])), nudged), terminal)
+        comparison = compare(files.read(Path(words[0])), files.read(Path(words[1])), nudged)
+        return _report(comparison, terminal, arguments.html)
     order, reference = _order(arguments, words)
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-parity-") as temporary:
         directory = fresh_directory(arguments.output) if arguments.output else Path(temporary)
@@ -81,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
             if arguments.output:
                 messages.complain(f"what was recorded is in {directory}")
             raise
-        status = _report(comparison, terminal)
+        status = _report(comparison, terminal, arguments.html or (str(directory / NAME) if arguments.output else ""))
         if arguments.output:
             terminal.say(f"recordings: {directory}")
         return status
@@ -188,11 +190,18 @@ def _not_deterministic(again: Comparison) -> Finding:
     )
 
 
-def _report(comparison: Comparison, terminal: Terminal) -> int:
+def _report(comparison: Comparison, terminal: Terminal, page: str) -> int:
+    """Say it, and write the page, if there is a path for it. Returns the exit status."""
     terminal.say("")
     for text, style in lines_of(comparison):
         terminal.say(text, style)
-    if not comparison.steps:
+    if page:
+        try:
+            Path(page).write_text(training_page(comparison), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--html must name a file that can be written, got {page!r}: {error.strerror}") from None
+        terminal.say(f"report: {page}")
+    if comparison.is_vacuous or not comparison.steps:
         return Status.USAGE
     return Status.NOT_CERTIFIED if comparison.differs else Status.CERTIFIED
 
@@ -210,6 +219,8 @@ def _order(arguments: argparse.Namespace, words: list[str]) -> tuple[Order, Reco
     script = words[0] if words else ""
     if not words or words == ["-m"]:
         problems.append("give the path of a script, or -m and the name of a module, or two recordings")
+    elif len(words) > 2 and all(Path(word).is_dir() for word in words[:2]):
+        problems.append(f"options go before the two recordings, got {' '.join(words[2:])} after them")
     elif Path(script).is_dir():
         problems.append(f"give two recordings to compare, or a script to run: {script!r} is a directory")
     elif script != "-m" and not Path(script).is_file():

@@ -22,8 +22,12 @@ NAME = "report.html"
 def page(run: RunFile, certificate: Certificate, *, changes: Changes | None = None, baseline: str = "") -> str:
     """The whole file. `changes` are those since the run that `baseline` names."""
     shown = view(run, certificate, changes=changes, baseline=baseline)
-    template = _environment().get_template("page.html")
-    return template.render(view=shown, style=_text("style.css"), script=_text("script.js"), DETAIL=DETAIL)
+    return rendered("page.html", view=shown, script=_text("script.js"), DETAIL=DETAIL)
+
+
+def rendered(template: str, **values: object) -> str:
+    """A template with its values and the style."""
+    return _environment().get_template(template).render(style=_text("style.css"), **values)
 
 
 @cache

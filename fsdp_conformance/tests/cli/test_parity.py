@@ -49,7 +49,8 @@ def main(mistake):
         with torch.no_grad():
             model(data[0, 0, 0])
         model.train()
-    print("trained", sys.argv[1:])
+    # In one piece: both ranks write to one pipe.
+    sys.stdout.write(f"trained {sys.argv[1:]}\n")
     if mistake == "fails":
         raise ValueError("at the end")
     dist.destroy_process_group()
@@ -158,3 +159,102 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
     assert run.status == 5, run.output
     assert "the command was ended after 0.5 s (--timeout) before it had trained" in run.output
+
+
+#: The model computes its loss, a mean over its rank's tokens; the ranks have other numbers of them.
+UNEVEN = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(7, 5)
+
+    def forward(self, x, y):
+        output = self.layer(x)
+        return output, nn.functional.cross_entropy(output, y, ignore_index=-100)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = Net()
+if sys.argv[1] == "ddp":
+    model = nn.parallel.DistributedDataParallel(model)
+elif sys.argv[1] == "fsdp1":
+    model = FullyShardedDataParallel(module=model, device_id=torch.device("cpu"), use_orig_params=True)
+else:
+    fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+generator = torch.Generator().manual_seed(1)
+for step in range(2):
+    x, y = torch.randn(8, 7, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+    if sys.argv[1] == "fsdp2":
+        y[:3] = -100
+    size = 8 // dist.get_world_size()
+    part = slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
+    scaler.scale(model(x[part], y[part])[1]).backward()
+    if sys.argv[1] == "fsdp1" and sys.argv[2:] != ["of shards"]:
+        model.clip_grad_norm_(1e6)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> Path:
+    path = tmp_path / "uneven.py"
+    path.write_text(UNEVEN, encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+def test_one_process_weighs_every_token_equally(uneven: Path, tmp_path: Path) -> None:
+    run = said("parity", "--reference", "one-process", "--output", str(tmp_path / "out"), str(uneven), "fsdp2")
+
+    assert run.status == 1, run.output
+    assert "✗ The gradients differ, from step 0 on" in run.output
+    assert "whose     the script" in run.output
+    assert "a mean over the tokens or samples of each rank" in run.output
+    assert "outputs agree" in run.output
+    assert "? The loss is averaged over each batch by itself" in run.output
+    assert "rank 0 pass 0: 1, rank 1 pass 0: 4" in run.output
+    assert "? The gradients are clipped before they are unscaled" in run.output
+    page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "The gradients differ, from step 0 on" in page
+    assert "layer.weight" in page
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_is_compared_by_samples(uneven: Path) -> None:
+    run = said("parity", "--reference-world-size", "1", str(uneven), "fsdp1")
+
+    assert run.status == 0, run.output
+    assert "EQUAL  2 steps of 2 ranks, but for rounding" in run.output
+
+
+@pytest.mark.slow
+def test_a_script_that_shards_nothing_has_no_reference(uneven: Path) -> None:
+    run = said("parity", str(uneven), "ddp")
+
+    assert run.status == 2, run.output
+    assert "NOTHING COMPARED: the script shards nothing" in run.output
+
+
+@pytest.mark.slow
+def test_a_norm_of_shards_alone_is_the_mistake_of_the_script(uneven: Path) -> None:
+    run = said("parity", str(uneven), "fsdp1", "of shards")
+
+    assert run.status == 1, run.output
+    assert "✗ The norm of the gradients differs although the gradients agree, from step 0 on" in run.output
+    assert "whose     the script" in run.output
+    assert "each rank has taken the norm of its own shards" in run.output

@@ -1,0 +1,77 @@
+"""Signs of mistakes in one recording, from trainings in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fsdp_conformance.parity.alone import suspicions
+from fsdp_conformance.parity.finding import Finding
+from fsdp_conformance.parity.runs import Run
+from fsdp_conformance.recorder.process import recording
+from fsdp_conformance.recordings import files
+from fsdp_conformance.tests.parity.trainings import as_rank
+
+UNEVEN = "The loss is averaged over each batch by itself, and the batches have other numbers of tokens"
+CLIPPED = "The gradients are clipped before they are unscaled"
+
+#: The loss of a rank from its mean cross-entropy, its number of targets and that of all ranks.
+Loss = Callable[[Tensor, int, int], Tensor]
+
+
+def as_is(mean: Tensor, own: int, total: int) -> Tensor:
+    return mean
+
+
+def weighted(mean: Tensor, own: int, total: int) -> Tensor:
+    return mean * own * 2 / total
+
+
+def found(directory: Path, *, ignored: int = 0, loss: Loss = as_is, unscales: str = "never") -> list[Finding]:
+    """The suspicions about a training of two ranks, the first of which ignores some of its six targets."""
+    for rank in range(2):
+        with as_rank(rank, 2), recording(directory):
+            torch.manual_seed(0)
+            model = nn.Linear(3, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=unscales != "never")
+            for step in range(2):
+                torch.manual_seed(10 * rank + step)
+                target = torch.randint(0, 4, (6,))
+                if not rank:
+                    target[:ignored] = -100
+                mean = functional.cross_entropy(model(torch.randn(6, 3)), target)
+                scaler.scale(loss(mean, int((target >= 0).sum()), 12 - ignored)).backward()
+                if unscales == "first":
+                    scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    run = Run(files.read(directory))
+    assert len(run.steps) == 2
+    return [finding for finding in suspicions(run) if finding.title in (UNEVEN, CLIPPED)]
+
+
+def test_means_over_uneven_batches_are_suspicious(tmp_path: Path) -> None:
+    finding = found(tmp_path, ignored=4)[0]
+
+    assert (finding.title, finding.step) == (UNEVEN, 0)
+    assert finding.first == "targets that are not ignored · rank 0 pass 0: 2, rank 1 pass 0: 6"
+
+
+@pytest.mark.parametrize(
+    ("ignored", "loss"), [(0, as_is), (4, weighted)], ids=["even batches", "weighted by the number of targets"]
+)
+def test_means_that_weigh_each_token_equally_are_not(ignored: int, loss: Loss, tmp_path: Path) -> None:
+    assert found(tmp_path, ignored=ignored, loss=loss) == []
+
+
+def test_clipping_what_is_still_scaled_is_suspicious(tmp_path: Path) -> None:
+    assert [finding.title for finding in found(tmp_path / "late", unscales="late")] == [CLIPPED]
+    assert found(tmp_path / "first", unscales="first") == []
