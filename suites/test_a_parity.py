@@ -69,6 +69,25 @@ class NumericalParity(ConformanceTestCase):
         self.check_same_on_every_rank(run, "R007")
 
     @conformance_case(
+        "R001",
+        "R002",
+        "R003",
+        "R007",
+        chapter="A",
+        axes={"workload": ("llama", "routed-experts", "state-space"), "world_size": (3,)},
+        kills=("sum-instead-of-mean", "no-reduction", "last-padded-row-dropped", "reference-sums-gradients"),
+    )
+    def test_architecture(self, workload: str, world_size: int) -> None:
+        """
+        Rotary embeddings with grouped-query attention, routed experts with a second loss, and a selective scan are at
+        parity.
+        """
+        problem = workload_by_name(workload)
+        run = self.train(problem)
+        self.check_parity(run, problem)
+        self.check_same_on_every_rank(run, "R007")
+
+    @conformance_case(
         "R003",
         chapter="A",
         axes={"world_size": (2, 3, 5)},

@@ -18,7 +18,7 @@ from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks import memory
 from fsdp_conformance.checks.result import comparison
-from fsdp_conformance.fixtures import deep, probes
+from fsdp_conformance.fixtures import deep, probes, storage
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.plan import Offload, Plan, Sharding
 from fsdp_conformance.workload.definition import Regime, Workload
@@ -338,6 +338,22 @@ class Lifecycle(ConformanceTestCase):
         regime = Regime(micro_batches=2, reduced=reduced)
         run = self.train(workload, self.plan(workload), regime, on_gradients=self._expect_alike)
         self.check_parity(run, workload, regime)
+
+    @conformance_case(
+        "R037",
+        "R001",
+        "R002",
+        "R003",
+        chapter="D",
+        world_size=2,
+        needs=("mixed_dtypes",),
+        kills=("reference-sums-gradients", "reference-damages-gathered-parameters"),
+    )
+    def test_parameters_of_two_dtypes(self) -> None:
+        """Parameters of one unit that are stored in two dtypes are at parity, with gradients in their own dtypes."""
+        workload = storage.mixed_storage()
+        run = self.train(workload, on_gradients=self._expect_alike)
+        self.check_parity(run, workload)
 
     @conformance_case(
         "R037",

@@ -6,7 +6,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import same_parameters, same_state_dict
-from fsdp_conformance.fixtures import checkpointing, probes, recipes, reuse, transformer
+from fsdp_conformance.fixtures import checkpointing, chunked, probes, recipes, reuse, transformer
 from fsdp_conformance.references.plain_training import plain_training
 from fsdp_conformance.workload.definition import Regime
 
@@ -43,6 +43,24 @@ class SharedParameters(ConformanceTestCase):
         regime = Regime(optimizer="adam", steps=5)
         run = self.train(workload, regime=regime)
         self.check_parity(run, workload, regime, requirements={"gradient": "R106"})
+
+    @conformance_case(
+        "R106",
+        "R001",
+        "R002",
+        "R003",
+        chapter="L",
+        axes={"world_size": (2,)},
+        kills=("tied-gradient-doubled", "no-reduction", "sum-instead-of-mean", "reference-sums-gradients"),
+    )
+    def test_chunked_loss(self, world_size: int) -> None:
+        """
+        An embedding that the model uses once more for each chunk of its loss, also while backward recomputes the
+        chunk, gets the sum of all uses.
+        """
+        workload = chunked.chunked_loss()
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R106"})
 
     @conformance_case(
         "R107",

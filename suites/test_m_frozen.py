@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.declaration import conformance_case
-from fsdp_conformance.fixtures import frozen, models, probes
+from fsdp_conformance.fixtures import adapters, frozen, models, probes, workload_by_name
 from fsdp_conformance.workload.definition import Regime
 from fsdp_conformance.workload.events import Action, Event, Moment
 
@@ -32,6 +32,65 @@ class FrozenParameters(ConformanceTestCase):
         self.check_parity(run, workload, requirements={"gradient": "R111", "parameter": "R111"})
         self.check_flags(run, workload, "R111")
         self.check_released(adapter, workload, "R111", run)
+
+    @conformance_case(
+        "R111",
+        "R001",
+        "R002",
+        "R003",
+        chapter="M",
+        axes={"frozen": ("vision", "language"), "world_size": (2,)},
+        kills=("frozen-gets-gradient", "sum-instead-of-mean", "no-reduction", "reference-sums-gradients"),
+    )
+    def test_frozen_tower(self, frozen: str, world_size: int) -> None:
+        """
+        Of a vision tower and a language model with nested units, one is frozen: before or behind what trains, it keeps
+        its values and flags, and the rest is at parity.
+        """
+        workload = workload_by_name(f"{frozen}-frozen")
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R111", "parameter": "R111"})
+        self.check_flags(run, workload, "R111")
+
+    @conformance_case(
+        "R112",
+        "R001",
+        "R002",
+        "R003",
+        chapter="M",
+        axes={"world_size": (2,)},
+        needs=("frozen_mixed",),
+        kills=("frozen-gets-gradient", "frozen-neighbours-not-reduced"),
+    )
+    def test_low_rank_adapters(self, world_size: int) -> None:
+        """Low-rank adapters train at parity in one unit with the frozen weights that they adapt."""
+        workload = adapters.lora()
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R112", "parameter": "R112"})
+        self.check_flags(run, workload, "R112")
+
+    @conformance_case(
+        "R112",
+        "R001",
+        "R002",
+        "R003",
+        chapter="M",
+        axes={"world_size": (2,)},
+        needs=("frozen_mixed",),
+        kills=("frozen-neighbours-not-reduced", "sum-instead-of-mean", "reference-sums-gradients"),
+    )
+    def test_packed_weights(self, world_size: int) -> None:
+        """
+        Low-rank adapters train at parity in one unit with frozen weights that are packed integers and keep every bit,
+        or a layout that cannot hold both dtypes refuses them.
+        """
+        workload = adapters.lora_packed()
+        with self.refusal("R112", "integers beside floating-point parameters in a unit", names=("dtype",)) as outcome:
+            run = self.train(workload)
+            outcome.excused = True
+        if outcome.error is None:
+            self.check_parity(run, workload, requirements={"gradient": "R112", "parameter": "R112"})
+            self.check_flags(run, workload, "R112")
 
     @conformance_case(
         "R112",
