@@ -82,6 +82,10 @@ class RunSettings:
     implementation: str = "torch-fsdp2"
     """An entry point's name, `package.module:Class`, `path/to/file.py:Class`, or `mutant:NAME`."""
     profile: str = "core-2026.11"
+    workload: str = ""
+    """The user's own model, batches and loss, as `workload.loading` takes them. Cannot certify."""
+    workload_has: tuple[str, ...] = ()
+    """What cases can ask of it, once it has been examined: members of `contract.case.OF_WORKLOAD`."""
     device: str = "cpu"
     simulator: bool = True
     """On the CPU, run cases that need an accelerator on the simulated one, if it can be compiled."""
@@ -142,6 +146,9 @@ class RunSettings:
 
 #: The settings of a run whose user chose none.
 DEFAULTS = RunSettings()
+
+#: The profile of the cases that train the user's own model.
+OWN_MODEL = "own-model-2026.11"
 
 #: As many as fit.
 AUTO = "auto"
@@ -281,6 +288,8 @@ OPTIONS: dict[str, Option] = {option.name: option for option in (
            help="entry point name, package.module:Class, path/to/file.py:Class, or mutant:NAME"),
     Option("profile", "--profile", metavar="NAME", parse=_text, kind=Kind.GATE, default=DEFAULTS.profile,
            help="profile name or .json file"),
+    Option("workload", "--workload", metavar="FILE:FUNCTION", parse=_text, kind=Kind.GATE,
+           help="judge on your own model, batches and loss: a function that returns a Workload; cannot certify"),
     Option("device", "--device", metavar="TYPE", parse=_device_type, kind=Kind.GATE, default=DEFAULTS.device,
            help="cpu, sim (simulated), cuda, or any accelerator that torch knows"),
     Option("no_simulator", "--no-simulator", field="simulator", value=False, kind=Kind.GATE, same_in_pytest=True,
@@ -345,6 +354,8 @@ def from_words(**words: str | bool | Iterable[str] | None) -> RunSettings:
                 values[option.target] = option.read(typed[option.name])
             except ConfigError as error:
                 problems += error.problems
+    if "workload" in values and values.get("profile", DEFAULTS.profile) == DEFAULTS.profile:
+        values["profile"] = OWN_MODEL
     settings = RunSettings(**values)
     problems += [problem for rule in _RULES for problem in rule(settings, typed)]
     if problems:
@@ -420,6 +431,13 @@ def _check_slots(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]
         yield "slots_per_device must be omitted with torchrun, which runs one case at a time"
 
 
+def _check_workload(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:
+    if run.workload and run.profile != OWN_MODEL:
+        yield f"profile must be omitted with workload, which has its own, {OWN_MODEL}, got {run.profile!r}"
+    if run.profile == OWN_MODEL and not run.workload:
+        yield f"workload must be FILE:FUNCTION with the profile {OWN_MODEL}, got none"
+
+
 def _check_stress(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:
     if "stress" in typed and run.ranks == "simulated":
         yield "ranks must be processes with stress: simulated ranks take turns, and nothing is late"
@@ -435,6 +453,7 @@ _RULES: tuple[Callable[[RunSettings, Mapping[str, object]], Iterator[str]], ...]
     _check_sharing,
     _check_slots,
     _check_stress,
+    _check_workload,
 )
 
 

@@ -40,6 +40,10 @@ adapter.
     test_y_hooks           hooks of users, of the engine, and communication hooks
     test_z_failure         failure and recovery, and interrupted recomputation
 
+The user's own model (--workload), which has a separate profile:
+
+    test_own_model         parity, init modes, offload, precision, accumulation, clipping, checkpoints
+
 Components, which have a separate profile:
 
     test_aa_buckets        reducer: which gradients share a bucket

@@ -5,6 +5,7 @@ Conformance cases: their declaration, the verbs of their bodies, and the control
     base           `ConformanceTestCase`: the verbs of a body, and the parts that it has in a rank
     controller     gate, launch and verdict; no rank imports it
     stress         a case in a stress run
+    own_model      the model that the user names with --workload, examined for the controller
 
 The parts, which exist only in a rank:
 

@@ -18,7 +18,7 @@ from typing import Any
 from fsdp_conformance import codec, run_settings
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.registry import AdapterDescription
-from fsdp_conformance.cases import places, stress
+from fsdp_conformance.cases import own_model, places, stress
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.contract.gate import Gated, gate, is_refereed
@@ -64,6 +64,8 @@ class Admission:
 def admission(case: Case, *, shares_references: bool) -> Admission | CaseRecord:
     """How a case starts, or its record if the gate says that it does not run."""
     settings = run_settings.current()
+    if case.is_own:
+        settings = own_model.with_properties(settings)
     worker = TorchrunWorker.from_environment(os.environ) if settings.ranks == "torchrun" else None
     if worker is not None:
         settings = replace(settings, num_workers=worker.world_size)

@@ -27,6 +27,7 @@ Child processes. They import torch; the command itself, except for `smoke` and t
     child           starting, asking and ending a child, and its own side of the pipe
     signals         signals that ask a command to end
     survey          the machine and the implementation, as a child sees them
+    own_workload    the user's own model, examined in a child
     leftovers       processes and files that earlier runs left behind
 
 Shared by the commands about one case:

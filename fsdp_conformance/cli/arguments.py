@@ -221,7 +221,7 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
     """The commands that look at one case."""
     debug = command("debug", "run one case with one rank in the foreground, for breakpoint() and pdb")
     debug.add_argument("case", metavar="CASE", help="the id of a case, such as R001/exact-probe-ws2")
-    _add_options(debug, "implementation", "device")
+    _add_options(debug, "implementation", "workload", "device")
     debug.add_argument("--rank", metavar="N", default="0", help="the rank that has the terminal (default: 0)")
     debug.add_argument("--pdb", action="store_true", help="open pdb where this rank raises and should not")
 

@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from fsdp_conformance.cli.child import WARM, StartedChild
+from fsdp_conformance.cli.own_workload import TIMEOUT_S as WORKLOAD_TIMEOUT_S
+from fsdp_conformance.cli.own_workload import settings_from
 from fsdp_conformance.cli.survey import TIMEOUT_S, Survey, survey_from
 from fsdp_conformance.errors import ConformanceError, UsageError
 from fsdp_conformance.pytest_plugin.options import ERROR_FILE, ORDER_OPTION, SUITES
-from fsdp_conformance.run_settings import RunOrder
+from fsdp_conformance.run_settings import RunOrder, RunSettings
 
 #: The time pytest has to end its cases and to write the last line of the run file after an interrupt.
 INTERRUPT_S = 20.0
@@ -94,6 +96,13 @@ class PytestProcess:
         """Like `survey.survey`; also raises Stopped once `signals` is not empty."""
         self._child.send("survey", fork=True, device=device, implementation=implementation)
         return survey_from(self._child.read(timeout_s=timeout_s, signals=signals), implementation)
+
+    def with_workload(self, settings: RunSettings, signals: Sequence[int] = ()) -> RunSettings:
+        """Like `own_workload.with_workload`; also raises Stopped once `signals` is not empty."""
+        if not settings.workload:
+            return settings
+        self._child.send("workload", fork=True, spec=settings.workload)
+        return settings_from(self._child.read(timeout_s=WORKLOAD_TIMEOUT_S, signals=signals), settings)
 
     def smoke(
         self, device: str, implementation: str, signals: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S

@@ -20,9 +20,21 @@ EXPLORED = "explored-"
 #: The slug of a case that trains another scenario in each run begins with this.
 FRESH = "fresh-"
 
+#: What a case can ask of the user's own model (--workload), each with what a model lacks that does not have it.
+OF_WORKLOAD = {
+    "own_workload": "no model of the user's: choose one with --workload",
+    "own_adam": "no optimizer called 'adam'",
+    "own_meta": "no build_on_meta",
+    "own_units": "no units",
+    "own_frozen": "no frozen parameter",
+    "own_tied": "no parameter that is used under two names",
+    "own_float32": "parameters in another dtype than float32",
+    "own_exact": "no exactness: its training rounds",
+}
+
 #: Environments that a case can ask for; the harness knows which are present.
 #: "stream_order": the device can be asked what each operation of a stream waits for; only the simulated one answers.
-ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory", "stream_order"})
+ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory", "stream_order", *OF_WORKLOAD})
 
 #: The deadline of a case that names none, in seconds.
 TIMEOUT_S = 60.0
@@ -68,6 +80,11 @@ class Case:
     def is_fresh(self) -> bool:
         """True if it trains another scenario in each run."""
         return self.id.partition("/")[2].startswith(FRESH)
+
+    @property
+    def is_own(self) -> bool:
+        """True if it trains the model that the user names with --workload: then it belongs to a profile of its own."""
+        return "own_workload" in self.environment
 
 
 def case_of(method: Any) -> Case | None:

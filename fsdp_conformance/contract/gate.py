@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from fsdp_conformance.capability import CAPABILITIES, Asked
-from fsdp_conformance.contract.case import Case
+from fsdp_conformance.contract.case import OF_WORKLOAD, Case
 from fsdp_conformance.contract.selection import left_out_by
 from fsdp_conformance.outcome.records import ABSENT, UNDECLARED, CaseRecord
 from fsdp_conformance.plan import SIMULATED
@@ -100,12 +100,25 @@ def gate(
     option = left_out_by(case, settings)
     if option:
         return Gated(device=device, record=decided(record, Verdict.DISABLED, f"left out by {option}"))
+    if lacks := _lacks(case, settings):
+        return Gated(device=device, record=decided(record, Verdict.DISABLED, lacks))
     missing = declined_flags(case, declared=declared, device=device)
     if missing:
         record.measurements[UNDECLARED] = missing
         reason = f"{', '.join(missing)} not declared by {settings.implementation}"
         return Gated(device=device, record=decided(record, Verdict.UNSUPPORTED, reason))
     return Gated(device=device, record=_not_run(case, record, settings, places))
+
+
+def _lacks(case: Case, settings: RunSettings) -> str:
+    """Why the case does not apply to the user's model; empty if it does."""
+    lacking = [words for name, words in OF_WORKLOAD.items() if name in set(case.environment) - {*settings.workload_has}]
+    # Without a model there is nothing else to say of it.
+    return (
+        f"left out by --workload: it has {lacking[0] if not settings.workload else ', '.join(lacking)}"
+        if lacking
+        else ""
+    )
 
 
 def declined_flags(case: Case, *, declared: Callable[[str], frozenset[str]], device: str) -> list[str]:
@@ -137,7 +150,7 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
     if settings.ranks == "simulated" and case.processes:
         record.measurements[ABSENT] = ["processes"]
         return decided(record, Verdict.NOT_RUN_ENV, f"needs a process for each rank: {case.processes}")
-    absent = [name for name in case.environment if name not in place.present]
+    absent = [name for name in case.environment if name not in place.present and name not in OF_WORKLOAD]
     if absent:
         reason = f"needs {', '.join(absent)}, {lacking}"
     elif place.problem:
@@ -155,7 +168,9 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
 
 def _record_without_ranks(case: Case, settings: RunSettings, device: str) -> CaseRecord:
     """A record of a case that starts no rank: options about ranks have no part in its verdict."""
-    bare = RunSettings(implementation=settings.implementation, fresh_seed=settings.scenario_seed)
+    bare = RunSettings(
+        implementation=settings.implementation, workload=settings.workload, fresh_seed=settings.scenario_seed
+    )
     return empty_record(case, bare, device)
 
 
@@ -165,6 +180,8 @@ def empty_record(case: Case, settings: RunSettings, device: str, *, seconds: flo
     words = ["fsdp-conformance run"]
     if settings.implementation:
         words.append(f"--implementation {settings.implementation}")
+    if settings.workload:
+        words.append(f"--workload {settings.workload}")
     if device != "cpu":
         words.append(f"--device {device}")
     if ranks == "simulated":

@@ -5,9 +5,10 @@ A profile: the frozen list of cases from which a certificate is computed, with i
     python -m fsdp_conformance.contract.profile --write core-2026.11
     python -m fsdp_conformance.contract.profile --write components-2026.11
     python -m fsdp_conformance.contract.profile --write quick-2026.11
+    python -m fsdp_conformance.contract.profile --write own-model-2026.11
     python -m fsdp_conformance.contract.profile --write smoke --only R001/exact-probe-ws2 ... --not-certifying
 
-Shipped are `core` and `components`, which certify, and the selections `smoke` and `quick`, which do not. From these
+Shipped are `core` and `components`, which certify, and `smoke`, `quick` and `own-model`, which do not. From the first
 follow `base`, `full` (core and components) and a profile for each extension (the base and that extension). A name
 without a date means the newest: `base` is base-2026.11.
 
@@ -37,6 +38,7 @@ from fsdp_conformance.contract.case import Case, case_of
 from fsdp_conformance.contract.requirement import Contract, Level, load
 from fsdp_conformance.contract.scopes import BASE, scope_of
 from fsdp_conformance.errors import ConfigError, ConformanceError, SuiteError, UsageError
+from fsdp_conformance.run_settings import OWN_MODEL
 
 #: Increases when the *meaning* of running a case changes, not when cases are added.
 INTERPRETATION = 1
@@ -326,8 +328,10 @@ def profile_of(
     if not only:
         of_components = name.startswith(COMPONENTS)
         chosen = [case for case in chosen if (case.chapter in COMPONENT_CHAPTERS) is of_components]
+        chosen = [case for case in chosen if case.is_own is (name == OWN_MODEL)]
     if name.startswith(QUICK):
-        chosen, certifies = (chosen if only else quickest(chosen)), False
+        chosen = chosen if only else quickest(chosen)
+    certifies = certifies and not name.startswith(QUICK) and name != OWN_MODEL
     problems += [
         f"{case.id}: requirement must be one of the contract's, got {requirement!r}"
         for case in chosen

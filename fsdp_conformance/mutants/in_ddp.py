@@ -74,3 +74,14 @@ class ZeRO1SumsGradients(SeamDDP):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         super().backward(loss * dist.get_world_size(), retain_graph=retain_graph)
+
+
+@known_wrong("R005", "R003", name="zero1-forgets-a-rank")
+class ZeRO1ForgetsARank(SeamDDP):
+    """Only the optimizer is said to be sharded, and the gradients of the last rank count for nothing."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero1"})
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        counts = float(dist.get_rank() < dist.get_world_size() - 1)
+        super().backward(loss * counts, retain_graph=retain_graph)

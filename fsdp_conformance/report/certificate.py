@@ -423,6 +423,8 @@ def _run_problems(run: RunFile) -> list[str]:
     for option, key in OPTIONS.items():
         if settings.get(key):
             problems.append(f"incomplete: {option} left cases out")
+    if settings.get("workload"):
+        problems.append(f"{_PRIVATE} --workload {settings['workload']}: the model is the user's, not of this suite")
     if settings.get("reuse_ranks") or any(record.ranks == "reused" for record in run.records):
         problems.append("incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case")
     if settings.get("share_devices") or any(record.ranks == SHARED_DEVICES for record in run.records):

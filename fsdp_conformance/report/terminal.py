@@ -142,9 +142,13 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
     return [one for one in fields if one.text]
 
 
+#: The options of `debug` that decide what it runs.
+_CHOICES = ("--implementation", "--workload", "--device")
+
+
 def closer(record: CaseRecord) -> str:
     """The command that gives a rank of the case the terminal: to be pasted, so it names the engine and the device."""
-    options = [re.search(rf" {option} .+?(?= --|$)", record.repro) for option in ("--implementation", "--device")]
+    options = [re.search(rf" {option} .+?(?= --|$)", record.repro) for option in _CHOICES]
     return f"fsdp-conformance debug {record.case}" + "".join(match[0] for match in options if match)
 
 

@@ -11,11 +11,12 @@ import argparse
 
 from fsdp_conformance.cli import messages, single
 from fsdp_conformance.cli.arguments import settings_of
+from fsdp_conformance.cli.own_workload import with_workload
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import terminal
 from fsdp_conformance.report.folding import screen_width
-from fsdp_conformance.run_settings import RunSettings
+from fsdp_conformance.run_settings import OWN_MODEL
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import FINE, Verdict
 
@@ -25,7 +26,8 @@ _QUIT = "bdb.BdbQuit"
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the case. Returns the exit status of its verdict."""
-    device = settings_of(arguments).device
+    settings = settings_of(arguments)
+    device = settings.device
     if not arguments.rank.isdecimal():
         raise ConfigError([f"--rank must be a rank, from 0, got {arguments.rank!r}"], where="debug")
     rank = int(arguments.rank)
@@ -36,6 +38,12 @@ def main(arguments: argparse.Namespace) -> int:
             [f"--rank must be less than the world size {bound.case.world_size} of {bound.case.id}, got {rank}"],
             where="debug",
         )
+    if bound.case.is_own and not settings.workload:
+        raise ConfigError([f"{bound.case.id} trains your own model: add --workload FILE:FUNCTION"], where="debug")
+    if settings.workload and not bound.case.is_own:
+        problem = f"--workload is for cases of the profile {OWN_MODEL}, got {bound.case.id}, which trains its own model"
+        raise ConfigError([problem], where="debug")
+    settings = with_workload(settings, fork=True)
     from fsdp_conformance.harness.order import Debugged
     from fsdp_conformance.harness.processes.foreground import passing_on_interrupts
     from fsdp_conformance.selftest.cases import record_of
@@ -53,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
         return test.processes[rank].pid if len(test.processes) > rank else None
 
     with passing_on_interrupts(pid):
-        record = record_of(test, RunSettings(implementation=arguments.implementation, device=device))
+        record = record_of(test, settings)
     return _tell(record)
 
 

@@ -17,6 +17,7 @@ from fsdp_conformance import codec, contract
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cli import chosen_cases, messages
 from fsdp_conformance.cli.arguments import settings_of
+from fsdp_conformance.cli.own_workload import with_workload
 from fsdp_conformance.cli.survey import survey
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.gate import Gated
@@ -36,6 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
         _tell_requirements(profile, as_json=arguments.json)
         return Status.CERTIFIED
     cases = chosen_cases.selected(profile, settings)
+    settings = with_workload(settings)
     surveyed = survey(settings.device, settings.implementation)
     foreseen = chosen_cases.foreseen(cases, settings, surveyed)
     pairs = zip(cases, foreseen, strict=True)

@@ -90,6 +90,7 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
         cases = chosen_cases.selected(profile, settings, arguments.suites)
         _check_workers(arguments.workers)
         expected = expected_by(arguments)
+        settings = pytest.with_workload(settings, signals)
         survey = pytest.survey(settings.device, settings.implementation, signals)
         chosen_cases.check_machine(survey.machine, cases, settings)
         foreseen = chosen_cases.foreseen(cases, settings, survey)
@@ -190,6 +191,8 @@ def _announce(
     messages.say(f"implementation {name} ({settings.implementation})")
     for shim in description.shims:
         messages.say(f"  shim: {shim}")
+    if settings.workload:
+        messages.say(f"model, batches and loss of {settings.workload}: nothing is certified")
     backend = machine.backend_of(settings)
     messages.say(f"device {machine.device} · backend {backend} · torch {machine.torch}")
     if settings.share_devices:

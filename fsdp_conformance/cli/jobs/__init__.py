@@ -2,6 +2,7 @@
 The jobs of child processes, a module each: `run` takes a function that sends answers, and the arguments of the request.
 
     survey      what the implementation declares, and what the machine has
+    workload    the problems of the user's own model, and what it has
     smoke       the adapter check before a run
     cases       the cases of a run: the process becomes pytest
     doctor      trial launches and collectives
