@@ -85,7 +85,7 @@ class RunSettings:
     workload: str = ""
     """The user's own model, batches and loss, as `workload.loading` takes them. Cannot certify."""
     workload_has: tuple[str, ...] = ()
-    """What cases can ask of it, once it has been examined: members of `contract.case.OF_WORKLOAD`."""
+    """The things that cases can ask of it, once it has been examined: members of `contract.case.OF_WORKLOAD`."""
     device: str = "cpu"
     simulator: bool = True
     """On the CPU, run cases that need an accelerator on the simulated one, if it can be compiled."""
@@ -149,6 +149,8 @@ DEFAULTS = RunSettings()
 
 #: The profile of the cases that train the user's own model.
 OWN_MODEL = "own-model-2026.11"
+#: The same without its date.
+_OWN_MODEL = OWN_MODEL.rpartition("-")[0]
 
 #: As many as fit.
 AUTO = "auto"
@@ -354,7 +356,7 @@ def from_words(**words: str | bool | Iterable[str] | None) -> RunSettings:
                 values[option.target] = option.read(typed[option.name])
             except ConfigError as error:
                 problems += error.problems
-    if "workload" in values and values.get("profile", DEFAULTS.profile) == DEFAULTS.profile:
+    if "workload" in values and values.get("profile", DEFAULTS.profile) in (DEFAULTS.profile, _OWN_MODEL):
         values["profile"] = OWN_MODEL
     settings = RunSettings(**values)
     problems += [problem for rule in _RULES for problem in rule(settings, typed)]
@@ -434,7 +436,7 @@ def _check_slots(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]
 def _check_workload(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:
     if run.workload and run.profile != OWN_MODEL:
         yield f"profile must be omitted with workload, which has its own, {OWN_MODEL}, got {run.profile!r}"
-    if run.profile == OWN_MODEL and not run.workload:
+    if run.profile in (OWN_MODEL, _OWN_MODEL) and not run.workload:
         yield f"workload must be FILE:FUNCTION with the profile {OWN_MODEL}, got none"
 
 

@@ -22,7 +22,9 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return PackedSequence(moved[0], value.batch_sizes, moved[1], moved[2])
     if isinstance(value, dict):
         mapped = copy.copy(value)
-        mapped.update({key: map_tensors(item, change) for key, item in value.items()})
+        # Some subclasses, such as the outputs of Hugging Face's models, have no `update`.
+        for key, item in value.items():
+            mapped[key] = map_tensors(item, change)
         return mapped
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))

@@ -10,6 +10,8 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from fsdp_conformance import codec
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.harness.probe import run_in_child
@@ -42,5 +44,6 @@ def _properties(spec: str) -> tuple[str, ...]:
 
 def examined(spec: str) -> dict[str, Any]:
     """The fitness of a workload as JSON: the function that the separate process runs."""
+    torch.set_num_threads(1)
     fitness: dict[str, Any] = codec.plain(fitness_of(spec))
     return fitness

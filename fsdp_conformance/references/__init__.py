@@ -14,6 +14,7 @@ References: independent trainings of a workload, and the bounds within which an 
     scenario          what references depend on, as text: the keys of the store
     packed_history    a history as its structure and one flat tensor, to be sent to another rank
     exactness         proof that a probe is exact, and which regimes demand bitwise equality
+    self_check        checks of a workload: data that differ between ranks, pure functions, names that exist
     fitness           if a user's workload can judge an engine, and what cases can ask of it
     segments          many small tensors as one vector
     tolerance         bounds for everything else, with their derivations

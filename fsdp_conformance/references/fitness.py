@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from fsdp_conformance.errors import ConfigError, NotExact, ReferencesDisagree
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.references.exactness import assert_exact
-from fsdp_conformance.references.reference_set import from_histories
+from fsdp_conformance.references.reference_set import Kind, from_histories
+from fsdp_conformance.references.self_check import SelfCheck
 from fsdp_conformance.references.single_process import Order, single_process_histories
+from fsdp_conformance.references.tolerance import CEILING
 from fsdp_conformance.workload.definition import Batch, BatchKey, Regime, Workload
 from fsdp_conformance.workload.loading import described, load_workload
-from fsdp_conformance.workload.self_check import SelfCheck
 
-#: Ranks of the trainings that show how much rounding there is.
+#: Ranks of the trainings that show whether a workload is exact.
 _RANKS = 2
 
 #: Steps of Adam that the cases make.
@@ -33,11 +34,20 @@ ADAM_STEPS = 5
 #: Trait of a workload with parameters that get no gradient.
 _UNUSED = "unused"
 
-#: Why a training may be too noisy, and what helps.
+#: How problems of `SelfCheck` begin.
+_EQUAL_BATCHES, _EQUAL_GRADIENTS = "the batch must depend on the rank", "gradients of "
+
+#: What helps against too much rounding.
 _NOISY = (
-    "float32 differs so much from float64 that a fault could hide. Build the model in float32, with values, learning "
-    "rates and an epsilon for which a rounding error stays one: see docs/own-model.md"
+    "A fault could hide in so much rounding: build the model in float32, and give it larger initial values, a higher "
+    "learning rate or, for Adam, a larger epsilon"
 )
+
+#: Numbers of ranks that are tried: parameters move least where most batches are averaged.
+_WORLDS = (2, 4)
+
+#: Where cases clip, parameters move so much less. They do so with the first optimizer.
+_MARGIN = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +57,7 @@ class Fitness:
     problems: tuple[str, ...]
     """Why the workload cannot judge an engine; empty if it can."""
     has: tuple[str, ...] = ()
-    """What cases can ask of it: names of `contract.case.OF_WORKLOAD`, sorted."""
+    """The things that cases can ask of it: names of `contract.case.OF_WORKLOAD`, sorted."""
     name: str = ""
 
 
@@ -82,7 +92,10 @@ def problems_of(workload: Workload) -> Iterator[str]:
         return
     unfit = list(_differing(workload))
     for group in SelfCheck(workload).all():
-        unfit += _of_group(group)
+        unfit += _folded(_of_group(group))
+    if any(problem.startswith(_EQUAL_BATCHES) for problem in unfit):
+        # Equal gradients follow from that.
+        unfit = [problem for problem in unfit if not problem.startswith(_EQUAL_GRADIENTS)]
     yield from unfit
     if not unfit:
         yield from _noise(workload)
@@ -178,6 +191,15 @@ def _same(first: Tensor | None, second: Tensor | None) -> bool:
     return torch.equal(first, second)
 
 
+def _folded(problems: list[str]) -> list[str]:
+    """The problems, with the first of those about gradients in place of all."""
+    about = [problem for problem in problems if problem.startswith(_EQUAL_GRADIENTS)]
+    if len(about) < 2:
+        return problems
+    others = [problem for problem in problems if problem not in about]
+    return [*others, f"{about[0]}; the same is true of {len(about) - 1} more"]
+
+
 def _of_group(group: Iterator[str]) -> list[str]:
     """The problems of one group of checks of `SelfCheck`; an exception is one."""
     problems: list[str] = []
@@ -191,14 +213,15 @@ def _of_group(group: Iterator[str]) -> list[str]:
 
 def _noise(workload: Workload) -> Iterator[str]:
     """Problems if the workload does not train in float64, or if float32 rounds too much."""
-    for regime in _regimes(workload):
+    for regime, world_size in ((regime, size) for regime in _regimes(workload) for size in _WORLDS):
         try:
-            problem = _disagreement(workload, regime)
+            problem = _disagreement(workload, regime, world_size)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             yield f"the model must train in float64, too, but with {regime.optimizer!r} it raised {described(error)}"
             return
         if problem:
-            yield f"with {regime.optimizer!r}: {problem}. {_NOISY}"
+            yield f"with {regime.optimizer!r} on {world_size} ranks: {problem}. {_NOISY}"
+            return
 
 
 def _regimes(workload: Workload) -> list[Regime]:
@@ -213,27 +236,38 @@ def first_optimizer(workload: Workload) -> str:
     return "sgd" if "sgd" in workload.optimizers else next(iter(workload.optimizers))
 
 
-def _disagreement(workload: Workload, regime: Regime) -> str:
-    """How float64 and two orders of adding in the model's dtype disagree; empty if they agree."""
+def _disagreement(workload: Workload, regime: Regime, world_size: int) -> str:
+    """
+    How far float64 and two orders of adding in the model's dtype disagree, or how little a parameter moves compared
+    with its own rounding; empty if a comparison would see a weak fault.
+    """
+
+    def trained(dtype: torch.dtype, order: Order) -> TrainingHistory:
+        return single_process_histories(workload, regime, world_size=world_size, dtype=dtype, order=order)[0]
+
     own = getattr(torch, workload.dtype)
-    histories: dict[str, TrainingHistory] = {"float64": _trained(workload, regime, torch.float64, Order.SUM)}
+    histories: dict[str, TrainingHistory] = {"float64": trained(torch.float64, Order.SUM)}
     for name, order in (("all-reduce", Order.SUM), ("torch-ddp", Order.RECIPROCAL)):
-        histories[name] = replace(_trained(workload, regime, own, order), source=name)
-    references = from_histories(workload, regime, rank=0, world_size=_RANKS, histories=dict(histories), absent={})
+        histories[name] = replace(trained(own, order), source=name)
+    references = from_histories(workload, regime, rank=0, world_size=world_size, histories=dict(histories), absent={})
     try:
         references.agree()
     except ReferencesDisagree as error:
         return str(error).partition(" [")[0]
+    last = regime.steps - 1
+    most = CEILING if regime.optimizer != first_optimizer(workload) else CEILING / _MARGIN
+    for name in references.expected.steps[last].params:
+        bound = references.bound(Kind.PARAMETER, last, name)
+        if not bound.vanishing and bound.relative + bound.rounding > most:
+            return (
+                f"parameter {name!r} moves by {bound.scale:.2g} in {regime.steps} steps, and rounding is "
+                f"{bound.relative + bound.rounding:.2g} of that, more than {most:g}"
+            )
     return ""
 
 
-def _trained(workload: Workload, regime: Regime, dtype: torch.dtype, order: Order) -> TrainingHistory:
-    """The first rank's history."""
-    return single_process_histories(workload, regime, world_size=_RANKS, dtype=dtype, order=order)[0]
-
-
 def _properties(workload: Workload) -> Iterator[str]:
-    """What the workload has."""
+    """The names of all that cases can ask of the workload."""
     model = workload.build(0)
     yield "own_workload"
     parameters = dict(model.named_parameters())

@@ -5,5 +5,4 @@ The trainings that implementation and references both run, as data.
     events        what happens between steps or inside one, and every point where it can
     units         which unit owns which parameter, and how large units are
     loading       the workload that a user names with --workload
-    self_check    checks that a workload is fit to judge an engine
 """

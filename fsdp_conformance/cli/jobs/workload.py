@@ -7,9 +7,6 @@ from fsdp_conformance.cli.child import Answer
 
 def run(answer: Answer, spec: str) -> None:
     """Answer with its problems, and with what its model has."""
-    import torch
-
     from fsdp_conformance.cases.own_model import examined
 
-    torch.set_num_threads(1)
     answer("workload", **examined(spec))

@@ -46,8 +46,14 @@ def test_a_fit_workload_has_no_problem(name: str, has: set[str]) -> None:
         ("batch_is_a_tuple", r"batch\(BatchKey\(step=0\)\) must return a Batch, got tuple"),
         ("batch_does_not_fit", r"the forward of the model with batch.args and batch.kwargs raised RuntimeError: mat1"),
         ("unit_does_not_exist", r"units must name submodules of NestedWrappedModule, got 'modul.1'"),
-        ("not_in_float64", r"must train in float64, too, but with 'sgd' it raised RuntimeError: mat1 and mat2 must have"),
-        ("too_noisy", r"with 'sgd': .* expected noise of at most 0.0005 of its scale, got .* a fault could hide"),
+        (
+            "not_in_float64",
+            r"must train in float64, too, but with 'sgd' it raised RuntimeError: mat1 and mat2 must have",
+        ),
+        (
+            "too_noisy",
+            r"with 'sgd' on 2 ranks: .* expected noise of at most 0.0005 of its scale, got .* A fault could hide",
+        ),
         ("no_optimizer", r"optimizers must name at least one"),
         ("optimizer_raises", r"the optimizer 'sgd' raised ValueError: Invalid learning rate: -1.0"),
     ],

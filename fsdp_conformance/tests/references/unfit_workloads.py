@@ -65,7 +65,7 @@ def _with_dropout(rank: int) -> nn.Module:
 
 
 def dropout() -> Workload:
-    """What drops out is drawn from torch's random numbers."""
+    """The elements that drop out are drawn from torch's random numbers."""
     return _changed(build=_with_dropout, units=())
 
 
