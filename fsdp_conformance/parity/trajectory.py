@@ -25,7 +25,7 @@ class Distance:
     value: float
     """0 if it is equal bit for bit; infinite if its shape or dtype differs, or which elements are finite."""
     bound: float | None
-    """What rounding explains. None if rounding alone is too large to judge."""
+    """The part that rounding explains. None if rounding alone is too large to judge."""
 
     @property
     def is_beyond(self) -> bool:

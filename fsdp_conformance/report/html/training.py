@@ -38,7 +38,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class TrainingView:
-    """What the page shows."""
+    """The content of the page."""
 
     title: str
     words: str

@@ -83,7 +83,7 @@ RESERVED: dict[str, frozenset[str]] = {
     # A case that names an engine judges that engine alone.
     "torch.distributed.fsdp": frozenset({"adapters", "mutants", "harness", "recorder", "tests"}),
     "torch.distributed._composable": frozenset({"adapters", "mutants", "tests"}),
-    "deepspeed": frozenset({"adapters", "mutants", "tests"}),
+    "deepspeed": frozenset({"adapters", "mutants", "recorder", "tests"}),
     "fairscale": frozenset({"adapters", "tests"}),
     "megatron_fsdp": frozenset({"adapters", "tests"}),
     "torchtitan": frozenset({"adapters", "tests"}),
