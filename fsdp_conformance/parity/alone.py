@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.runs import Run, events_by_step
 from fsdp_conformance.parity.samples import samples_of, shares_samples
-from fsdp_conformance.recordings.events import Backward, Clip, Mark
+from fsdp_conformance.recordings.events import Backward, Clip, Initial, Mark
 
 #: Names that are shown of many.
 _SHOWN = 3
@@ -17,6 +17,7 @@ _SAME = 1e-3
 
 def suspicions(run: Run) -> Iterator[Finding]:
     """Signs of what may be meant, but is often a mistake."""
+    yield from _different_models(run)
     yield from _same_samples(run)
     yield from _repeated_order(run)
     yield from _untrained(run)
@@ -30,6 +31,24 @@ def suspicions(run: Run) -> Iterator[Finding]:
 
 def _suspicion(title: str, whose: Whose = Whose.SCRIPT, **details: object) -> Finding:
     return Finding(title=title, whose=whose, is_certain=False, **details)  # type: ignore[arg-type]
+
+
+def _different_models(run: Run) -> Iterator[Finding]:
+    """The ranks had other values when they sharded the model."""
+    initial = [
+        next((event for event in rank.events if isinstance(event, Initial)), None) for rank in run.recording.ranks
+    ]
+    wrapped = [event.wrapped if event is not None else "" for event in initial]
+    if all(wrapped) and len(set(wrapped)) > 1:
+        differing = [rank for rank, value in enumerate(wrapped) if value != wrapped[0]]
+        yield _suspicion(
+            "The ranks sharded different models",
+            step=0,
+            first=f"rank {', '.join(map(str, differing))} had other values than rank 0 when the model was sharded",
+            likely="each rank has drawn its own initial values, so the model is made of pieces of several: seed all "
+            "ranks alike before the model is built, or load one state afterwards",
+            line=_line(run),
+        )
 
 
 def _same_samples(run: Run) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ change to what it computes.
     hooks           the places in torch where a training loop is seen
     names           parameters by the names that the unsharded model gives them
     layouts         which elements of a parameter this rank holds
+    shards          the parameters that an optimizer has, while modules hold gathered ones
     deepspeed_engine, deepspeed_values
                     DeepSpeed's engine, which hides what each rank holds
     fingerprints    elements as a fingerprint

@@ -158,9 +158,12 @@ class Hooks:
         def fully_shard(original: Any) -> Any:
             @functools.wraps(original)
             def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
+                units = [module] if isinstance(module, nn.Module) else list(module)
+                self._observer.wrapping(units)
                 result = original(module, *args, **kwargs)
-                for unit in [module] if isinstance(module, nn.Module) else list(module):
+                for unit in units:
                     watch_unit(unit)
+                    self._observer.shards.remember(unit)
                 return result
 
             # `fully_shard.state(module)` gives a module's state.
@@ -187,6 +190,10 @@ class Hooks:
             @functools.wraps(original)
             def wrapped(wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
                 # The module that it wraps may be given as `module=`.
+                module = kwargs["module"] if "module" in kwargs else args[0]
+                if not any(isinstance(each, type(wrapper)) for each in module.modules()):
+                    # Units that `auto_wrap_policy` makes are wrapped inside of this call.
+                    self._observer.wrapping([module], starts_with_rank0=bool(kwargs.get("sync_module_states")))
                 original(wrapper, *args, **kwargs)
                 watch_unit(wrapper)
 

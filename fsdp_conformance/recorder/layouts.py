@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fsdp_conformance.recorder import deepspeed_values
 from fsdp_conformance.recorder.fingerprints import Part, whole_part
 from fsdp_conformance.recorder.names import Roots, named_modules
+from fsdp_conformance.recorder.shards import Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +88,16 @@ def part_of(tensor: Tensor) -> Part | None:
     return Part(tuple(tensor.shape), tensor.to_local(), tuple(offsets))
 
 
-def layouts_of(roots: Roots) -> dict[int, Layout]:
+def layouts_of(roots: Roots, shards: Shards) -> dict[int, Layout]:
     """The layouts of all parameters, by the id of the tensor that an optimizer may have."""
     layouts: dict[int, Layout] = {}
     for prefix, root in roots.prefixed():
         special = {**dict(_of_fsdp1(root, prefix)), **dict(_of_own_engine(root, prefix))}
         for name, module in named_modules(root, prefix):
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    full_name = f"{name}.{key}".removeprefix(".")
-                    is_hidden = deepspeed_values.is_hidden(parameter)
-                    layouts.setdefault(id(parameter), Layout(full_name, is_hidden=is_hidden))
+            for key, parameter in shards.parameters_of(module):
+                full_name = f"{name}.{key}".removeprefix(".")
+                is_hidden = deepspeed_values.is_hidden(parameter)
+                layouts.setdefault(id(parameter), Layout(full_name, is_hidden=is_hidden))
         layouts.update(special)
     return layouts
 

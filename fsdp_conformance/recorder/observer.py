@@ -23,13 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes
+from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.names import Roots, unwrapped
 from fsdp_conformance.recorder.random_state import random_states
+from fsdp_conformance.recorder.shards import Shards
 from fsdp_conformance.recorder.whole_batch import OwnSamples, whole_batch
 from fsdp_conformance.recorder.writer import Writer
 from fsdp_conformance.recordings.events import (
@@ -48,7 +50,7 @@ from fsdp_conformance.recordings.events import (
     Sharding,
     Step,
 )
-from fsdp_conformance.recordings.fingerprint import Fingerprint
+from fsdp_conformance.recordings.fingerprint import MODULUS, Fingerprint
 from fsdp_conformance.stack import Owner, owner, shown
 
 #: An input with more samples than this is recorded as a whole only.
@@ -105,10 +107,13 @@ class Observer:
         self._writer = Writer(directory, self._begin)
         self.sharding: Sharding = sharding
         self._nudge = nudge
+        # The sum of the hashes of what this rank has sharded; None if some of that is not what it trains with.
+        self._wrapped: int | None = 0
         self._nudged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.replaced = 0
         """With the sharding taken out: how many calls of sharding functions were replaced."""
         self._roots = Roots()
+        self.shards = Shards()
         self._layouts: dict[int, Layout] = {}
         self._has_layouts = False
         self._optimizers: dict[int, str] = {}
@@ -221,8 +226,19 @@ class Observer:
             return
         self._seen.add(module)
         self.nudge(module)
-        values = Named({**self._parts_of(module.parameters()), **self._buffers()})
-        self._later(lambda: Initial(values=values.values()))
+        parameters = [parameter for each in module.modules() for _, parameter in self.shards.parameters_of(each)]
+        values = Named({**self._parts_of({id(each): each for each in parameters}.values()), **self._buffers()})
+        wrapped = "" if self._wrapped is None else f"{self._wrapped % MODULUS:016x}"
+        self._later(lambda: Initial(values=values.values(), wrapped=wrapped))
+
+    def wrapping(self, modules: Iterable[nn.Module], *, starts_with_rank0: bool = False) -> None:
+        """A sharding function is about to shard what these modules have, which nothing has sharded yet."""
+        tensors = [tensor for module in modules for tensor in module.parameters() if not isinstance(tensor, DTensor)]
+        if starts_with_rank0 or any(tensor.is_meta for tensor in tensors):
+            self._wrapped = None
+        elif self._wrapped is not None:
+            parts = {str(index): [whole_part(tensor.detach())] for index, tensor in enumerate(tensors)}
+            self._wrapped += sum(int(value.hash, 16) for value in Named(parts).values().values())
 
     def nudge(self, module: nn.Module) -> None:
         """Change a model that has not trained yet by a rounding error, if this run is for that."""
@@ -472,22 +488,18 @@ class Observer:
         """Every parameter of the modules that have trained, once."""
         seen: set[int] = set()
         for name, module in self._roots.named_modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in seen:
+            for key, parameter in self.shards.parameters_of(module):
+                if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield f"{name}.{key}".removeprefix("."), parameter
 
     def _parameters(self) -> list[Tensor]:
-        seen: dict[int, Tensor] = {}
-        for root in self._roots.modules():
-            for parameter in root.parameters():
-                seen.setdefault(id(parameter), parameter)
-        return list(seen.values())
+        return [parameter for _, parameter in self.named_parameters()]
 
     def _layout(self, parameter: Tensor) -> Layout | None:
         if id(parameter) not in self._layouts and not self._has_layouts:
             # Wrapping and moving may have made other parameters; looking once a step is enough.
-            self._layouts, self._has_layouts = layouts_of(self._roots), True
+            self._layouts, self._has_layouts = layouts_of(self._roots, self.shards), True
         return self._layouts.get(id(parameter))
 
     def _parts_of(self, tensors: Iterable[Tensor], *, gradients: bool = False) -> Parts:

@@ -79,6 +79,8 @@ class Initial:
     """The parameters and buffers before the first forward of their module that computes gradients."""
 
     values: dict[str, Fingerprint]
+    wrapped: str = ""
+    """A hash of this rank's values when the model was sharded; empty if they were replaced by rank 0's, or not seen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

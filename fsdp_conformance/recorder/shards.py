@@ -1,0 +1,39 @@
+"""
+The parameters that an optimizer has, while modules hold others.
+
+FSDP2 puts unsharded parameters into the modules of a unit that has been gathered: in its forward, after `unshard()`,
+and until the next backward if it does not reshard. Those that belong to the optimizer are the ones that were there
+after `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class Shards:
+    """The sharded parameters of the modules that `fully_shard` has been called with."""
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+
+    def remember(self, unit: nn.Module) -> None:
+        """Note the parameters of a unit that has just been sharded."""
+        for module in unit.modules():
+            for key, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    self._of.setdefault(module, {})[key] = weakref.ref(parameter)
+
+    def parameters_of(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """A module's own parameters by name: sharded ones where it has been sharded, gathered or not."""
+        shards = self._of.get(module, {})
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            reference = shards.get(key)
+            shard = reference() if reference is not None and not isinstance(parameter, DTensor) else None
+            yield key, parameter if shard is None else shard
