@@ -1,7 +1,16 @@
-"""`sanitize` as a user runs it: in a separate process, with its output and the file that it wrote."""
+"""
+`sanitize` as a user runs it, with its output and the file that it wrote.
+
+    sanitize        in this process: ranks of all runs are forked from one warm process, which imports torch once
+    sanitize_alone  in its own process, with its own warm process: signals, temporary files, exit status
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import io
 import json
 import os
 import signal
@@ -13,8 +22,13 @@ from typing import Any
 
 import pytest
 
+from fsdp_conformance.cli import main
+from fsdp_conformance.cli.commands import sanitize as command
+from fsdp_conformance.harness.processes.forkserver import WarmServer
+from fsdp_conformance.script_ranks.launch import Say, ScriptLaunch, end_server, warm_server
 from fsdp_conformance.simulator.checker.hazard import Site, hazard_from_json
 from fsdp_conformance.simulator.device import build
+from fsdp_conformance.simulator.sanitize.order import ScriptOrder
 from fsdp_conformance.tests.cli.cli_runs import words
 
 #: Where the training scripts are.
@@ -64,10 +78,37 @@ class Sanitized:
 
 def sanitize(*typed: str, cwd: Path, environment: Mapping[str, str] | None = None) -> Sanitized:
     """Run to the end; `typed` is everything after `sanitize`."""
-    file = cwd / "found.json"
-    file.unlink(missing_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        # As for `python -m`: scripts replace this entry by their own directory.
+        patch.syspath_prepend(cwd)
+        patch.setattr(command, "ScriptLaunch", _launch)
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+            contextlib.chdir(cwd),
+        ):
+            status = main(("sanitize", "--json", "found.json", *typed))
+    return _result(status, out.getvalue(), err.getvalue(), cwd)
+
+
+def _launch(order: ScriptOrder, say: Say) -> ScriptLaunch:
+    return ScriptLaunch(order, say, server=_server(order.as_cuda))
+
+
+@functools.cache
+def _server(as_cuda: bool) -> WarmServer:
+    """The warm process of all runs of this process."""
+    server = warm_server(as_cuda=as_cuda)
+    atexit.register(end_server, server)
+    return server
+
+
+def sanitize_alone(*typed: str, cwd: Path, environment: Mapping[str, str] | None = None) -> Sanitized:
+    """As `sanitize`, in its own process."""
     process = subprocess.Popen(
-        words("sanitize", "--json", str(file), *typed),
+        words("sanitize", "--json", "found.json", *typed),
         cwd=cwd,
         env={**os.environ, **(environment or {})},
         stdin=subprocess.DEVNULL,
@@ -83,8 +124,14 @@ def sanitize(*typed: str, cwd: Path, environment: Mapping[str, str] | None = Non
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=DEADLINE_S)
         raise
+    return _result(process.returncode, out, err, cwd)
+
+
+def _result(status: int, out: str, err: str, cwd: Path) -> Sanitized:
+    file = cwd / "found.json"
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return Sanitized(process.returncode, out, err, json.loads(text) if text else {}, cwd)
+    file.unlink(missing_ok=True)
+    return Sanitized(status, out, err, json.loads(text) if text else {}, cwd)
 
 
 def written(directory: Path, text: str, name: str = "train.py") -> str:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.tests.simulator.sanitize.sanitize_runs import Sanitized, needs_simulator, sanitize, written
+from fsdp_conformance.tests.simulator.sanitize.sanitize_runs import (
+    Sanitized,
+    needs_simulator,
+    sanitize,
+    sanitize_alone,
+    written,
+)
 
 pytestmark = [pytest.mark.slow, needs_simulator]
 
@@ -40,10 +46,11 @@ if __name__ == "__main__":
 
 
 def run_of(text: str, directory: Path, *typed: str) -> Sanitized:
-    """Run a script on one rank with two devices, next to race.py and worker.py."""
+    """Run a script on one rank with two devices, next to race.py and worker.py. Spawned children import its main."""
     written(directory, RACE, "race.py")
     written(directory, WORKER, "worker.py")
-    return sanitize("--as-cuda", "--world-size", "1", "--devices", "2", *typed, written(directory, text), cwd=directory)
+    words = ["--as-cuda", "--world-size", "1", "--devices", "2", *typed, written(directory, text)]
+    return sanitize_alone(*words, cwd=directory)
 
 
 def processes(run: Sanitized) -> list[str]:
@@ -52,6 +59,7 @@ def processes(run: Sanitized) -> list[str]:
     return sorted(hazard["processes"])
 
 
+@pytest.mark.nightly
 def test_children_have_the_devices_and_report(tmp_path: Path) -> None:
     """Forked, spawned, from a fork server, as programs, and their own children: one finding, the script is clean."""
     run = run_of(
@@ -87,6 +95,7 @@ if __name__ == "__main__":
     assert "seen: 5 times in 4 places, on rank 0, in the child processes " in run.out
 
 
+@pytest.mark.nightly
 def test_children_that_end_badly_are_not_forgotten(tmp_path: Path) -> None:
     """One crashes, one is killed while it works, one outlives the script; a fork runs to the script's end."""
     run = run_of(

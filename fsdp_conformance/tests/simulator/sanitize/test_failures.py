@@ -13,7 +13,13 @@ import torch
 from fsdp_conformance.cli.child import end_family, family
 from fsdp_conformance.tests.cli.cli_runs import words
 from fsdp_conformance.tests.cli.test_interrupt import wait_for
-from fsdp_conformance.tests.simulator.sanitize.sanitize_runs import DEADLINE_S, needs_simulator, sanitize, written
+from fsdp_conformance.tests.simulator.sanitize.sanitize_runs import (
+    DEADLINE_S,
+    needs_simulator,
+    sanitize,
+    sanitize_alone,
+    written,
+)
 
 pytestmark = [pytest.mark.slow, needs_simulator]
 
@@ -259,7 +265,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     script = written(tmp_path, "import torch\ntorch.ones(2, device='sim').add_(1)\n")
-    run = sanitize(script, cwd=tmp_path, environment={"TMPDIR": str(temporary)})
+    run = sanitize_alone(script, cwd=tmp_path, environment={"TMPDIR": str(temporary)})
 
     assert run.status == 0, run.out + run.err
     # torch makes a directory for inductor when dynamo is imported, and leaves it.
