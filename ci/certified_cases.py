@@ -3,7 +3,7 @@ The cases that ci/test certifies, as options of ci/certify. ci/nightly runs ever
 
     python ci/certified_cases.py [--quick] IMPLEMENTATION
 
-Of every test method the case with the fewest capabilities, which most engines declare, at the smallest world size of at
+Of every requirement the case with the fewest capabilities, which most engines declare, at the smallest world size of at
 least two ranks; with --quick the cases of the profile `quick`. And every case that ci/known-findings.toml lists for
 the implementation, except for rows of pairs. For an adapter in ci/components.py that is done with the profile of
 components.
@@ -26,12 +26,12 @@ QUICK = "quick-2026.11"
 
 
 def smallest(entries: Iterable[Entry]) -> list[Entry]:
-    """One entry of each method, the one that asks for the least. Methods are told apart by their docstrings."""
-    chosen: dict[tuple[str, str], Entry] = {}
+    """One entry of each requirement, the one that asks for the least."""
+    chosen: dict[str, Entry] = {}
     for entry in sorted(
         entries, key=lambda entry: (len(entry.needs), entry.world_size < 2, entry.world_size, entry.id)
     ):
-        chosen.setdefault((entry.primary, entry.title), entry)
+        chosen.setdefault(entry.primary, entry)
     return list(chosen.values())
 
 

@@ -1,4 +1,4 @@
-"""Guard: ci/test certifies a part of the profile that leaves no method and no known finding out."""
+"""Guard: ci/test certifies a part of the profile that leaves no requirement and no known finding out."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _selection() -> ModuleType:
 @pytest.mark.parametrize(
     ("name", "profile"), [("reference", RunSettings().profile), ("reference-components", "components-2026.11")]
 )
-def test_every_method_runs(selection: ModuleType, name: str, profile: str) -> None:
+def test_every_requirement_has_a_case(selection: ModuleType, name: str, profile: str) -> None:
     """One case of each, at the smallest world size that is one."""
     entries = load_profile(profile).entries
     chosen = set(selection.selected(name))
-    methods = {(entry.primary, entry.title) for entry in entries if entry.id in chosen}
+    requirements = {entry.primary for entry in entries if entry.id in chosen}
 
-    assert methods == {(entry.primary, entry.title) for entry in entries}
-    assert len(chosen) < len(entries) / 2
+    assert requirements == {entry.primary for entry in entries}
+    assert len(chosen) < len(entries) / 4
 
 
 def test_components_are_selected_with_their_profile(selection: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
