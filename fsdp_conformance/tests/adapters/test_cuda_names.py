@@ -125,6 +125,7 @@ def test_the_suite_keeps_the_devices_own_name(own_names: set[str], tmp_path: Pat
     assert names._asks_for_script(outside)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @compiled
 def test_its_streams_are_judged(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class Parity(RankTestCase):
                 load()
                 self.assertEqual(state, adapter.full_optim_state(), name)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_micro_batches(self) -> None:
         """Micro-batches add up, reduced each, deferred, and in between."""
@@ -88,6 +89,7 @@ class Parity(RankTestCase):
                 history = self.assert_trains(name, regime=Regime(max_norm=0.1, norm_type=norm_type))
                 self.assertIsNotNone(history.steps[0].grad_norm, name)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_loss_scaling(self) -> None:
         """Scaling by powers of two changes nothing; the scale grows after every second step, clipped or not."""
@@ -101,6 +103,7 @@ class Parity(RankTestCase):
                 scales = [float(record.loss_scale) for record in scaled.steps if record.loss_scale is not None]
                 self.assertEqual([4.0, 8.0, 8.0], scales, name)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_options_that_are_declared(self) -> None:
         """Each declared option of the plan is taken, and leaves the numbers alone."""
@@ -319,6 +322,7 @@ class Four(RankTestCase):
     def world_size(self) -> int:
         return 4
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_hybrid_and_smaller_groups(self) -> None:
         """Hybrid sharding reduces over all ranks; resharding to a group of two gathers within it in backward."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.errors import Unsupported
 from fsdp_conformance.plan import Offload, Sharding
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import RICH
 from fsdp_conformance.workload.definition import Regime
+
+pytestmark = pytest.mark.slow
 
 ENGINES = ("torch-zero1", "torch-replicate")
 

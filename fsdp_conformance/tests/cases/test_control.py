@@ -22,6 +22,8 @@ from fsdp_conformance.tests.cases import cheating_engines
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload.definition import Regime
 
+pytestmark = pytest.mark.slow
+
 CASE = "R001/fresh-number1-ws2"
 
 
@@ -76,6 +78,7 @@ def test_comparisons_that_see_nothing_are_the_suites_fault(monkeypatch: pytest.M
         checks.check_control(_run(), cast(Any, None), Regime())
 
 
+@pytest.mark.nightly
 def test_every_run_has_one() -> None:
     """In a case of the base, with a loss, a gradient and a parameter on each rank."""
     record = run_case(bound_case(CASE), "torch-fsdp2", base=RunSettings(drawn_seed=3))

@@ -15,6 +15,8 @@ from fsdp_conformance.selftest import bound_case, run_case
 from fsdp_conformance.tests.cases import threshold_engines
 from fsdp_conformance.verdict import Verdict
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(threshold_engines.__file__)
 
 #: Engine, to the case that fails it.
@@ -28,7 +30,7 @@ FAILED_BY = {
 }
 
 #: Each shows what another one shows, and takes longer.
-_NIGHTLY = {"ManyUnits", "ManySteps", "ManyRanks"}
+_NIGHTLY = {"ManyElements", "ManyUnits", "ManySteps", "ManyRanks"}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from fsdp_conformance.selftest import bound_case, run_case
 from fsdp_conformance.tests.cases import hoarding_engines
 from fsdp_conformance.verdict import Verdict
 
+pytestmark = pytest.mark.slow
+
 BASE = RunSettings(device="cpu")
 HOARDING = Path(hoarding_engines.__file__)
 
@@ -30,7 +32,7 @@ HOARDS = {
 }
 #: With two ranks, as many bytes are padding and gradients that an engine may keep.
 _FOUR_RANKS = {"HalfACopyOnTheHost"}
-_QUICK_HOARDS = {"MappedUntilTheFirstStep", "CopiesInAChild"}
+_QUICK_HOARDS = {"CopiesInAChild"}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,6 @@ UNUSUAL = [
 _QUICK = {
     "gathers-gradients": ("R188/it-shards-ws4",),
     "communicates-beneath": ("R001/exact-probe-ws2",),
-    "has-a-helper": (THROUGHOUT,),
     "whole-parameters-of-one-rank": ("R033/shards-alone-ws3", "R035/nothing-full-after-backward-ws2"),
     "gathers-into-buffers": ("R033/shards-alone-ws3",),
     "shows-its-masters": ("R035/nothing-full-after-backward-ws2",),
@@ -93,6 +94,7 @@ def test_right_engines_are_not_accused(engine: str, case: str) -> None:
     assert (record.verdict, list(record.findings)) == (Verdict.PASS, []), record.reason
 
 
+@pytest.mark.nightly
 def test_staged_shards_are_no_copy() -> None:
     """On an accelerator, pinned memory as large as the shards may wait on the host."""
     record = run_case(bound_case(THROUGHOUT), VARIANTS["stages-shards"].spec, base=RunSettings(device="sim"))

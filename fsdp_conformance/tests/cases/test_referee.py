@@ -17,6 +17,8 @@ from fsdp_conformance.selftest import bound_case, bound_cases, run_case
 from fsdp_conformance.tests.cases import cheating_engines
 from fsdp_conformance.verdict import Verdict
 
+pytestmark = pytest.mark.slow
+
 BASE = RunSettings(device="cpu")
 FILE = Path(cheating_engines.__file__)
 
@@ -105,7 +107,7 @@ def test_only_components_have_none() -> None:
     assert live == []
 
 
-@pytest.mark.parametrize("references", ["off", "empty"])
+@pytest.mark.parametrize("references", [pytest.param("off", marks=pytest.mark.nightly), "empty"])
 def test_another_adam(references: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """References train with torch's Adam, also where nothing was kept from before."""
     monkeypatch.setenv("FSDP_CONFORMANCE_REFERENCES", "off" if references == "off" else str(tmp_path))

@@ -79,6 +79,7 @@ class TwoRanks(EngineTestCase):
         )
         self.assertEqual([], self.witness(run, plan))
 
+    @pytest.mark.nightly
     def test_special_workloads(self) -> None:
         """Deferred reduction, frozen units and an expert on its own group pass; ignoring the deferral does not."""
         accumulation, mixture, partly = probes.exact_accumulation(), experts.mixture_of_experts(), frozen.frozen_units()
@@ -129,6 +130,7 @@ class FourRanks(EngineTestCase):
     def world_size(self) -> int:
         return 4
 
+    @pytest.mark.nightly
     def test_hybrid(self) -> None:
         """Gathers in blocks, all-reduces in strides, half of the bytes on every rank."""
         nested = probes.exact_nested()

@@ -18,7 +18,7 @@ from fsdp_conformance.cli.child import end_family, family
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.slow]
 
 #: For what must happen, and happens in seconds; nothing is judged by it.
 DEADLINE_S = 240.0

@@ -65,7 +65,7 @@ def _run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.
     ("run", "number", "status"),
     [
         pytest.param([], signal.SIGINT, 130, marks=pytest.mark.nightly),
-        (["-n", "2"], signal.SIGINT, 130),
+        pytest.param(["-n", "2"], signal.SIGINT, 130, marks=pytest.mark.nightly),
         ([], signal.SIGTERM, 143),
         pytest.param([], signal.SIGHUP, 129, marks=pytest.mark.nightly),
     ],
@@ -167,7 +167,9 @@ def test_stubborn():
 """
 
 
-@pytest.mark.parametrize("calls", [1, 2], ids=["after the deadline", "at the second Ctrl-C"])
+@pytest.mark.parametrize(
+    "calls", [pytest.param(1, marks=pytest.mark.nightly), 2], ids=["after the deadline", "at the second Ctrl-C"]
+)
 def test_a_pytest_that_does_not_end_is_ended_with_all_that_it_started(
     calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +190,7 @@ def test_a_pytest_that_does_not_end_is_ended_with_all_that_it_started(
         assert family(pytest_process.pid) | family(child) == set()
 
 
+@pytest.mark.nightly
 def test_leaving_the_block_ends_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is raised in the middle of a run, nothing of it lives on."""
     monkeypatch.setenv("REACHED", str(tmp_path / "reached"))
@@ -207,6 +210,7 @@ def test_leaving_the_block_ends_pytest(tmp_path: Path, monkeypatch: pytest.Monke
     assert not pytest_process.running()
 
 
+@pytest.mark.nightly
 def test_what_pytest_says_is_kept_where_it_cannot_be_written(tmp_path: Path) -> None:
     """The end of the log is known without the log."""
     log = tmp_path / "nowhere" / "log"

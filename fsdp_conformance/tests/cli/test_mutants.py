@@ -9,6 +9,8 @@ import pytest
 
 from fsdp_conformance.tests.cli.cli_runs import answered, said
 
+pytestmark = pytest.mark.slow
+
 _MUTANT = "mutant:averaged-twice"
 _CASE = "R003/every-rank-contributes-once-ws2"
 

@@ -228,7 +228,8 @@ def test_an_earlier_run_is_kept_and_not_taken_for_this_one(suite: mini_suite.Min
     assert "run file:" not in result.out
 
 
-@pytest.mark.parametrize("no_color", ["", pytest.param("1", marks=pytest.mark.nightly)], ids=["colours", "NO_COLOR"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("no_color", ["", "1"], ids=["colours", "NO_COLOR"])
 def test_on_a_terminal_progress_is_drawn_in_place(no_color: str, suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """A line per chapter with its counts, and the verdict below; in colour, unless NO_COLOR is set."""
     ours, theirs = pty.openpty()
@@ -473,6 +474,7 @@ def test_known_failures_make_a_run_as_expected(suite: mini_suite.MiniSuite, tmp_
     assert said("verify", "report", *options, cwd=tmp_path, env=suite.environment()).status == 1
 
 
+@pytest.mark.nightly
 def test_a_run_next_to_its_baseline(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Failures that the baseline has do not count; new ones do. A wrong file is refused before anything runs."""
     assert run(suite, tmp_path, acts={"R001/probe-ws2": "FAIL"}).status == 1

@@ -24,7 +24,16 @@ ADAPTERS = "docs/writing-an-adapter.md"
 #: Pages whose commands take long, and whose features have their own tests.
 NIGHTLY = frozenset(
     f"docs/{name}.md"
-    for name in ("engine", "exploring", "planner", "sanitize", "simulated-cuda", "simulated-ranks", "tutorial")
+    for name in (
+        "engine",
+        "exploring",
+        "planner",
+        "reading-a-verdict",
+        "sanitize",
+        "simulated-cuda",
+        "simulated-ranks",
+        "tutorial",
+    )
 )
 
 #: Pages with something to run. Those that need the simulated accelerator cannot be shown where it cannot be compiled.

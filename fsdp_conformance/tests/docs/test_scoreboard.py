@@ -18,7 +18,7 @@ from fsdp_conformance.tests.report.test_tally import ran
 from fsdp_conformance.verdict import Verdict
 from pages import failures, scoreboard
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.slow]
 
 SMOKE = load_profile("smoke")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -64,6 +65,7 @@ class Recorded(SimulatedRanks):
         self.assertGreaterEqual(three.known_to_host[second.stream], second.number)
         self.assertLess(two.known_to_host[second.stream : second.stream + 1] or (0,), (second.number,))
 
+    @pytest.mark.nightly
     def test_a_synchronous_collective(self) -> None:
         """It is an operation of the current stream, after all that came before."""
         recorder = OverlapRecorder(self.device)

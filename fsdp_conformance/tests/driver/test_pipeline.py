@@ -31,6 +31,8 @@ from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.workload.definition import Batch, BatchKey, Regime, Workload
 from fsdp_conformance.workload.events import Action, Event, Moment
 
+pytestmark = pytest.mark.slow
+
 ENGINES = ("torch-fsdp2", "reference")
 STAGES = ("0", "1")
 
@@ -110,6 +112,7 @@ class Trains(RankTestCase):
         self.assertEqual({"a": 0, "a (again in stage '1')": 1}, pipe.joined({"a": self.rank}))
         self.assertEqual([torch.tensor(1.0)], pipe.losses([torch.tensor(float(self.rank))]))
 
+    @pytest.mark.nightly
     def test_a_checkpoint_that_is_not_this_stages(self) -> None:
         """The reference engine refuses a name under which no stage has saved, and takes this stage's own."""
         adapter, directory = Reference(), self.shared_directory()

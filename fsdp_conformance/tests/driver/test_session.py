@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +34,8 @@ from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, RICH, Outpu
 from fsdp_conformance.tests.torch_versions import with_fsdp2_on_the_cpu
 from fsdp_conformance.workload.definition import Regime
 from fsdp_conformance.workload.events import Action, Event, Moment
+
+pytestmark = pytest.mark.slow
 
 
 class Diary(TorchFSDP2):

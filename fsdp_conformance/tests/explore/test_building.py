@@ -83,6 +83,7 @@ def test_a_value_needs_what_its_example_asks_for(axis: str, name: str) -> None:
     assert events <= needs
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_values_need_no_more_than_each_of_them() -> None:
     """A capability that only two values together need would be asked of engines that do not declare it."""

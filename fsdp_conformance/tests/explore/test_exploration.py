@@ -25,6 +25,8 @@ from fsdp_conformance.scenarios.scenario import Extent, Scenario
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload.events import Action
 
+pytestmark = pytest.mark.slow
+
 ALL = frozenset(CAPABILITIES)
 
 Judged = Callable[[Scenario], Outcome | None]
@@ -98,7 +100,7 @@ def test_only_what_is_declared_is_drawn() -> None:
         assert frozenset().union(*(scenario.needs for scenario in engine.ran)) == declared
 
 
-@pytest.mark.parametrize("sizes", [(1,), (2,), (3, 4)])
+@pytest.mark.parametrize("sizes", [(1,), (2,), pytest.param((3, 4), marks=pytest.mark.nightly)])
 def test_only_the_given_numbers_of_ranks_are_used(sizes: tuple[int, ...]) -> None:
     """Also where a failure is shrunk, and where a known failure is avoided by making its values plain."""
     engine = _Engine(lambda scenario: _wrong(scenario) if _has("optimizer: adam")(scenario) else None)
@@ -117,14 +119,14 @@ def test_other_numbers_of_ranks_are_refused(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_triples_are_drawn_when_no_pairs_are_left() -> None:
+@pytest.mark.parametrize("sizes", [pytest.param((1, 2, 3, 4), marks=pytest.mark.nightly), (2,)])
+def test_triples_are_drawn_when_no_pairs_are_left(sizes: tuple[int, ...]) -> None:
     """An engine with few capabilities has had all pairs soon; also if pairs of other numbers of ranks remain."""
-    for sizes in ((1, 2, 3, 4), (2,)):
-        engine = _Engine(lambda scenario: None)
-        budget = Budget(max_examples=130)
-        result = Explorer(engine, frozenset(), budget, world_sizes=sizes).explore()
-        assert 0 < result.triples[0] < result.triples[1]
-        assert result.triples[0] > result.pairs[0]
+    engine = _Engine(lambda scenario: None)
+    result = Explorer(engine, frozenset(), Budget(max_examples=130), world_sizes=sizes).explore()
+
+    assert 0 < result.triples[0] < result.triples[1]
+    assert result.triples[0] > result.pairs[0]
 
 
 # --- shrinking --------------------------------------------------------------------------------------------------------

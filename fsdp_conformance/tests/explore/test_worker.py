@@ -145,7 +145,7 @@ def test_an_adapter_that_cannot_be_loaded() -> None:
         worker.run(Scenario())
 
 
-@pytest.mark.parametrize("kind", ["processes", "simulated"])
+@pytest.mark.parametrize("kind", [pytest.param("processes", marks=pytest.mark.nightly), "simulated"])
 def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
     """A scenario that fails on the warm worker fails on processes, against all references, and so does a pass."""
     wrong = Scenario.of({"rows": "uneven", "accumulation": "two reduced"})

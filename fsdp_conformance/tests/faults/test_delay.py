@@ -25,6 +25,8 @@ from fsdp_conformance.history.collective import Op
 from fsdp_conformance.tests.harness.recording import small_training
 from fsdp_conformance.tests.harness.recording.small_training import STEPS
 
+pytestmark = pytest.mark.slow
+
 _MS = 7.0
 
 #: Collectives of one training step, by engine: gathers, reductions.

@@ -11,6 +11,7 @@ from datetime import timedelta
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +33,8 @@ from fsdp_conformance.tests.harness.recording import small_training
 from fsdp_conformance.tests.harness.recording.small_training import world
 from fsdp_conformance.tests.harness.started_ranks import RecordedRanks
 from fsdp_conformance.tests.torch_versions import not_on_old
+
+pytestmark = pytest.mark.slow
 
 
 class _Lot(random.Random):

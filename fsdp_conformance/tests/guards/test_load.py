@@ -57,7 +57,9 @@ def test_words_report_plugin_and_command_line_load_without_torch() -> None:
     assert heavy_imports(*light) == {}
 
 
-@pytest.mark.parametrize("name", ["torch", "fsdp_conformance.history.training"])
+@pytest.mark.parametrize(
+    "name", ["torch", pytest.param("fsdp_conformance.history.training", marks=pytest.mark.nightly)]
+)
 def test_the_load_guard_sees_torch_come_in(name: str) -> None:
     """A module that imports torch is named, with what came."""
     assert "torch" in heavy_imports(name)[name]

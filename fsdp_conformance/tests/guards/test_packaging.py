@@ -26,7 +26,7 @@ import pytest
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import PACKAGE_DIRS, ROOT
 
-pytestmark = checkout.required
+pytestmark = [checkout.required, pytest.mark.slow]
 
 
 def pyproject() -> dict[str, Any]:

@@ -160,7 +160,7 @@ def judged(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["processes", "simulated"])
+@pytest.mark.parametrize("kind", [pytest.param("processes", marks=pytest.mark.nightly), "simulated"])
 def test_slow_analysis_of_a_wrong_engine_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -23,10 +23,14 @@ CASES = (
     "R072/frozen-unit-ws2",
     "R188/it-shards-ws3",
 )
+#: What is run whenever tests are: numbers, volume, and groups.
+_QUICK = ("R001/exact-probe-ws3", "R068/total-volume-ws2", "R069/expert-groups-ws2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in _QUICK else [pytest.mark.nightly]) for case in CASES]
+)
 def test_exchanged_gradients_are_right(case: str) -> None:
     """Gradients that are exchanged and added on each rank are reduced, by whatever collective."""
     spec = VARIANTS["adds-after-all-to-all"].spec

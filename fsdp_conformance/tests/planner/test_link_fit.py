@@ -75,6 +75,7 @@ def test_too_little_is_refused() -> None:
 class Measurements(RankTestCase):
     """On two ranks of gloo."""
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_measure(self) -> None:
         """Both ranks get the same links, of positive bandwidth, each fitted to one timing of each size."""
@@ -106,6 +107,7 @@ class FourRanks(RankTestCase):
     def world_size(self) -> int:
         return 4
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_all_ranks_agree(self) -> None:
         """Rows and columns have other timings; the slowest of all counts."""

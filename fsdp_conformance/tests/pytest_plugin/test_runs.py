@@ -202,7 +202,11 @@ def test_cases_can_be_selected_in_several_ways(suite: MiniSuite, options: tuple[
     assert f"incomplete: {options[0].replace('conformance-', '')} left cases out" in result.certificate["reasons"]
 
 
-@pytest.mark.parametrize("acts", [None, {"R001/probe-ws2": "exit"}], ids=["all is well", "a worker dies"])
+@pytest.mark.parametrize(
+    "acts",
+    [pytest.param(None, marks=pytest.mark.nightly), {"R001/probe-ws2": "exit"}],
+    ids=["all is well", "a worker dies"],
+)
 def test_cases_that_own_devices_are_dealt_by_size(suite: MiniSuite, acts: dict[str, str] | None) -> None:
     """By our scheduler, to real workers: each case once, plain tests too, and a worker that dies is replaced."""
     sizes = {f"test_cases.py::Parity::test_probe_ws{size}": size for size in (1, 2, 4)}

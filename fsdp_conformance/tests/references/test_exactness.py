@@ -15,6 +15,8 @@ from fsdp_conformance.references.exactness import assert_exact, demands_bitwise
 from fsdp_conformance.references.single_process import Order, mean_of, split_factor
 from fsdp_conformance.workload.definition import Regime
 
+pytestmark = pytest.mark.slow
+
 _EXACT = tuple(name for name in workload_names() if workload_by_name(name).exact)
 
 

@@ -24,6 +24,8 @@ from fsdp_conformance.tests.references.reference_runs import damaged, gradient, 
 from fsdp_conformance.workload.definition import Regime, Workload
 from fsdp_conformance.workload.events import Action, Event, Moment
 
+pytestmark = pytest.mark.slow
+
 _REGIMES: dict[str, tuple[str, Regime]] = {
     "deferred": ("exact-accumulation", Regime(micro_batches=3, reduced=(False, False, True))),
     "each reduced": ("exact-accumulation", Regime(micro_batches=3)),
@@ -62,6 +64,7 @@ class OnRanks(ShardedTrainingTestCase):
         self.start_process_group()
         return train_references(workload, regime, rank=self.rank, world_size=self.world_size)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_every_workload(self) -> None:
         """DDP, the all-reduce and the single process agree: bit for bit on exact workloads, within bounds elsewhere."""

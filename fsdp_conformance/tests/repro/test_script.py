@@ -236,6 +236,7 @@ def _shown(directory: Path, case_id: str, implementation: str) -> tuple[int, str
     return done.returncode, done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_script_shows_a_known_failure(tmp_path: Path) -> None:
     """FSDP1 with shard groups of one rank: the first parameter that differs is named, and the status is 1."""

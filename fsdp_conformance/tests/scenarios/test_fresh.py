@@ -14,6 +14,8 @@ from fsdp_conformance.scenarios import fresh
 from fsdp_conformance.scenarios.axes import SPACE
 from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = frozenset(flag for value in SPACE.value_of.values() for flag in value.needs)
 SEEDS = range(12)
 

@@ -14,6 +14,8 @@ from fsdp_conformance.scenarios import rows
 from fsdp_conformance.scenarios.axes import SPACE
 from fsdp_conformance.scenarios.covering import Coverage
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = range(1, len(rows.pairs()) + 1)
 
 

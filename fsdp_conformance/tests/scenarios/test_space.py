@@ -13,6 +13,8 @@ from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.scenarios.axes import SPACE
 from fsdp_conformance.scenarios.space import Axis, Choice, Conflict, Space, axis, value
 
+pytestmark = pytest.mark.slow
+
 SMALL = Space(
     axes=(
         axis("ranks", "engine", "2", "4", "1"),

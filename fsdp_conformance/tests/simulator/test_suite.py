@@ -38,6 +38,8 @@ from fsdp_conformance.tests.report.evidence import a_case
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload.definition import BatchKey, Regime
 
+pytestmark = pytest.mark.slow
+
 needs_compiler = pytest.mark.skipif(build.unavailable() is not None, reason="no C++ compiler")
 
 ENGINES = (TorchDDP, TorchFSDP1, TorchFSDP2)

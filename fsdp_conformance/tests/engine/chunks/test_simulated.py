@@ -101,6 +101,7 @@ class SimulatedTest(SimulatedRanks):
                 _, hazards, _ = self.train(schedule, self.device)
             self.assertNotEqual((), hazards, msg=name)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_each_wait_is_needed(self) -> None:
         """Every wait and every event of the engine, dropped alone, is a hazard in at least one schedule."""

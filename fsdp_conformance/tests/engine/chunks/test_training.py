@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -17,6 +18,8 @@ from fsdp_conformance.tests.engine.chunks.chunk_training import (
     Schedule,
     reference_shards,
 )
+
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 3
 

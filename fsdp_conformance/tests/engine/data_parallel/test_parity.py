@@ -94,6 +94,7 @@ def exact_workloads() -> list[Workload]:
 class TwoRanks(ParityTestCase):
     """Sums of two commute: every workload is bitwise, exact or not."""
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_every_workload(self) -> None:
         """Models of the field and exact probes, all options for the probes."""

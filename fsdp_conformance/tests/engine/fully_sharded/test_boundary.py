@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from fsdp_conformance.engine.fully_sharded.fully_shard import fully_shard
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, ShardingStrategy
 from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import ShardedTestCase, full_params, sharded
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 5
 UNITS = ("a", "b", "c")
@@ -510,6 +513,7 @@ class TestUses(BoundaryTestCase):
         yield {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, True
         yield {"cpu_offload": True}, False
 
+    @pytest.mark.nightly
     def test_trains_as_unsharded(self) -> None:
         """Whatever users do to inputs and outputs, the gradients are right; and nothing stays unsharded."""
         for options, requires_grad in self.options():
@@ -520,6 +524,7 @@ class TestUses(BoundaryTestCase):
                 self.assert_trains_as_unsharded(reference, subject, requires_grad=requires_grad, what=what)
                 self.assertEqual([], [each.label for each in subject.units if each.is_unsharded], msg=what)
 
+    @pytest.mark.nightly
     def test_ways_to_go_backward(self) -> None:
         """With a gradient of the user's, several times, or after `torch.autograd.grad`."""
         for backward in (with_a_gradient, retained, after_the_gradient_of_the_input):

@@ -141,6 +141,7 @@ class SideBySide(CubeTestCase):
             self.assert_parity(got, expected)
             self.assert_collectives(got, cube)
 
+    @pytest.mark.nightly
     def test_fsdp2(self) -> None:
         """torch's `fully_shard` behaves in the same way."""
         for layout in LAYOUTS:

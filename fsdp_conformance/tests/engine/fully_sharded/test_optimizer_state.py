@@ -23,6 +23,8 @@ from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD_SIZES = (1, 2, 4)
 TIMEOUT_S = 120.0
 
@@ -130,7 +132,16 @@ def test_in_full(world_size: int) -> None:
     run_ranks(world_size, body, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 2), (2, 2), (4, 4), (4, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on"),
+    [
+        (1, 2),
+        pytest.param(2, 2, marks=pytest.mark.nightly),
+        pytest.param(4, 4, marks=pytest.mark.nightly),
+        (4, 1),
+        (2, 4),
+    ],
+)
 def test_in_a_checkpoint(saved_on: int, loaded_on: int, tmp_path: Path) -> None:
     """It loads on any number of ranks, into an optimizer that is new or has begun."""
 

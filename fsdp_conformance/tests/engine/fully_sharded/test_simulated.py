@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
 )
 from fsdp_conformance.tests.simulator.simulator_ranks import OnSim, compiled
 
-pytestmark = compiled
+pytestmark = [compiled, pytest.mark.slow]
 
 Program = Callable[[FullyShardedDataParallel, list[Tensor]], None]
 

@@ -57,6 +57,7 @@ class TestWaits(OnSim):
 
     case_timeout_s = 500.0
 
+    @pytest.mark.nightly
     def test_each_wait_is_needed(self) -> None:
         """Every wait, event and kept block of the engine, dropped alone, is a hazard in a program."""
         checker.set_reuse(checker.Reuse.WORST_CASE)

@@ -15,6 +15,8 @@ from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.processes import cuda_driver
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 240.0
 
 #: As much of the driver as is asked here, under its name.

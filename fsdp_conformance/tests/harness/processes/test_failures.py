@@ -321,6 +321,7 @@ def test_sleeping_rank_is_found_with_its_stack() -> None:
     assert_next_case_is_clean()
 
 
+@pytest.mark.nightly
 def test_ranks_that_are_slow_are_not_stuck() -> None:
     """A case may take longer on a busy machine without being reported as stuck."""
     seen = run(Hanging, "test_is_slow")
@@ -328,6 +329,7 @@ def test_ranks_that_are_slow_are_not_stuck() -> None:
     assert seen.endings == [Ending.FINISHED] * 3
 
 
+@pytest.mark.nightly
 def test_collectives_for_ever_are_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that get on, and nowhere, are ended in the end."""
     monkeypatch.setattr(supervisor, "MOST_TIMES", 1.5)

@@ -282,6 +282,7 @@ print(run_in_child(has_mark))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_process_that_has_used_torch_is_not_forked() -> None:
     """Ranks would take what it has cached for their own."""
@@ -303,6 +304,7 @@ def has_mark() -> bool:
     return hasattr(torch, "mark")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_server_that_dies_at_its_imports_is_reported(tmp_path: Path) -> None:
     """A module that ends the process is named, with the output of the server."""
@@ -348,6 +350,7 @@ def test_preload_module_needs_no_torch() -> None:
     assert answer.stdout.strip() == "False"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_long_temporary_directory(tmp_path: Path) -> None:
     """Sockets are bound elsewhere, and nothing is left there or here."""

@@ -114,6 +114,7 @@ def controller(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_controller_that_ends_leaves_nothing(controller: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """After a controller's end, good and bad cases included, no process and no temporary file is left."""
     marker, environment = controller
@@ -222,6 +223,7 @@ def create_files(directory: Path, name: str) -> None:
             return
 
 
+@pytest.mark.nightly
 def test_interrupt_ends_the_ranks_and_removes_the_files(controller: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """Ctrl-C reaches the controller alone; it ends its ranks and its files go."""
     marker, environment = controller

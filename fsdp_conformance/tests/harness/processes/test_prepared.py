@@ -272,7 +272,10 @@ def test_getting_ready_touches_the_device_in_order(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "device"),
-    [("R001/exact-probe-ws2", "cpu"), ("R034/freed-after-forward-reshard-ws2", "sim")],
+    [
+        ("R001/exact-probe-ws2", "cpu"),
+        pytest.param("R034/freed-after-forward-reshard-ws2", "sim", marks=pytest.mark.nightly),
+    ],
     ids=["parity", "bytes on a device"],
 )
 def test_a_case_judges_prepared_ranks_alike(case: str, device: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 import torch
 from parameterized import parameterized
 from torch import Tensor
@@ -21,6 +22,8 @@ from fsdp_conformance.harness.recording.process_group import BACKEND, is_recordi
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.tests.harness.recording import small_training
 from fsdp_conformance.tests.harness.recording.dispatch_recorder import DispatchRecorder
+
+pytestmark = pytest.mark.slow
 
 Result = TypeVar("Result")
 

@@ -25,7 +25,7 @@ from fsdp_conformance.simulator.as_cuda.names import NotSimulated
 from fsdp_conformance.simulator.checker.hazard import HazardKind
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 
-pytestmark = compiled
+pytestmark = [compiled, pytest.mark.slow]
 
 FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 

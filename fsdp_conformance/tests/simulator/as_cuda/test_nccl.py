@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from fsdp_conformance.simulated_cuda import simulated_cuda
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 
-pytestmark = compiled
+pytestmark = [compiled, pytest.mark.slow]
 
 
 @contextmanager

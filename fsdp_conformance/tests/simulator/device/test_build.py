@@ -129,6 +129,7 @@ class TestCache:
 
         assert 3 == len({target, first, build._target()})
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_others_wait_for_the_one_that_compiles(self, machine: Machine) -> None:
         """Of three processes one compiles, and all have its result."""
@@ -142,6 +143,7 @@ class TestCache:
         assert {f"{path}\n" for path in machine.shared_objects()} == outputs
         assert 1 == machine.num_links()
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_a_kill_leaves_nothing_that_is_taken_for_whole(self, machine: Machine) -> None:
         """The children of the killed process end first; then the next process completes the build."""

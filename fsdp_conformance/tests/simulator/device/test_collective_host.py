@@ -15,7 +15,7 @@ from fsdp_conformance.tests.simulator.simulator_collectives import all_gather_in
 from fsdp_conformance.tests.simulator.simulator_ranks import OnSim, compiled
 from fsdp_conformance.tests.torch_versions import not_on_old
 
-pytestmark = compiled
+pytestmark = [compiled, pytest.mark.slow]
 
 
 class Host(OnSim):
@@ -97,6 +97,7 @@ class Host(OnSim):
         self.assertEqual([True, True, True], [work.is_completed(), event.query(), sim.current_stream().query()])
         self.assertEqual([2.0], mine.tolist())
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_a_timeout_is_the_hosts(self) -> None:
         """`wait(timeout)` blocks the host; a Work that is too late takes its group down."""

@@ -228,6 +228,7 @@ def test_properties_are_told() -> None:
     assert (0, 0) == sim.get_device_capability()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @not_on_old
 def test_every_method_overrides_one_of_torchs() -> None:

@@ -79,6 +79,7 @@ class Training(OnSim):
                 checker.clear()
 
 
+@pytest.mark.nightly
 class TrainingOnFour(Training):
     """The same on four ranks."""
 

@@ -23,7 +23,7 @@ from fsdp_conformance.tests.simulator.simulator_numerics import (
 )
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 
-pytestmark = compiled
+pytestmark = [compiled, pytest.mark.slow]
 
 
 def assert_as_on_the_cpu(compute: Computation) -> None:

@@ -22,7 +22,7 @@ from fsdp_conformance.tests.simulator.simulator_collectives import PROGRAMS, Val
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 from fsdp_conformance.tests.torch_versions import not_on_old
 
-pytestmark = compiled
+pytestmark = [compiled, pytest.mark.slow]
 
 #: Generous: everything below takes seconds on a free machine.
 TIMEOUT_S = 600.0

@@ -23,7 +23,7 @@ from fsdp_conformance.simulated_cuda import simulated_cuda
 from fsdp_conformance.simulator.as_cuda import names as cuda_names
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 
-pytestmark = compiled
+pytestmark = [compiled, pytest.mark.slow]
 
 _DEVICE = ("type", "__repr__", "__str__", "__reduce__", "__new__")
 
@@ -270,6 +270,7 @@ def test_attention_on_dtensors(tmp_path: Any) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @in_process_of_its_own
 def test_children_see_the_gpus_and_report_their_races() -> None:
@@ -322,6 +323,7 @@ def test_programs_find_a_version_of_cuda() -> None:
     assert torch.version.cuda == built_with
 
 
+@pytest.mark.nightly
 def test_a_block_may_be_open_when_the_program_ends() -> None:
     """Its race is printed, and nothing else goes wrong, as at the end of a notebook."""
     program = """

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_conformance.tests.simulator.simulated_cuda.runs import PROJECT, Run, compiled, run_pytest
 
-pytestmark = compiled
+pytestmark = [compiled, pytest.mark.slow]
 
 
 def left_behind() -> set[Path]:
