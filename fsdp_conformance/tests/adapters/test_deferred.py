@@ -13,6 +13,8 @@ from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -11,6 +11,8 @@ import pytest
 from fsdp_conformance.tests import warm_interpreter
 from fsdp_conformance.tests.cli.cli_runs import answered, said, words
 
+pytestmark = pytest.mark.slow
+
 #: Accumulation without reduction, clipping, activation checkpoints, dropout and evaluation: all in one.
 SCRIPT = """
 import sys

@@ -172,6 +172,7 @@ def test_the_hybrid_base_is_right(case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 class Numbers(RankTestCase):
     """Mutants that a plain loop distinguishes."""
 
@@ -250,6 +251,7 @@ class Numbers(RankTestCase):
         self.assertTrue(right.steps[0].grad_norm is not None and right.steps[0].grad_norm.isfinite())
 
 
+@pytest.mark.slow
 class Values(RankTestCase):
     """Wrong values that need a special scenario."""
 
@@ -351,6 +353,7 @@ class Values(RankTestCase):
             self.assertEqual(averaged, not divergences, adapter.__name__)
 
 
+@pytest.mark.slow
 class Schedules(RankTestCase):
     """Wrong traffic and placement, compared with the right engine's."""
 
@@ -436,6 +439,7 @@ class Schedules(RankTestCase):
             self.assertEqual(full, [unit for unit in unused.units if subject.unit_is_unsharded(unit)], adapter.__name__)
 
 
+@pytest.mark.slow
 class Manners(RankTestCase):
     """Mutants that differ in what they refuse, or in what survives the wrap."""
 

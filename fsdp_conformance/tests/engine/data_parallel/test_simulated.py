@@ -28,7 +28,7 @@ from fsdp_conformance.simulator.device import build
 from fsdp_conformance.tests.engine.engine_sites import noting_sites, site_in_program
 from fsdp_conformance.tests.simulator.simulator_ranks import SimulatedRanks
 
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+pytestmark = [pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable())), pytest.mark.slow]
 
 WIDTH = 4
 ROWS = 8
