@@ -633,8 +633,9 @@ def _buffers_of(step: TrainingStep) -> Any:
     return step.buffers
 
 
-def _names_of(step: TrainingStep) -> set[str]:
-    return {name for group in step.steps[0].groups for name in group.parameters}
+def _names_of(step: TrainingStep) -> dict[str, None]:
+    """The names of the parameters that the optimizer has, in its order."""
+    return dict.fromkeys(name for group in step.steps[0].groups for name in group.parameters)
 
 
 def _reduced(step: TrainingStep) -> list[bool]:

@@ -56,7 +56,7 @@ def _first_difference(step: TrainingStep, other: TrainingStep, run: Run, referen
     for rank in range(min(run.world_size, reference.world_size)):
         pairs = zip(step.training_forwards(rank), other.training_forwards(rank), strict=False)
         for forward, expected in pairs:
-            for name in forward.inputs.keys() | expected.inputs.keys():
+            for name in dict.fromkeys((*forward.inputs, *expected.inputs)):
                 mine, theirs = forward.inputs.get(name), expected.inputs.get(name)
                 if mine is None or theirs is None or mine.value.hash != theirs.value.hash:
                     shapes = [list(item.value.shape) if item is not None else "none" for item in (mine, theirs)]

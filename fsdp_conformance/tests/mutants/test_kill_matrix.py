@@ -3,8 +3,7 @@ The kill matrix: every case kills each known-wrong implementation that it names,
 
 A case that fails no implementation proves nothing, and neither does one that fails because something raised before it
 compared. One pair of each method runs with the other tests, at its smallest world size and with one value of each other
-axis, on ranks that go from case to case. All pairs are marked nightly, on fresh ranks as in a run that certifies, so
-every case id is shown to kill something.
+axis. All others are marked nightly, so every case id is shown to kill something.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import pytest
 
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cases.places import places
-from fsdp_conformance.contract.gate import device_for, gate
+from fsdp_conformance.contract.gate import gate
 from fsdp_conformance.mutants import MUTANTS, kill
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import BoundCase, bound_cases, run_case
@@ -29,9 +28,6 @@ _SETTINGS = RunSettings()
 _COSTLY = ("R001/fresh-*", "R039/no-growth-with-offload-*", "R154/pipeline-and-tensor-parallel-*")
 #: Pairs in their place.
 _INSTEAD = {"R034/freed-after-forward-reshard-ws2": "hoards-parameters"}
-#: Cases on fresh ranks: ranks that are kept train long references again, and torch does not find the groups of stages
-#: on ranks that have made pipelines before.
-_FRESH_RANKS = ("R039/held-throughout-*", "R154/pipeline-*")
 
 
 def _why_not_here(bound: BoundCase) -> str:
@@ -88,30 +84,22 @@ def usual_mutants() -> set[str]:
 
 
 def _parameters() -> Iterator[Any]:
-    """The usual pairs on ranks that are kept, as few changes of them as possible; and all pairs on fresh ranks."""
+    """Every case with each of its mutants. All but the usual pairs are marked nightly."""
     cases = list(bound_cases())
     usual = _usual_pairs(cases)
-    for bound in sorted(cases, key=_ranks_of):
-        for mutant in (pairs[bound.case.id] for pairs in (usual, _INSTEAD) if bound.case.id in pairs):
-            is_kept = not _matches(bound, _FRESH_RANKS)
-            yield pytest.param(bound, mutant, is_kept, id=f"{bound.case.id}-{mutant}-usual")
     for bound in cases:
         for mutant in bound.case.kills:
-            yield pytest.param(bound, mutant, False, id=f"{bound.case.id}-{mutant}", marks=pytest.mark.nightly)
+            is_usual = mutant in (usual.get(bound.case.id), _INSTEAD.get(bound.case.id))
+            marks = () if is_usual else (pytest.mark.nightly,)
+            yield pytest.param(bound, mutant, id=f"{bound.case.id}-{mutant}", marks=marks)
 
 
-def _ranks_of(bound: BoundCase) -> tuple[str, int]:
-    """Cases with the same one can have each other's ranks."""
-    return device_for(bound.case, _SETTINGS), bound.case.world_size
-
-
-@pytest.mark.parametrize(("bound", "mutant", "has_kept_ranks"), list(_parameters()))
-def test_the_case_kills(bound: BoundCase, mutant: str, has_kept_ranks: bool) -> None:
+@pytest.mark.parametrize(("bound", "mutant"), list(_parameters()))
+def test_the_case_kills(bound: BoundCase, mutant: str) -> None:
     """A finding for a requirement that the case binds shows the mutant's defect."""
     if absent := _why_not_here(bound):
         pytest.skip(absent)
     # A part of a profile shares references with other runs, such as ci/certify.
-    settings = replace(_SETTINGS, reuse_ranks=has_kept_ranks, cases=(bound.case.id,))
-    record = run_case(bound, MUTANTS[mutant].spec, base=settings)
+    record = run_case(bound, MUTANTS[mutant].spec, base=replace(_SETTINGS, cases=(bound.case.id,)))
 
     assert kill.reason(record, MUTANTS[mutant]) is not None, kill.survival(record, MUTANTS[mutant])

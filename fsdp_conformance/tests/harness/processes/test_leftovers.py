@@ -223,7 +223,6 @@ def create_files(directory: Path, name: str) -> None:
             return
 
 
-@pytest.mark.nightly
 def test_interrupt_ends_the_ranks_and_removes_the_files(controller: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """Ctrl-C reaches the controller alone; it ends its ranks and its files go."""
     marker, environment = controller
