@@ -8,6 +8,7 @@ differs although all of them are equal is the engine's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,15 +16,23 @@ from typing import Any
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.noise import Noise, Select, noise_of, relative
+from fsdp_conformance.parity.noise import FACTOR, Noise, Select, eps_of, noise_of, relative
 from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
 from fsdp_conformance.parity.samples import compare_samples
-from fsdp_conformance.recordings.events import Forward
+from fsdp_conformance.recordings.events import Backward, Forward
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole
 
 #: Settings that a scheduler or a script may leave out of one run, and that change nothing by themselves.
 _IGNORED_SETTINGS = frozenset({"initial_lr", "name", "decoupled_weight_decay", "maximize"})
+
+
+#: A loss may differ by this much, relative to itself, from one that is computed of equal outputs in another order.
+_LOSS = 1e-3
+#: By how much a loss may differ more than the outputs that it is computed of.
+_AMPLIFIED = 16.0
+#: The kind of the 2-norm.
+_TWO = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,7 +296,7 @@ class _Comparing:
                 if mine.loss is None or theirs.loss is None:
                     continue
                 difference = abs(mine.loss - theirs.loss)
-                if difference <= max(1e-3, 64 * self.noise.eps) * abs(theirs.loss):
+                if difference <= self._loss_tolerance(step, expected, rank, theirs) * abs(theirs.loss):
                     continue
                 factor = mine.loss / theirs.loss if theirs.loss else 0.0
                 yield Finding(
@@ -299,6 +308,13 @@ class _Comparing:
                     "or a gradient scaler",
                     line=mine.line,
                 )
+
+    def _loss_tolerance(self, step: TrainingStep, expected: TrainingStep, rank: int, theirs: Backward) -> float:
+        """What rounding explains of a loss, relative to it: little where the outputs are equal."""
+        pairs = zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False)
+        distance = max((_distance_of_outputs(mine, other) for mine, other in pairs), default=0.0)
+        noise = self.noise.of_loss(step.number, rank, theirs)
+        return max(_LOSS, _AMPLIFIED * distance, FACTOR * noise)
 
     def _gradients(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
         values, others = step.unclipped.values, expected.unclipped.values
@@ -384,19 +400,22 @@ class _Comparing:
                 first=f"{limit:g} instead of {expected_limit:g}",
                 line=line,
             )
-        tolerance = max(1e-3, 64 * self.noise.eps)
-        if norm is not None and expected_norm and abs(norm - expected_norm) > tolerance * expected_norm:
+        # How far the gradients may differ is known; how far the norm may differ from that of its own gradients is less.
+        own, expected_own = _norm_of_gradients(step), _norm_of_gradients(expected)
+        changed = own / expected_own if own and expected_own else 1.0
+        dtypes = {value.dtype for value in (*step.unclipped.values.values(), *expected.unclipped.values.values())}
+        tolerance = max(1e-3, 8 * max(map(eps_of, dtypes), default=0.0))
+        if norm is not None and expected_norm and abs(norm / expected_norm - changed) > tolerance * changed:
             ratio = norm / expected_norm
             local = " as of one rank's shards" if ratio < 1 else " as of gradients that were counted several times"
             whose, likely = self._whose(), f"it is {ratio:.4g} times the expected one,{local}"
             together = _norm_together(step)
             if together is not None and abs(together - expected_norm) <= tolerance * expected_norm:
-                # FSDP1's parameters are plain tensors, whose norm torch takes as it is.
-                whose = Whose.SCRIPT
-                likely = (
-                    "each rank has taken the norm of its own shards: call the `clip_grad_norm_` of the engine, which "
-                    "adds them up over the ranks"
-                )
+                likely = "each rank has taken the norm of its own shards"
+                if _has_ranges(step):
+                    # FSDP1's shards are plain tensors, whose norm torch takes as it is.
+                    whose = Whose.SCRIPT
+                    likely += ": call the `clip_grad_norm_` of the engine, which adds them up over the ranks"
             yield Finding(
                 title="The norm of the gradients differs although the gradients agree",
                 whose=whose,
@@ -487,6 +506,17 @@ class _Comparing:
                     return f"'{name}'", f"{key} is {_shown(mine[name][key])} instead of {_shown(value)}"
         return None
 
+    def _why_setting(self, number: int, difference: str) -> str:
+        """The likely cause of another setting."""
+        words = difference.split()
+        if words[0] == "lr":
+            schedule = [_shown(rate) for rate in map(_rate_of, self.reference.steps)]
+            if words[2] in schedule and schedule.index(words[2]) != number:
+                place = schedule.index(words[2])
+                how = "more" if place > number else "less"
+                return f"it is the rate of the reference's step {place}: the scheduler is stepped {how} often"
+        return _why_setting(difference, self.run.world_size)
+
     def _settings(self, number: int) -> Iterator[Finding]:
         difference = self._setting_difference(number)
         if difference is not None:
@@ -496,7 +526,7 @@ class _Comparing:
                 whose=Whose.SCRIPT,
                 step=number,
                 first=f"{difference[0]} · {difference[1]}",
-                likely=_why_setting(difference[1], self.run.world_size),
+                likely=self._why_setting(number, difference[1]),
                 line=self.run.steps[number].steps[0].line,
             )
 
@@ -646,6 +676,11 @@ def _settings(step: TrainingStep) -> dict[str, dict[str, Any]]:
     return {name: group.settings for group in step.steps[0].groups for name in group.parameters}
 
 
+def _rate_of(step: TrainingStep) -> object:
+    """The learning rate of the first group."""
+    return next((group.settings.get("lr") for group in step.steps[0].groups), None)
+
+
 def _clipping(step: TrainingStep) -> tuple[float | None, float, str] | None:
     """The norm over all ranks, the limit and the line of the first clipping of a step."""
     if not all(step.clips):
@@ -654,6 +689,28 @@ def _clipping(step: TrainingStep) -> tuple[float | None, float, str] | None:
     first = clips[0]
     together = _norm_together(step) if first.is_partial else None
     return first.norm if together is None else together, first.limit, first.line
+
+
+def _has_ranges(step: TrainingStep) -> bool:
+    """True if ranks hold ranges of a matrix's elements, as in FSDP1, and not boxes of it, as in a DTensor."""
+    values = [value for clips in step.clips for clip in clips for value in clip.gradients.values()]
+    return any(
+        len(value.shape) > 1 and "," not in value.region and value.elements < math.prod(value.shape) for value in values
+    )
+
+
+def _norm_of_gradients(step: TrainingStep) -> float:
+    """The 2-norm of all gradients before they were clipped. 0 if it is not finite, or another norm is taken."""
+    values = step.unclipped.values.values()
+    if any(value.nonfinite for value in values) or any(clip.kind != _TWO for clips in step.clips for clip in clips):
+        return 0.0
+    return math.sqrt(sum(value.square for value in values))
+
+
+def _distance_of_outputs(forward: Forward, expected: Forward) -> float:
+    values = whole_tensors([forward.outputs]).values
+    others = whole_tensors([expected.outputs]).values
+    return max((relative(values[name], other) for name, other in others.items() if name in values), default=0.0)
 
 
 def _norm_together(step: TrainingStep) -> float | None:

@@ -9,7 +9,8 @@ noise of that step, and a bfloat16 script by that of bfloat16.
     bound = max(FACTOR * noise, FLOOR * eps of float32)          relative to the norm of the reference's tensor
 
 A single tensor's noise may be small by chance: it counts as at least the median over all tensors of that kind and step.
-Without a nudged run, the floor is NUDGED * eps of that dtype, which is enough for a few steps.
+Without a nudged run, the floor is UNMEASURED * eps of float32, or NUDGED * eps of that dtype if it is more, which is
+enough for a few steps.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_conformance.parity.runs import Run, Tensors, TrainingStep
+from fsdp_conformance.recordings.events import Backward
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.recordings.fingerprint import Whole
 
@@ -26,7 +28,8 @@ FACTOR = 8.0
 FLOOR = 8.0
 #: Rounding to nearest changes a number by up to half of the eps, and by a quarter on average.
 NUDGE = 0.25
-#: The floor without a nudged run.
+#: The floor without a nudged run: this many eps of float32, or eps of the least precise dtype.
+UNMEASURED = 64.0
 NUDGED = 4.0
 #: Where the noise alone is this large, a difference shows nothing.
 CEILING = 0.05
@@ -57,8 +60,9 @@ class Noise:
     @property
     def floor(self) -> float:
         """The smallest bound."""
-        smallest = FLOOR * EPS["float32"]
-        return smallest if self.nudged is not None else max(smallest, NUDGED * self.eps)
+        if self.nudged is not None:
+            return FLOOR * EPS["float32"]
+        return max(UNMEASURED * EPS["float32"], NUDGED * self.eps)
 
     def bound(self, kind: str, select: Select, step: int, name: str) -> float | None:
         """The bound of a tensor at a step, relative to its norm. None if rounding alone is too large to judge."""
@@ -66,6 +70,16 @@ class Noise:
         typical = statistics.median(noise.values()) if noise else 0.0
         level = max(noise.get(name, typical), typical)
         return None if level > CEILING else max(FACTOR * level, self.floor)
+
+    def of_loss(self, step: int, rank: int, backward: Backward) -> float:
+        """The noise of a loss of the reference, relative to it. Without a nudged run, a few of the eps."""
+        if self.nudged is None or step >= len(self.nudged.steps):
+            return NUDGED * self.eps
+        others = [each for each in self.nudged.steps[step].backwards[rank] if each.number == backward.number]
+        losses = [each.loss for each in others if each.loss is not None]
+        if not backward.loss or len(losses) != 1:
+            return 0.0
+        return abs(losses[0] - backward.loss) / abs(backward.loss)
 
     def _of_step(self, kind: str, select: Select, step: int) -> Mapping[str, float]:
         if self.nudged is None or step >= len(self.nudged.steps):

@@ -2,8 +2,9 @@
 Mixed precision without sharding: modules compute with parameters rounded to another dtype.
 
 FSDP keeps parameters in their own dtype and gathers them in another. Here, while one of a unit's modules runs, its
-parameters are rounded copies, and gradients flow through the rounding back to the parameters. That is done for each
-module by itself, so modules that activation checkpointing runs again in backward are covered.
+parameters and those of the modules inside it are rounded copies, and gradients flow through the rounding back to the
+parameters. Every module begins that by itself, so those that activation checkpointing runs again in backward are
+covered; and a module may use the parameters of one inside it without calling that, as `nn.MultiheadAttention` does.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ class Rounding:
     casts_inputs: bool = True
     _depth: dict[int, int] = field(default_factory=dict)
     _own: dict[int, dict[str, nn.Parameter]] = field(default_factory=dict)
+    _unit: set[int] = field(default_factory=set)
 
     def install(self, unit: nn.Module, modules: Iterable[nn.Module]) -> None:
         """Round in these modules, which are the unit's, and cast what goes into and comes out of the unit."""
         if self.param_dtype is not None:
+            modules = list(modules)
+            self._unit.update(map(id, modules))
             for module in modules:
                 module.register_forward_pre_hook(self._enter, prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
@@ -39,10 +43,14 @@ class Rounding:
             unit.register_forward_hook(self._cast_output)
 
     def _enter(self, module: nn.Module, args: object) -> None:
-        depth = self._depth.get(id(module), 0)
-        self._depth[id(module)] = depth + 1
-        if depth:
-            return
+        for each in module.modules():
+            if id(each) in self._unit:
+                depth = self._depth.get(id(each), 0)
+                self._depth[id(each)] = depth + 1
+                if not depth:
+                    self._round(each)
+
+    def _round(self, module: nn.Module) -> None:
         own = {
             name: parameter
             for name, parameter in module._parameters.items()
@@ -53,13 +61,14 @@ class Rounding:
             module._parameters[name] = parameter.to(self.param_dtype)  # type: ignore[assignment]
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        depth = self._depth.get(id(module), 0)
-        if not depth:
+        if not self._depth.get(id(module), 0):
             # The forward failed before it was entered.
             return
-        self._depth[id(module)] = depth - 1
-        if depth == 1:
-            module._parameters.update(self._own.pop(id(module)))
+        for each in module.modules():
+            if id(each) in self._unit:
+                self._depth[id(each)] -= 1
+                if not self._depth[id(each)]:
+                    each._parameters.update(self._own.pop(id(each)))
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return pytree.tree_map(lambda leaf: _cast(leaf, self.param_dtype), (args, kwargs))

@@ -24,7 +24,8 @@ class Shards:
     def remember(self, unit: nn.Module) -> None:
         """Note the parameters of a unit that has just been sharded."""
         for module in unit.modules():
-            for key, parameter in module._parameters.items():
+            parameters: dict[str, Tensor | None] = {**module._parameters}
+            for key, parameter in parameters.items():
                 if isinstance(parameter, DTensor):
                     self._of.setdefault(module, {})[key] = weakref.ref(parameter)
 

@@ -247,6 +247,9 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
                 param_dtype=mixed_precision.param_dtype,
                 casts_inputs=mixed_precision.cast_forward_inputs or mixed_precision.cast_root_forward_inputs,
             ).install(module, [each for each in modules if not isinstance(each, exempt)])
+            if mixed_precision.buffer_dtype is not None:
+                # In the first forward, as FSDP1 does.
+                module.register_forward_pre_hook(_casting_buffers(mixed_precision.buffer_dtype), prepend=True)
         self._fsdp_wrapped_module = module
         self.register_load_state_dict_pre_hook(self._with_wrapper_in_names)  # type: ignore[no-untyped-call]
 
@@ -342,6 +345,15 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
         ]
         state = {numbers[name]: value for name, value in optim_state_dict["state"].items()}
         return {"state": state, "param_groups": groups}
+
+
+def _casting_buffers(dtype: torch.dtype) -> Callable[[nn.Module, object], None]:
+    def cast(module: nn.Module, args: object) -> None:
+        for buffer in module.buffers():
+            if buffer.is_floating_point() and buffer.dtype is not dtype:
+                buffer.data = buffer.to(dtype)
+
+    return cast
 
 
 def _group_of(mesh: DeviceMesh | None, dims: Any) -> Any:

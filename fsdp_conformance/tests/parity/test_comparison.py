@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Whose
+from fsdp_conformance.recordings import files
 from fsdp_conformance.tests.parity.trainings import SAMPLES, Net, Script, compared
 
 
@@ -196,8 +200,6 @@ def test_one_that_steps_less_often_has_another_number_of_steps(tmp_path: Path) -
 
     with pytest.raises(Stop):
         compared(Script(ranks=1, before_forward=stop), tmp_path)
-    from fsdp_conformance.parity.comparison import compare
-    from fsdp_conformance.recordings import files
     from fsdp_conformance.tests.parity.trainings import record
 
     comparison = compare(files.read(tmp_path / "run"), record(Script(ranks=1), tmp_path / "reference"))
@@ -205,3 +207,55 @@ def test_one_that_steps_less_often_has_another_number_of_steps(tmp_path: Path) -
     assert comparison.findings[0].title == "The run ended early"
     assert comparison.findings[0].first == "rank 0 · Stop: "
     assert comparison.findings[0].evidence == ("it has 2 steps, the reference 4",)
+
+
+def with_another_norm(directory: Path, factor: float) -> None:
+    """Edit a recording: what clipping has returned is that much larger in step 1."""
+    for file in directory.iterdir():
+        lines = []
+        for line in file.read_text(encoding="utf-8").splitlines():
+            event = json.loads(line)
+            if event["event"] == "clip" and event["step"] == 1:
+                event["norm"] *= factor
+            lines.append(json.dumps(event) + "\n")
+        file.write_text("".join(lines), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("factor", "likely"),
+    [(0.9, "as of one rank's shards"), (2**-0.5, "each rank has taken the norm of its own shards")],
+)
+def test_a_norm_must_be_that_of_the_gradients(factor: float, likely: str, tmp_path: Path) -> None:
+    compared(Script(), tmp_path)
+    with_another_norm(tmp_path / "run", factor)
+
+    comparison = compare(files.read(tmp_path / "run"), files.read(tmp_path / "reference"))
+
+    finding = comparison.findings[0]
+    assert (finding.title, finding.step) == ("The norm of the gradients differs although the gradients agree", 1)
+    assert finding.whose is Whose.ENGINE
+    assert likely in finding.likely
+
+
+def test_a_scheduler_that_is_ahead_is_named(tmp_path: Path) -> None:
+    def decayed(times: int) -> Callable[[nn.Module, float, float], torch.optim.Optimizer]:
+        """The rate is halved so often before each step but the first."""
+
+        def make(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+            factors = itertools.chain([1.0], itertools.repeat(0.5**times))
+
+            def halve(*arguments: object) -> None:
+                optimizer.param_groups[0]["lr"] *= next(factors)
+
+            optimizer.register_step_pre_hook(halve)
+            return optimizer
+
+        return make
+
+    comparison = compared(Script(optimizer=decayed(2)), tmp_path, Script(optimizer=decayed(1)))
+
+    finding = comparison.findings[0]
+    assert (finding.whose, finding.step) == (Whose.SCRIPT, 1)
+    assert "lr is 0.025 instead of 0.05" in finding.first
+    assert finding.likely == "it is the rate of the reference's step 2: the scheduler is stepped more often"
