@@ -310,7 +310,7 @@ class _Comparing:
                 )
 
     def _loss_tolerance(self, step: TrainingStep, expected: TrainingStep, rank: int, theirs: Backward) -> float:
-        """What rounding explains of a loss, relative to it: little where the outputs are equal."""
+        """The part of a loss that rounding explains, relative to it: little where the outputs are equal."""
         pairs = zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False)
         distance = max((_distance_of_outputs(mine, other) for mine, other in pairs), default=0.0)
         noise = self.noise.of_loss(step.number, rank, theirs)
