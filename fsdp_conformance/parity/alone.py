@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.runs import Run, events_by_step
+from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
 from fsdp_conformance.parity.samples import samples_of, shares_samples
 from fsdp_conformance.recordings.events import Backward, Clip, Initial, Mark
+from fsdp_conformance.recordings.fingerprint import Fingerprint
 
 #: Names that are shown of many.
 _SHOWN = 3
@@ -21,6 +22,7 @@ def suspicions(run: Run) -> Iterator[Finding]:
     yield from _same_samples(run)
     yield from _repeated_order(run)
     yield from _untrained(run)
+    yield from _nothing_trained(run)
     yield from _unknown(run)
     yield from _evaluation(run)
     yield from _unreduced(run)
@@ -92,6 +94,25 @@ def _untrained(run: Run) -> Iterator[Finding]:
             likely="the optimizer was made before the model was complete or wrapped, or of a part of the parameters",
             line=run.steps[-1].steps[0].line,
         )
+
+
+def _nothing_trained(run: Run) -> Iterator[Finding]:
+    steps = [step for step in run.steps if step.steps[0].parameters and step.passes]
+    if steps and not any(value.square or value.nonfinite for step in steps for value in _at_step(step)):
+        yield _suspicion(
+            "The optimizer gets no gradient",
+            step=steps[0].number,
+            likely="gradients are cleared between backward and step, or no parameter of the optimizer is trained",
+            line=steps[0].steps[0].line,
+        )
+
+
+def _at_step(step: TrainingStep) -> Iterator[Fingerprint]:
+    """The gradients that the optimizer got; before clipping, if an engine has clipped inside its step."""
+    for rank, each in enumerate(step.steps):
+        yield from each.gradients.values()
+        for clip in step.clips[rank] if not each.gradients else ():
+            yield from clip.gradients.values()
 
 
 def _unknown(run: Run) -> Iterator[Finding]:

@@ -263,13 +263,21 @@ class _Comparing:
             where = f"rank {rank} · pass {mine.number} · {f'output of {name!r}' if name else 'output of the model'}"
             yield Finding(
                 title="The forward computes something else",
-                whose=Whose.SCRIPT if self._is_whole_batch else self._whose(),
+                whose=self._whose_forward(step),
                 step=step.number,
                 first=f"{where} · {_size(value, wanted, bound)}",
                 likely=self._why_forward(step, value, wanted),
                 line=mine.line,
                 evidence=self._still_equal(),
             )
+
+    def _whose_forward(self, step: TrainingStep) -> Whose:
+        if self._is_whole_batch:
+            return Whose.SCRIPT
+        if not step.number and self.reference.sharding == "kept" and not self._random:
+            # Another script may have another model, or compute in another dtype.
+            return Whose.EITHER
+        return self._whose()
 
     def _why_forward(self, step: TrainingStep, value: Whole, wanted: Whole) -> str:
         if self._random:

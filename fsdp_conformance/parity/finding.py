@@ -12,6 +12,7 @@ class Whose(StrEnum):
     RUN = "the runs themselves"
     DATA = "the data"
     SCRIPT = "the script"
+    EITHER = "the script or the engine"
     ENGINE = "the engine"
 
 

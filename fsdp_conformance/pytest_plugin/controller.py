@@ -177,7 +177,6 @@ class Controller:
         """Open the run file."""
         from fsdp_conformance import codec, run_settings
         from fsdp_conformance.adapters import registry
-        from fsdp_conformance.cases import own_model
         from fsdp_conformance.contract.profile import names
         from fsdp_conformance.report.last_run import report_directory
         from fsdp_conformance.report.recorder import Recorder
@@ -186,7 +185,11 @@ class Controller:
         profile = options.profile_of(self.config)
         options.selected_entries(self.config)
         _check_devices(order.settings)
-        order = replace(order, settings=own_model.with_properties(order.settings))
+        if order.settings.workload:
+            # It imports torch.
+            from fsdp_conformance.cases import own_model
+
+            order = replace(order, settings=own_model.with_properties(order.settings))
         description = order.description or codec.plain(registry.describe(order.settings.implementation))
         options.use_order(self.config, replace(order, description=description))
         run_settings.use(order.settings, description)

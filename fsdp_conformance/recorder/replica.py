@@ -23,7 +23,8 @@ from fsdp_conformance.recorder.rounding import Rounding
 class Replica:
     """Parameters that one call of a sharding function would have sharded."""
 
-    parameters: list[nn.Parameter]
+    places: list[tuple[nn.Module, str]]
+    """Modules and names: a model that was built on the meta device gets other parameters before it trains."""
     group: Any
     """The process group over which it is replicated; None for all ranks."""
     reduce_dtype: torch.dtype | None
@@ -43,6 +44,12 @@ class Replica:
     """The parameters whose `grad` has been averaged."""
     has_started: bool = False
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that the modules have now."""
+        now = [module._parameters[name] for module, name in self.places]
+        return [parameter for parameter in now if parameter is not None]
+
 
 class Replicas:
     """All replicas of this process."""
@@ -56,13 +63,13 @@ class Replicas:
         """Replicate the parameters of these modules that no inner module has been given for."""
         left_out = {id(tensor) for tensor in ignored}
         left_out |= {id(parameter) for replica in self._all for parameter in replica.parameters}
-        parameters = {
-            id(parameter): parameter
-            for module in modules
-            for parameter in module.parameters()
-            if id(parameter) not in left_out
-        }
-        replica = Replica(parameters=list(parameters.values()), **options)
+        places: dict[int, tuple[nn.Module, str]] = {}
+        for module in modules:
+            for owner in module.modules():
+                for name, parameter in owner._parameters.items():
+                    if parameter is not None and id(parameter) not in left_out:
+                        places.setdefault(id(parameter), (owner, name))
+        replica = Replica(places=list(places.values()), **options)
         self._all.append(replica)
         return replica
 

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_conformance.report.folding import WIDTH
 from fsdp_conformance.run_settings import REFERENCES_STORE, use_secret
@@ -63,6 +64,23 @@ def _no_device_is_left() -> Iterator[None]:
             "the simulated accelerator is active now in the process that runs the tests, and cannot be removed. "
             "Run the test with in_process_of_its_own."
         )
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_is_left() -> Iterator[None]:
+    """No test leaves the process that runs the tests as a rank, for those that run after it."""
+
+    def left() -> list[str]:
+        variables = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+        return variables + ["a process group"] * dist.is_initialized()
+
+    before = left()
+    yield
+    more = [what for what in left() if what not in before]
+    if more:
+        for name in {"RANK", "WORLD_SIZE"}.intersection(more):
+            del os.environ[name]
+        pytest.fail(f"the test has left {' and '.join(more)} in the process that runs the tests")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

