@@ -19,7 +19,8 @@ class Shards:
     """The sharded parameters of the modules that `fully_shard` has been called with."""
 
     def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+        # No weak references to parameters: `to_empty` cannot swap a tensor that has one.
+        self._of: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
 
     def remember(self, unit: nn.Module) -> None:
         """Note the parameters of a unit that has just been sharded."""
@@ -27,7 +28,7 @@ class Shards:
             parameters: dict[str, Tensor | None] = {**module._parameters}
             for key, parameter in parameters.items():
                 if isinstance(parameter, DTensor):
-                    self._of.setdefault(module, {})[key] = weakref.ref(parameter)
+                    self._of.setdefault(module, {})[key] = parameter
 
     def parameters_of(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """A module's own parameters by name: sharded ones where it has been sharded, gathered or not."""
@@ -35,6 +36,4 @@ class Shards:
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            reference = shards.get(key)
-            shard = reference() if reference is not None and not isinstance(parameter, DTensor) else None
-            yield key, parameter if shard is None else shard
+            yield key, parameter if isinstance(parameter, DTensor) else shards.get(key, parameter)

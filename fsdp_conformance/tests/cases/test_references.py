@@ -25,6 +25,12 @@ def _world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which entries are trained again is drawn for each run."""
+    monkeypatch.setattr(Offer, "is_sampled", lambda self, case, key: False)
+
+
 def _source(directory: Path, *, workload: Workload | None = None) -> _Source:
     """The offer is made again, as for another case."""
     offer = Offer(directory=str(directory), limit=2**30, origin={}, run="", known=frozenset())
