@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -131,7 +132,9 @@ class Hooks:
                 call = signature.bind(*args, **kwargs)
                 call.apply_defaults()
                 target = call.arguments["target"]
-                if call.arguments["reduction"] == "mean" and not target.is_floating_point():
+                # Distributed, fake and batched tensors have no values to be counted here.
+                is_plain = type(target) is type(result) is Tensor and not is_functorch_wrapped_tensor(target)
+                if is_plain and call.arguments["reduction"] == "mean" and not target.is_floating_point():
                     self._observer.mean(result, (target != call.arguments["ignore_index"]).sum())
             return result
 
