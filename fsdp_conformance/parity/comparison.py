@@ -523,6 +523,12 @@ class _Comparing:
                 place = schedule.index(words[2])
                 how = "more" if place > number else "less"
                 return f"it is the rate of the reference's step {place}: the scheduler is stepped {how} often"
+            starts = [_first_group(run.steps[number]).get("initial_lr") for run in (self.run, self.reference)]
+            if starts[0] is not None and starts[0] == starts[1]:
+                return (
+                    f"both begin with {_shown(starts[0])}: the scheduler is stepped another number of times, or is "
+                    "made for another number of steps"
+                )
         return _why_setting(difference, self.run.world_size)
 
     def _settings(self, number: int) -> Iterator[Finding]:
@@ -684,9 +690,14 @@ def _settings(step: TrainingStep) -> dict[str, dict[str, Any]]:
     return {name: group.settings for group in step.steps[0].groups for name in group.parameters}
 
 
+def _first_group(step: TrainingStep) -> Mapping[str, Any]:
+    """The settings of the first parameter group."""
+    return next((group.settings for group in step.steps[0].groups), {})
+
+
 def _rate_of(step: TrainingStep) -> object:
     """The learning rate of the first group."""
-    return next((group.settings.get("lr") for group in step.steps[0].groups), None)
+    return _first_group(step).get("lr")
 
 
 def _clipping(step: TrainingStep) -> tuple[float | None, float, str] | None:

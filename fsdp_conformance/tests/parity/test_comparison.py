@@ -259,3 +259,19 @@ def test_a_scheduler_that_is_ahead_is_named(tmp_path: Path) -> None:
     assert (finding.whose, finding.step) == (Whose.SCRIPT, 1)
     assert "lr is 0.025 instead of 0.05" in finding.first
     assert finding.likely == "it is the rate of the reference's step 2: the scheduler is stepped more often"
+
+
+def test_a_scheduler_of_another_length_is_named(tmp_path: Path) -> None:
+    def warming_up(steps: int) -> Callable[[nn.Module, float, float], torch.optim.Optimizer]:
+        def make(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+            torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / steps, total_iters=steps)
+            return optimizer
+
+        return make
+
+    comparison = compared(Script(optimizer=warming_up(3)), tmp_path, Script(optimizer=warming_up(4)))
+
+    assert comparison.findings[0].likely == (
+        "both begin with 0.1: the scheduler is stepped another number of times, or is made for another number of steps"
+    )
