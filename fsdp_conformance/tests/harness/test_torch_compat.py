@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import unittest
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -222,6 +223,16 @@ class ProcessGroupGlooTest(MultiProcessTestCase):
         self.assertEqual(self.is_master, self.rank == 0)
 
 
+@pytest.fixture
+def _no_world_size_is_left() -> Iterator[None]:
+    """`DistributedTestBase.setUp` sets WORLD_SIZE in the process that runs the tests."""
+    before = os.environ.get("WORLD_SIZE")
+    yield
+    if before is None:
+        os.environ.pop("WORLD_SIZE", None)
+
+
+@pytest.mark.usefixtures("_no_world_size_is_left")
 class TestOverCreatePG(DistributedTestBase):
     """After test_c10d_common.py."""
 
