@@ -27,6 +27,12 @@ def when_imported(name: str, action: Callable[[], object]) -> Callable[[], None]
     Whoever imports the module waits for the action, and gets its exception if it raises one.
     """
     if name in sys.modules:
+        spec = sys.modules[name].__spec__
+        if getattr(spec, "_initializing", False) and type(spec) is ModuleSpec:
+            # It is being imported right now, and has imported the caller on the way.
+            spec.__class__ = _Initializing
+            vars(spec)["_when_done"] = action
+            return lambda: vars(spec).update(_when_done=_nothing)
         action()
         return _nothing
     watch = _Watch(name, action)
@@ -36,6 +42,18 @@ def when_imported(name: str, action: Callable[[], object]) -> Callable[[], None]
 
 def _nothing() -> None:
     """There is nothing to cancel."""
+
+
+class _Initializing(ModuleSpec):
+    """The spec of a module that is being imported: calls an action when Python notes that this is done."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            action = vars(self).pop("_when_done")
+            self.__class__ = ModuleSpec  # type: ignore[assignment]  # what it was
+            if self.name in sys.modules:
+                action()
 
 
 class _Watch(MetaPathFinder):

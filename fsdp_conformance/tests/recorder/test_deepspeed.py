@@ -52,8 +52,9 @@ def test_zero_is_equal_to_deepspeed_without_it(stage: int, tmp_path: Path) -> No
 
     assert run.status == 0, run.output
     assert "EQUAL  3 steps of 2 ranks" in run.output
-    # Two outputs a step on each rank, and four gradients, parameters and, with two states each, the optimizer's.
-    assert "compared    60 tensors" in run.output
+    # In each step: two outputs on each rank; of four parameters the gradients before and after clipping, the values,
+    # and two states.
+    assert "compared    72 tensors" in run.output
 
 
 @needs_deepspeed
