@@ -1,7 +1,7 @@
 """
 The user's own model, batches and loss (--workload), trained in the ways that the other chapters judge on the suite's.
 
-The cases have a profile of their own, and certify nothing. Where the references agree bit for bit in every order of
+The cases have a separate profile, and certify nothing. Where the references agree bit for bit in every order of
 adding, comparisons are bitwise; otherwise their measured noise bounds them. A case that asks for something that the
 model lacks, such as a frozen parameter, is DISABLED, and says why.
 """

@@ -83,7 +83,7 @@ class Case:
 
     @property
     def is_own(self) -> bool:
-        """True if it trains the model that the user names with --workload: then it belongs to a profile of its own."""
+        """True if it trains the model that the user names with --workload: then it belongs to a separate profile."""
         return "own_workload" in self.environment
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.noise import FACTOR, Noise, Select, eps_of, noise_of, relative
+from fsdp_conformance.parity.noise import FACTOR, TENSORS, Noise, Select, eps_of, noise_of, relative
 from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
 from fsdp_conformance.parity.samples import compare_samples
 from fsdp_conformance.recordings.events import Backward, Forward
@@ -338,7 +338,7 @@ class _Comparing:
                 evidence=(f"{len(missing)} are missing and {len(extra)} are there besides, of {len(others)}",),
                 line=step.backward_line,
             )
-        beyond = list(self._beyond("gradient", _unclipped, step.number, values, others))
+        beyond = list(self._beyond("gradient", TENSORS["gradient"], step.number, values, others))
         if not beyond:
             return
         name, value, wanted, bound = beyond[0]
@@ -408,7 +408,7 @@ class _Comparing:
                 first=f"{limit:g} instead of {expected_limit:g}",
                 line=line,
             )
-        # How far the gradients may differ is known; how far the norm may differ from that of its own gradients is less.
+        # The gradients may differ by rounding. The norm must still be the norm of the gradients that it was taken of.
         own, expected_own = _norm_of_gradients(step), _norm_of_gradients(expected)
         changed = own / expected_own if own and expected_own else 1.0
         dtypes = {value.dtype for value in (*step.unclipped.values.values(), *expected.unclipped.values.values())}
@@ -433,7 +433,7 @@ class _Comparing:
                 line=line,
             )
         clipped = list(
-            self._beyond("clipped", _gradients_of, step.number, step.gradients.values, expected.gradients.values)
+            self._beyond("clipped", TENSORS["clipped"], step.number, step.gradients.values, expected.gradients.values)
         )
         if clipped:
             name, value, wanted, bound = clipped[0]
@@ -449,12 +449,8 @@ class _Comparing:
 
     def _updates(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
         line = step.steps[0].line
-        kinds: tuple[tuple[str, Select], ...] = (
-            ("parameter", _parameters_of),
-            ("optimizer state", _state_of),
-            ("buffer", _buffers_of),
-        )
-        for kind, select in kinds:
+        for kind in ("parameter", "optimizer state", "buffer"):
+            select = TENSORS[kind]
             values, others = select(step).values, select(expected).values
             beyond = list(self._beyond(kind, select, step.number, values, others))
             if not beyond:
@@ -643,7 +639,7 @@ def _nothing_to_compare(run: Run, reference: Run) -> Iterator[Finding]:
             title="No parameter could be compared",
             whose=Whose.RUN,
             first=f"the tensors of the optimizer '{optimizer}' belong to no module",
-            likely="the engine keeps copies of its own, in a layout that is not known here",
+            likely="the engine keeps its own copies, in a layout that is not known here",
             line=line,
             is_exact=True,
         )
@@ -655,26 +651,6 @@ def _units_of(forward: Forward) -> Mapping[str, Fingerprint]:
 
 def _outputs_of(forward: Forward) -> Mapping[str, Fingerprint]:
     return forward.outputs
-
-
-def _unclipped(step: TrainingStep) -> Any:
-    return step.unclipped
-
-
-def _gradients_of(step: TrainingStep) -> Any:
-    return step.gradients
-
-
-def _parameters_of(step: TrainingStep) -> Any:
-    return step.parameters
-
-
-def _state_of(step: TrainingStep) -> Any:
-    return step.state
-
-
-def _buffers_of(step: TrainingStep) -> Any:
-    return step.buffers
 
 
 def _names_of(step: TrainingStep) -> dict[str, None]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from fsdp_conformance.parity.runs import Run, Tensors, TrainingStep
 from fsdp_conformance.recordings.events import Backward
@@ -45,6 +46,15 @@ EPS = {
 }
 
 Select = Callable[[TrainingStep], Tensors]
+
+#: The tensors of a step by kind, in the order in which it computes them; "gradient" is before clipping.
+TENSORS: dict[str, Select] = {
+    "gradient": attrgetter("unclipped"),
+    "clipped": attrgetter("gradients"),
+    "parameter": attrgetter("parameters"),
+    "optimizer state": attrgetter("state"),
+    "buffer": attrgetter("buffers"),
+}
 
 
 @dataclass

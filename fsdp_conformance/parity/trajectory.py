@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp_conformance.parity.noise import Noise, Select, relative
+from fsdp_conformance.parity.noise import TENSORS, Noise, Select, relative
 from fsdp_conformance.parity.runs import Run, TrainingStep
 
-#: The kinds of tensors, in the order in which a step computes them.
-KINDS: tuple[tuple[str, Select], ...] = (
-    ("gradient", lambda step: step.unclipped),
-    ("parameter", lambda step: step.parameters),
-    ("optimizer state", lambda step: step.state),
-    ("buffer", lambda step: step.buffers),
-)
+#: The kinds that are followed.
+KINDS = ("gradient", "parameter", "optimizer state", "buffer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,8 @@ class Curve:
 def trajectories(run: Run, reference: Run, noise: Noise) -> Iterator[Trajectory]:
     """Those of all tensors that both have, the kinds in the order of a step."""
     steps = list(zip(run.steps, reference.steps, strict=False))
-    for kind, select in KINDS:
+    for kind in KINDS:
+        select = TENSORS[kind]
         names = dict.fromkeys(name for _, expected in steps for name in select(expected).values)
         for name in names:
             distances = tuple(_distances(kind, select, name, steps, noise))

@@ -1,5 +1,5 @@
 """
-DeepSpeed, whose engine has an optimizer step of its own and hides what each rank holds.
+DeepSpeed, whose engine has its own optimizer step and hides what each rank holds.
 
 Gradients, parameters and optimizer states are gathered at each step, one at a time. The unsharded counterpart of a
 script is DeepSpeed without ZeRO: stage 0, without offload, and `zero.Init` and `GatheredParameters` that do nothing.
