@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fsdp_conformance import codec, run_settings
+from fsdp_conformance import codec, run_settings, user_modules
 from fsdp_conformance.adapters.absent import why_absent
 from fsdp_conformance.adapters.allowances import BOUNDED, excesses
 from fsdp_conformance.capability import offered
@@ -336,17 +336,13 @@ def _member(family: str, name: str) -> str:
 
 
 def _import_module(name: str, spec: str) -> ModuleType:
-    # A project's own adapter is usually named relative to its root, as with `python -m`.
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        return importlib.import_module(name)
+        return user_modules.module_of_name(name)
     except Exception as error:  # a user's module may raise anything
         raise _not_importable(f"module {name!r}", error, spec) from error
 
 
 def _import_file(path: str, spec: str) -> ModuleType:
-    """Import a file under a unique name; its directory goes to the end of the path, so that it shadows nothing."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         siblings = sorted(item.name for item in file.parent.glob("*.py")) if file.parent.is_dir() else []
@@ -355,21 +351,12 @@ def _import_file(path: str, spec: str) -> ModuleType:
             f"the adapter's file {path!r} does not exist [implementation {spec!r}, looked for {file}]. "
             + _suggest(file.name, siblings, what)
         )
-    name = f"fsdp_conformance_adapter_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, file)
-    if module_spec is None or module_spec.loader is None:
-        raise AdapterNotFound(f"{file} cannot be imported as a Python file [implementation {spec!r}]")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
     try:
-        module_spec.loader.exec_module(module)
+        module = user_modules.module_of_file(file, "adapter")
     except Exception as error:  # as in _import_module
-        del sys.modules[name]
         raise _not_importable(str(file), error, spec) from error
+    if module is None:
+        raise AdapterNotFound(f"{file} cannot be imported as a Python file [implementation {spec!r}]")
     return module
 
 
@@ -394,7 +381,8 @@ def _extra_of(package: str) -> str:
 def _not_importable(what: str, error: Exception, spec: str) -> AdapterNotFound:
     frames = traceback.extract_tb(error.__traceback__)
     # The last frame of the user's own code is more useful than importlib's.
-    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    ours = (__file__, user_modules.__file__)
+    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename not in ours]
     where = f", {own[-1].filename}:{own[-1].lineno}" if own else ""
     advice = (
         f" Install {error.name.partition('.')[0]!r} in this environment ({sys.prefix}), or correct the name."

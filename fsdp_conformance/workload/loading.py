@@ -8,17 +8,16 @@ each rank, the references, and the referee. The file is the user's, not the engi
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
-import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.user_modules import module_of_file, module_of_name
 from fsdp_conformance.workload.definition import Workload
 
 #: The option, where problems are reported.
@@ -76,36 +75,24 @@ _NOT_USERS = (str(Path(__file__).parents[1]), _library("torch"), str(Path(os.__f
 
 
 def _from_file(path: str) -> ModuleType:
-    """The module of a file, imported once; its directory goes to the end of the path, so that it shadows nothing."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         names = sorted(item.name for item in file.parent.glob("*.py")) if file.parent.is_dir() else []
         near = difflib.get_close_matches(file.name, names, n=3) or names[:5]
         there = f"Python files there: {', '.join(near)}" if near else f"{file.parent} has no Python files"
         raise _problem(f"the file {path!r} does not exist (looked for {file}). {there}.")
-    name = f"fsdp_conformance_workload_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise _problem(f"{file} cannot be imported as a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
     try:
-        spec.loader.exec_module(module)
+        module = module_of_file(file, "workload")
     except Exception as error:  # as in load_workload
-        del sys.modules[name]
         raise _problem(f"{path} cannot be imported: {described(error)}") from error
+    if module is None:
+        raise _problem(f"{file} cannot be imported as a Python file")
     return module
 
 
 def _from_module(name: str) -> ModuleType:
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        return importlib.import_module(name)
+        return module_of_name(name)
     except Exception as error:  # as in load_workload
         raise _problem(f"module {name!r} cannot be imported: {described(error)}") from error
 
