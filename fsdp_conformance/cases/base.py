@@ -52,7 +52,6 @@ from fsdp_conformance.cases.refusal import ReportedError
 from fsdp_conformance.cases.training import CaseTraining
 from fsdp_conformance.cases.worlds import CaseWorlds
 from fsdp_conformance.checks.memory import Activations
-from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.checks.streams import same_undisturbed, stream_control
 from fsdp_conformance.contract.case import Case, case_of
 from fsdp_conformance.errors import ConformanceError, SuiteError, Unsupported
@@ -491,6 +490,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
     check_digests = _of("checks", CaseChecks.check_digests)
     check_devices = _of("checks", CaseChecks.check_devices)
     check_resharded = _of("checks", CaseChecks.check_resharded)
+    check_released = _of("checks", CaseChecks.check_released)
     check_flags = _of("checks", CaseChecks.check_flags)
     leave_unobserved = _of("checks", CaseChecks.leave_unobserved)
     expect = _of("checks", CaseChecks.expect)
@@ -557,38 +557,6 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
                 replace(finding, message=f"{finding.message}; in each step, {points}")
                 for finding in self.report.findings[before:]
             ]
-
-    def check_released(
-        self,
-        adapter: Adapter,
-        workload: Workload,
-        requirement: str,
-        run: TrainingHistory,
-        plan: Plan | None = None,
-        regime: Regime | None = None,
-    ) -> None:
-        """
-        No unit holds full parameters when a backward has returned, nor between the steps of `run`.
-
-        The first is seen in another training, of two steps, on another adapter: reading gradients may gather a
-        unit and free it again, so they are not read there. It needs `sharded_state`.
-        """
-        self.check_resharded(adapter, workload, requirement, run, plan)
-        if not self.declares("sharded_state"):
-            return
-        units = ("", *workload.units)
-        gathered: set[tuple[int, str]] = set()
-
-        def look(other: Adapter, step: int) -> None:
-            gathered.update((step, unit) for unit in units if other.unit_is_unsharded(unit))
-
-        regime = replace(regime or Regime(), steps=2)
-        self.train(workload, plan, regime, observe=False, on_gradients=look)
-        message = comparison("parameters when backward has returned", expected="resharded", got="unsharded")
-        for step in range(regime.steps):
-            for unit in units:
-                where: dict[str, Any] = {"fqn": unit or "the root", "step": step, "phase": "reshard"}
-                self.expect((step, unit) not in gathered, requirement, message, check="resharded", **where)
 
     def check_stream_safety(
         self, workload: Workload, plan: Plan | None = None, regime: Regime | None = None, **options: Any

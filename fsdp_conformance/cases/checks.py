@@ -26,7 +26,7 @@ from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.checks.rounding import rounds_alike
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.history.training import StepRecord, TrainingHistory
 from fsdp_conformance.history.transfer import Opaque
 from fsdp_conformance.outcome.records import CheckCount, Finding
 from fsdp_conformance.plan import Plan
@@ -35,6 +35,7 @@ from fsdp_conformance.references.reference_set import Kind, References
 from fsdp_conformance.references.rounding import rounding_reference
 from fsdp_conformance.references.single_process import single_process_reference
 from fsdp_conformance.workload.definition import Regime, Workload
+from fsdp_conformance.workload.events import FORWARDS, Action
 
 #: The capability flag with which an implementation shows values of a kind.
 _SHOWN_BY = {Kind.GRADIENT: "full_grads", Kind.BUFFER: "full_buffers"}
@@ -314,12 +315,19 @@ class CaseChecks:
             self.expect(right, requirement, message, fqn=name, phase="init", check="placement")
 
     def check_resharded(
-        self, adapter: Adapter, workload: Workload, requirement: str, run: TrainingHistory, plan: Plan | None = None
+        self,
+        adapter: Adapter,
+        workload: Workload,
+        requirement: str,
+        run: TrainingHistory,
+        plan: Plan | None = None,
+        regime: Regime | None = None,
     ) -> None:
         """
-        No unit holds full parameters between steps.
+        No unit holds full parameters between steps: before anything was read, and now.
 
-        If the implementation cannot tell, what it gathers in the next step does: see `checks.resharding`.
+        A step in which a forward has no backward says nothing: units may wait for the next forward. If the
+        implementation cannot tell, what it gathers in the next step does: see `checks.resharding`.
         """
         if not self._here.declares("sharded_state"):
             if holds_whole_parameters(run):
@@ -333,6 +341,37 @@ class CaseChecks:
         for unit in ("", *workload.units):
             holds, fqn = unit not in unsharded, unit or "the root"
             self.expect(holds, requirement, message, fqn=fqn, phase="reshard", check="resharded")
+        after = {record.step: record.unsharded_after_step for record in _settled(run, regime)}
+        self._expect_resharded(after, "the step", workload, requirement)
+
+    def check_released(
+        self,
+        adapter: Adapter,
+        workload: Workload,
+        requirement: str,
+        run: TrainingHistory,
+        plan: Plan | None = None,
+        regime: Regime | None = None,
+    ) -> None:
+        """As `check_resharded`, and nor does a unit hold full parameters when a backward has returned."""
+        self.check_resharded(adapter, workload, requirement, run, plan, regime)
+        after = {record.step: record.unsharded_after_backward for record in _settled(run, regime)}
+        self._expect_resharded(after, "backward", workload, requirement)
+
+    def _expect_resharded(
+        self, unsharded: Mapping[int, Sequence[str] | None], what: str, workload: Workload, requirement: str
+    ) -> None:
+        """`unsharded`: by step, the units that held full parameters after it; None if the adapter could not tell."""
+        if not self._here.declares("sharded_state"):
+            return
+        message = f"parameters after {what}, before anything was read"
+        for step, held in unsharded.items():
+            for unit in ("", *workload.units):
+                got = "unknown: unit_is_unsharded raised" if held is None else "unsharded"
+                holds = held is not None and (unit or "the root") not in held
+                where: dict[str, Any] = {"fqn": unit or "the root", "step": step, "phase": "reshard"}
+                text = comparison(message, expected="resharded", got=got)
+                self.expect(holds, requirement, text, check="resharded", **where)
 
     def check_flags(self, run: TrainingHistory, workload: Workload, requirement: str) -> None:
         """
@@ -350,3 +389,13 @@ class CaseChecks:
             for phase, flags in (("init", run.requires_grad), ("step", run.final_requires_grad)):
                 where: dict[str, Any] = {"fqn": name, "phase": phase, "check": "flags"}
                 self.expect_equal(requirement, "requires_grad", flags.get(name), parameter.requires_grad, **where)
+
+
+def _settled(run: TrainingHistory, regime: Regime | None) -> list[StepRecord]:
+    """The steps in which every forward had its backward."""
+    alone = FORWARDS | {Action.DIFFERENTIATE}
+    return [
+        record
+        for record in run.steps
+        if regime is None or not any(event.action in alone for event in regime.in_step(record.step))
+    ]

@@ -13,10 +13,10 @@ from fsdp_conformance.driver.watch import Watch
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.workload.definition import Batch, BatchKey
-from fsdp_conformance.workload.events import Action
+from fsdp_conformance.workload.events import FORWARDS, Action
 
 #: Actions that use a batch.
-_FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD, Action.DIFFERENTIATE})
+_FORWARDS = FORWARDS | {Action.DIFFERENTIATE}
 
 
 class Batches:

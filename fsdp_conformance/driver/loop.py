@@ -141,6 +141,7 @@ class TrainingLoop:
             self._events.happen(Moment.STEP, step)
             self._passes_of(record)
             recorder.mark(Point.BACKWARD, step)
+        record.unsharded_after_backward = recorder.unsharded_if_known()
         recorder.record_gradients(record)
         norm = None
         with recorder.timed(step):
@@ -154,6 +155,7 @@ class TrainingLoop:
                     if task.regime.clearing != "optimizer" and task.regime.clears(step):
                         clear_gradients(task.adapter)
         recorder.mark(Point.STEP, step)
+        record.unsharded_after_step = recorder.unsharded_if_known()
         with recorder.timed(step):
             self._events.happen(Moment.END, step)
         recorder.record_step(record, norm)

@@ -156,6 +156,20 @@ class Recorder:
         units = self.units if "sharded_state" in self.declared else ()
         return frozenset(unit or "the root" for unit in units if self.task.adapter.unit_is_unsharded(unit))
 
+    def unsharded_if_known(self) -> list[str] | None:
+        """
+        The same in order; None if the adapter raises.
+
+        Every training asks, also of models whose units the adapter does not know, and few cases need the answer. A
+        stage of a pipeline has only some of the units.
+        """
+        if self.pipeline is not None:
+            return None
+        try:
+            return sorted(self.unsharded())
+        except Exception:  # noqa: BLE001 - the check that needs it reports that there is none
+            return None
+
     def add_input_gradients(self, batch: Batch) -> None:
         """Keep the gradients of a micro-batch's inputs, if the regime asks for that."""
         if self.task.regime.keep_input_gradients:

@@ -35,7 +35,7 @@ from fsdp_conformance.driver.session import Steps
 from fsdp_conformance.driver.task import World
 from fsdp_conformance.errors import SuiteError, Unsupported
 from fsdp_conformance.explore.example import Example, Initial, asks, shard_group_size, uses_all
-from fsdp_conformance.explore.needs import FORWARDS, needs_of
+from fsdp_conformance.explore.needs import needs_of
 from fsdp_conformance.explore.references import Prepared, Trained, shared, untrained
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
@@ -44,7 +44,7 @@ from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.run_settings import RunOrder, RunSettings, order_from_json
 from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
 from fsdp_conformance.workload.definition import Workload
-from fsdp_conformance.workload.events import Action
+from fsdp_conformance.workload.events import FORWARDS, Action
 
 #: What a scenario is about: any combination of what is declared meets the contract, or is refused.
 COMBINATIONS = "R000"
@@ -391,7 +391,7 @@ class ScenarioCase(ConformanceTestCase):
         waits = any(event.action in FORWARDS for event in regime.in_step(regime.steps - 1))
         if shard_group_size(example) > 1 and plan.auto_wrap is None and not waits and not model.calls:
             # In other units if training was resumed so.
-            self.check_resharded(adapter, replace(workload, units=plan.units), "R035", run, plan)
+            self.check_released(adapter, replace(workload, units=plan.units), "R035", run, plan, regime)
         tensors = run.initial_params.values()
         whole = sum(tensor.nbytes for tensor in tensors)
         if plan.param_dtype is None and whole >= _SHOWS_SHARDING * len(tensors):

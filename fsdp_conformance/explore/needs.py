@@ -6,10 +6,7 @@ from collections.abc import Collection
 
 from fsdp_conformance.checks.traffic_bound import Needs
 from fsdp_conformance.explore.example import Example
-from fsdp_conformance.workload.events import Action
-
-#: Forwards that no backward follows.
-FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD})
+from fsdp_conformance.workload.events import FORWARDS, Action
 
 
 def needs_of(example: Example, step: int) -> Needs:

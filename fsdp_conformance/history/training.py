@@ -47,6 +47,10 @@ class StepRecord:
     """After the optimizer step, of this rank."""
     outputs: list[Any] = field(default_factory=list)
     """Model outputs per micro-batch, if the case asked for them."""
+    unsharded_after_backward: list[str] | None = None
+    """Units that held full parameters before any gradient was read; None if the adapter raised when asked."""
+    unsharded_after_step: list[str] | None = None
+    """The same after the optimizer step, before any parameter was read: that may gather a unit and free it again."""
     updates: dict[str, int] = field(default_factory=dict)
     """With the optimizer in backward: how often each parameter was stepped."""
     hook_calls: dict[str, int] = field(default_factory=dict)

@@ -25,6 +25,8 @@ from fsdp_conformance.script_ranks import recorded_calls
 from fsdp_conformance.script_ranks.launch import OBSERVED_SUFFIX, ScriptPayload
 from fsdp_conformance.simulator.checker.labels import caller_of_backward
 from fsdp_conformance.simulator.collectives.agreement import Agreement, CollectiveMismatch
+from fsdp_conformance.simulator.collectives.new_groups import compare_new_groups
+from fsdp_conformance.simulator.replacements import Replacements
 from fsdp_conformance.simulator.sanitize import observer, script
 from fsdp_conformance.simulator.sanitize.forked_process import report_forks
 from fsdp_conformance.simulator.sanitize.order import ScriptOrder, torchrun_variables
@@ -64,6 +66,7 @@ class ScriptRank:
         register_recording_backend(case.device_type)
         log().observers.append(_Forgetful())
         log().issuer = functools.partial(recorded_calls.issue, agreement, rank)
+        compare_new_groups(lambda: agreement, Replacements())
 
     def finish_body(self) -> None:
         """A script has no referee to be told."""

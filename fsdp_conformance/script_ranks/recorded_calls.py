@@ -12,11 +12,18 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import Work, distributed_c10d
 
-from fsdp_conformance.harness.recording.collective_calls import input_splits_of, output_splits_of, root_of
+from fsdp_conformance.harness.recording.collective_calls import input_splits_of, is_integer, output_splits_of, root_of
 from fsdp_conformance.harness.recording.collective_log import Collective
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.simulator.checker.labels import caller_of_backward
-from fsdp_conformance.simulator.collectives.agreement import Agreement, place_of, title_of, visible_index, words_of
+from fsdp_conformance.simulator.collectives.agreement import (
+    Agreement,
+    in_batch,
+    place_of,
+    title_of,
+    visible_index,
+    words_of,
+)
 from fsdp_conformance.simulator.collectives.calls import Call, Channel
 from fsdp_conformance.simulator.device import build
 
@@ -65,6 +72,7 @@ def described(collective: Collective, rank: int) -> Call:
         words=words_of(op.value, traffic.reduce_op, size, root, channel.pair),
         place=place_of(caller_of_backward),
         device_index=_index(counted) if channel.device != "cpu" else None,
+        is_batched=channel.pair is not None and in_batch(),
     )
 
 
@@ -82,7 +90,7 @@ def _note_pinned(collective: Collective) -> None:
 
 
 def _pair(op: Op, ranks: Sequence[int], rank: int, args: Sequence[Any]) -> tuple[int, int] | None:
-    if op not in (Op.SEND, Op.RECV) or len(args) < 2 or not isinstance(args[1], int) or args[1] >= len(ranks):
+    if op not in (Op.SEND, Op.RECV) or len(args) < 2 or not is_integer(args[1]) or args[1] >= len(ranks):
         return None
     peer = ranks[args[1]]
     return (rank, peer) if op is Op.SEND else (peer, rank)

@@ -176,6 +176,9 @@ LOADED_BY = {
     Action.TAKE_OPTIMIZER: Action.LOAD_OPTIMIZER,
 }
 
+#: Forwards that no backward follows.
+FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD})
+
 #: Actions after which a change of a parameter no longer shows its gradient: see `checks.derived`.
 HIDES_GRADIENTS = frozenset({
     Action.LEARNING_RATE, Action.SKIP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,

@@ -9,6 +9,8 @@ collectives. torch has several methods for one collective, and renames them (2.1
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -122,8 +124,13 @@ def root_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     for option in options:
         if hasattr(option, "rootRank"):
             return int(option.rootRank)
-    numbers = [option for option in options if type(option) is int]
-    return int(kwargs.get("root", numbers[0] if numbers else 0))
+    roots = [option for option in options if is_integer(option)]
+    return operator.index(kwargs.get("root", roots[0] if roots else 0))
+
+
+def is_integer(value: Any) -> bool:
+    """True for Python's and NumPy's integers, which torch takes for a rank; not for flags."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def input_splits_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -141,7 +148,7 @@ def _splits_of(
 ) -> tuple[int, ...] | None:
     if name not in ("alltoall_base", "all_to_all_single"):
         return None
-    return tuple(args[position] if len(args) > position else kwargs.get(keyword, ()))
+    return tuple(map(operator.index, args[position] if len(args) > position else kwargs.get(keyword, ())))
 
 
 def _argument(

@@ -140,7 +140,7 @@ class RecordingProcessGroup(TwinnedProcessGroup, metaclass=_AnyProcessGroup):
         if self._ranks is None:
             if self not in distributed_c10d._world.pg_group_ranks:
                 return tuple(range(self.size()))  # torch is still making the group
-            self._ranks = tuple(dist.get_process_group_ranks(self))
+            self._ranks = tuple(map(int, dist.get_process_group_ranks(self)))
         return self._ranks
 
 

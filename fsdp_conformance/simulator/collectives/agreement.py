@@ -4,8 +4,8 @@ Checks that all ranks call the same collectives, while a script runs.
 Before a collective is issued, it is compared with the calls of the other ranks of its group that are already there
 (`calls`): the operation, the reduction, the dtype, the sizes, the root, and for an all-to-all what each pair exchanges.
 A difference raises CollectiveMismatch on the rank that comes last, before it moves any data. Also reported: two
-communicators that two ranks use in different orders, two ranks on one device, and a rank that ends while others wait
-for it.
+communicators that two ranks use in different orders, two ranks that both send before they receive, two ranks on one
+device, and a rank that ends while others wait for it.
 
 CUDA_VISIBLE_DEVICES is respected: scripts may give each process its own device 0.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import DistBackendError, ProcessGroup
+from torch.distributed import DistBackendError, ProcessGroup, distributed_c10d
 
 from fsdp_conformance.simulator.collectives.calls import (
     Call,
@@ -34,6 +34,7 @@ from fsdp_conformance.simulator.collectives.calls import (
     logs_of,
 )
 from fsdp_conformance.simulator.collectives.disagreement import Disagreement, DisagreementKind, Party
+from fsdp_conformance.simulator.collectives.messages import MessageOrder
 from fsdp_conformance.simulator.device import SIMULATED, build
 from fsdp_conformance.simulator.frames import Frame, Owner, calling_frame, owner
 
@@ -71,6 +72,8 @@ class _Peer:
     """Calls of this rank that the peer has not made yet, with their positions."""
     theirs: dict[tuple[Channel, int], tuple[int, Call]] = field(default_factory=dict)
     """Calls of the peer that this rank has not made yet."""
+    messages: dict[str, MessageOrder] = field(default_factory=dict)
+    """By group."""
     furthest_mine: _Match | None = None
     furthest_theirs: _Match | None = None
     """Among those that both have made: the last by this rank's order, and by the peer's."""
@@ -123,6 +126,7 @@ class Agreement:
                     continue
                 key = (call.channel, number)
                 self._catch_up(peer)
+                self._compare_messages(peer, call, is_mine=True)
                 earlier = peer.theirs.pop(key, None)
                 if earlier is None:
                     peer.mine[key] = (position, call)
@@ -223,6 +227,7 @@ class Agreement:
             peer.position += 1
             if self._rank not in call.channel.members:
                 continue
+            self._compare_messages(peer, call, is_mine=False)
             key = (call.channel, number)
             earlier = peer.mine.pop(key, None)
             if earlier is None:
@@ -260,6 +265,16 @@ class Agreement:
         if peer.furthest_theirs is None or now.theirs > peer.furthest_theirs.theirs:
             peer.furthest_theirs = now
 
+    def _compare_messages(self, peer: _Peer, call: Call, *, is_mine: bool) -> None:
+        """Report two ranks that both send before they receive."""
+        if call.channel.pair is None or call.channel.device == "cpu":
+            return
+        order = peer.messages.setdefault(call.channel.group, MessageOrder())
+        waiting = order.add(call, is_mine=is_mine)
+        if waiting is not None:
+            parties = [Party.of(rank, one) for rank, one in zip((self._rank, peer.rank), waiting, strict=True)]
+            self._note(Disagreement.between(DisagreementKind.BOTH_SEND, parties, ""))
+
     def _note(self, disagreement: Disagreement) -> Disagreement:
         if disagreement.key not in self._reported:
             self._reported.add(disagreement.key)
@@ -289,6 +304,11 @@ def place_of(caller: Caller) -> Frame | None:
     if frame is None or owner(frame.file) is Owner.TORCH:
         frame = caller() or frame
     return frame
+
+
+def in_batch() -> bool:
+    """True if the messages of a `batch_isend_irecv` are being issued."""
+    return bool(distributed_c10d._world.pg_coalesce_state)
 
 
 def visible_index(index: int | None) -> int | None:

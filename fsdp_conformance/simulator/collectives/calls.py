@@ -70,6 +70,8 @@ class Call:
     place: Frame | None = None
     device_index: int | None = None
     """The device that the tensors are on, as an index among the devices of the machine."""
+    is_batched: bool = False
+    """True for a message of `batch_isend_irecv`."""
 
     @property
     def orders(self) -> bool:

@@ -17,6 +17,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fsdp_conformance.simulator.checker.labels import caller_of_backward
 from fsdp_conformance.simulator.collectives.agreement import (
     Agreement,
     CollectiveMismatch,
+    in_batch,
     place_of,
     title_of,
     visible_index,
@@ -33,7 +35,9 @@ from fsdp_conformance.simulator.collectives.agreement import (
 )
 from fsdp_conformance.simulator.collectives.calls import Call, Channel, has_begun
 from fsdp_conformance.simulator.collectives.disagreement import Disagreement, DisagreementKind
+from fsdp_conformance.simulator.collectives.new_groups import compare_new_groups
 from fsdp_conformance.simulator.device import SIMULATED, build, process_group
+from fsdp_conformance.simulator.replacements import Replacements
 
 #: Seconds between two checks for a wait that will never end.
 _LOOK_S = 0.5
@@ -51,7 +55,7 @@ _DTYPES = {
 }  # fmt: skip
 
 #: Findings that stop no collective: a GPU may get through.
-_HARMLESS_HERE = (DisagreementKind.ORDER, DisagreementKind.ONE_DEVICE)
+_HARMLESS_HERE = (DisagreementKind.ORDER, DisagreementKind.BOTH_SEND, DisagreementKind.ONE_DEVICE)
 
 
 class ComparedGroups:
@@ -64,7 +68,10 @@ class ComparedGroups:
         self._agreement: Agreement | None = None
         self._aborts: list[Callable[[str], None]] = []
         """One function per group that makes its collectives fail."""
-        self._noted: dict[str, None] = {}
+        self._ended: list[Disagreement] = []
+        """The findings of default groups that have ended."""
+        self._forgotten = 0
+        self._replacements = Replacements()
         self._over = threading.Event()
         self._ended_by: float | None = None
         """Deadline by which a rank that left at the first failure has reported it."""
@@ -73,18 +80,25 @@ class ComparedGroups:
         """Watch the groups that are made from now on."""
         process_group.watch_groups_with(self._watch)
         build.active().set_failure_explainer(self._explanation)
+        compare_new_groups(lambda: self._agreement, self._replacements)
 
     def end(self) -> None:
         """No more calls will come."""
+        self._replacements.undo()
         process_group.watch_groups_with(None)
         build.active().set_failure_explainer(None)
         self._leave()
 
-    def notes(self) -> list[str]:
-        """Findings that have not stopped a collective, as sentences."""
-        if self._agreement is not None:
-            self._noted.update(dict.fromkeys(map(_warning, _harmless(self._agreement))))
-        return list(self._noted)
+    def observed(self) -> dict[str, Any]:
+        """The findings since the last `forget` that have stopped no collective, JSON-ready."""
+        return {"found": [asdict(one) for one in self._all()[self._forgotten :]]}
+
+    def forget(self) -> None:
+        """Start over."""
+        self._forgotten = len(self._all())
+
+    def _all(self) -> list[Disagreement]:
+        return [*self._ended, *(_harmless(self._agreement) if self._agreement is not None else ())]
 
     def _explanation(self) -> str:
         """Why a collective has failed, if that is because of what the ranks have called; else ""."""
@@ -141,7 +155,7 @@ class ComparedGroups:
         self._over.set()
         with contextlib.suppress(CollectiveMismatch, OSError):  # those that wait for this rank raise it
             agreement.end()
-        self._noted.update(dict.fromkeys(map(_warning, _harmless(agreement))))
+        self._ended += _harmless(agreement)
         agreement.close()
         self._aborts.clear()
 
@@ -196,13 +210,10 @@ def _check(
             words=words_of(op, reduction, f"{numel} {dtype}" if dtype else "", rooted, pair),
             place=place_of(caller_of_backward),
             device_index=visible_index(device),
+            is_batched=pair is not None and in_batch(),
         )
     )
 
 
 def _harmless(agreement: Agreement) -> list[Disagreement]:
     return [one for one in agreement.disagreements if one.kind in _HARMLESS_HERE]
-
-
-def _warning(one: Disagreement) -> str:
-    return f"{one.sentence()}. To do: {one.advice()}"

@@ -27,6 +27,8 @@ class DisagreementKind(StrEnum):
     """Two ranks meet in one collective with different calls."""
     ORDER = "order_of_communicators"
     """Two ranks use two communicators in different orders."""
+    BOTH_SEND = "both_send_first"
+    """Two ranks send to each other before they receive."""
     ONE_DEVICE = "ranks_on_one_device"
     """Two ranks of a group use the same device."""
     MISSING = "missing_collective"
@@ -96,6 +98,11 @@ class Disagreement:
                     f"two communicators are used in different orders: rank {first.rank} calls {_at(first)} before "
                     f"what rank {second.rank} calls first, {_at(second)}"
                 )
+            case DisagreementKind.BOTH_SEND:
+                return (
+                    f"ranks {first.rank} and {second.rank} both send before they receive: rank {first.rank} calls "
+                    f"{_at(first)}, rank {second.rank} calls {_at(second)}"
+                )
             case DisagreementKind.ONE_DEVICE:
                 return f"ranks {first.rank} and {second.rank} use the same device, {self.what}: {_at(first)}"
         caller, absent = (first, second) if first.words else (second, first)
@@ -113,6 +120,11 @@ class Disagreement:
                 return (
                     "call the collectives of the two groups in one order on all ranks, or let the host wait in "
                     "between. With NCCL the ranks can deadlock"
+                )
+            case DisagreementKind.BOTH_SEND:
+                return (
+                    "let one of the two receive first, or pass all of these messages to "
+                    "torch.distributed.batch_isend_irecv. NCCL's send may last until its receive runs: both hang"
                 )
             case DisagreementKind.ONE_DEVICE:
                 return (

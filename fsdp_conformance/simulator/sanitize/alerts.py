@@ -26,6 +26,7 @@ RULES: Mapping[str, str] = {
     HazardKind.UNINITIALIZED_READ: "A value that nothing has written reaches a collective, the host or a branch.",
     DisagreementKind.DIFFERENT: "The ranks of a group call different collectives.",
     DisagreementKind.ORDER: "Two ranks use two communicators in different orders.",
+    DisagreementKind.BOTH_SEND: "Two ranks send to each other before they receive.",
     DisagreementKind.ONE_DEVICE: "Two ranks of a group use the same device.",
     DisagreementKind.DEADLOCK: "Ranks wait for each other in collectives that the others have not called.",
     DisagreementKind.MISSING: "A rank ends without a collective that another rank has called.",

@@ -42,6 +42,7 @@ class ForkedChild:
             "hazards": self._described(checker.hazards()),
             "accesses": checker.accesses() - self._accesses,
             "notes": [],
+            "collectives": {"found": []},
         }
 
     def at_exit(self, action: Callable[[], object]) -> None:

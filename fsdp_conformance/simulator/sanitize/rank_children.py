@@ -25,6 +25,8 @@ class ChildOfRank:
     """As JSON."""
     accesses: int
     notes: tuple[str, ...]
+    collectives: dict[str, Any]
+    """The findings about collectives, as JSON."""
     has_ended: bool
     """False if it was killed or outlived its rank, so that its last observations may be missing."""
 
@@ -72,6 +74,7 @@ class RankChildren:
                         hazards=tuple(one["hazards"]),
                         accesses=one["accesses"],
                         notes=tuple(one["notes"]),
+                        collectives=one["collectives"],
                         has_ended=one["ended"],
                     )
                     for _, one in saved_files(briefing.directory)

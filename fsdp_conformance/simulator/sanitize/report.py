@@ -149,7 +149,8 @@ class ScriptReport:
         self.children = children
         """By rank, the observations of the processes that it has started."""
         self.hazards = folded(observed, children)
-        self.disagreements = folded_disagreements(observed)
+        of_children = [{"collectives": child.collectives} for of_rank in children for child in of_rank]
+        self.disagreements = folded_disagreements([*observed, *of_children])
         self.failure = end.first_failure if end is not None else None
 
     @property

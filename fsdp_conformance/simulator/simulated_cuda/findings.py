@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.simulator.checker.hazard import Access, Hazard, hazard_from_json
+from fsdp_conformance.simulator.collectives.disagreement import Disagreement, disagreement_from_json
 from fsdp_conformance.simulator.device import SIMULATED
 
 __all__ = ["Inbox", "MergedHazard", "Observations", "hazards_in_words", "saved_files"]
@@ -47,11 +48,18 @@ class Observations:
     findings: list[MergedHazard] = field(default_factory=list)
     accesses: int = 0
     notes: list[str] = field(default_factory=list)
+    disagreements: dict[Hashable, Disagreement] = field(default_factory=dict)
+    """Findings about the collectives of several processes that have stopped none of them, by their keys."""
 
     def joined(self, later: Observations) -> Observations:
         """These observations joined with later ones."""
         by_key = {_key(one.hazard): one for one in self.findings}
-        both = Observations(list(self.findings), self.accesses + later.accesses, list(self.notes))
+        both = Observations(
+            list(self.findings),
+            self.accesses + later.accesses,
+            list(self.notes),
+            {**later.disagreements, **self.disagreements},
+        )
         both.notes += [note for note in later.notes if note not in both.notes]
         for one in later.findings:
             same = by_key.get(_key(one.hazard))
@@ -64,7 +72,7 @@ class Observations:
 
     def texts(self) -> list[str]:
         """The explanation of each finding."""
-        return [one.text() for one in self.findings]
+        return [*(one.text() for one in self.findings), *(one.explain() for one in self.disagreements.values())]
 
     @property
     def hazards(self) -> tuple[Hazard, ...]:
@@ -87,6 +95,8 @@ class Inbox:
         for process, one in seen:
             merged.accesses += one["accesses"]
             merged.notes += [note for note in one["notes"] if note not in merged.notes]
+            for disagreement in map(disagreement_from_json, one["collectives"]["found"]):
+                merged.disagreements.setdefault(disagreement.key, disagreement)
             for hazard in map(hazard_from_json, one["hazards"]):
                 finding = by_key.setdefault(_key(hazard), MergedHazard(hazard))
                 finding.count += hazard.count
@@ -106,9 +116,11 @@ class Inbox:
                     "hazards": [hazard for text, hazard in hazards.items() if text not in before.hazards],
                     "accesses": one["accesses"] - before.accesses,
                     "notes": one["notes"],
+                    "collectives": {"found": one["collectives"]["found"][before.disagreements :]},
                 },
             )
             before.hazards |= hazards.keys()
+            before.disagreements = len(one["collectives"]["found"])
             before.accesses = one["accesses"]
 
     def _is_new(self, path: Path) -> bool:
@@ -125,6 +137,7 @@ class _Read:
     state: tuple[int, int] = (0, 0)
     hazards: set[str] = field(default_factory=set)
     accesses: int = 0
+    disagreements: int = 0
 
 
 def saved_files(

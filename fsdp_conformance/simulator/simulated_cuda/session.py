@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from fsdp_conformance.simulator.checker.hazard import Hazard
 from fsdp_conformance.simulator.simulated_cuda import simulation
@@ -125,5 +126,5 @@ class SimulatedCuda:
     def take_hazards(self) -> tuple[Hazard, ...]:
         """The same, and forget them: for a test that expects them."""
         taken = self._session.take()
-        self._session.put_back(Observations(accesses=taken.accesses, notes=taken.notes))
+        self._session.put_back(replace(taken, findings=[]))
         return taken.hazards

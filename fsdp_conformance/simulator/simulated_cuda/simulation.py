@@ -92,7 +92,8 @@ class Simulation:
                 for hazard in checker.hazards()
             ],
             "accesses": checker.accesses() - self._accesses,
-            "notes": [*self.notes, *(self._groups.notes() if self._groups is not None else ())],
+            "notes": list(self.notes),
+            "collectives": self._groups.observed() if self._groups is not None else {"found": []},
         }
 
     def forget_hazards(self) -> None:
@@ -100,6 +101,8 @@ class Simulation:
         checker.clear_hazards()
         self._accesses = checker.accesses()
         self.notes.clear()
+        if self._groups is not None:
+            self._groups.forget()
 
     def forget(self) -> None:
         """Start over, and forget unfinished accesses, so that the next test is not blamed for them."""

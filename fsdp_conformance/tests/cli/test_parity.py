@@ -89,7 +89,6 @@ def test_fsdp2_is_equal_bit_for_bit_to_the_script_without_it(script: Path, tmp_p
     assert "EQUAL  3 steps of 2 ranks, bit for bit" in again.output
 
 
-@pytest.mark.slow
 def test_a_mistake_of_the_engine_is_named(script: Path) -> None:
     run = said("parity", str(script), "sum")
 
@@ -101,7 +100,6 @@ def test_a_mistake_of_the_engine_is_named(script: Path) -> None:
     assert "DIFFERENT from step 0" in run.output
 
 
-@pytest.mark.slow
 def test_a_script_that_fails_in_the_end_is_recorded(script: Path, tmp_path: Path) -> None:
     command = words("record", "--output", str(tmp_path / "out"), "--", *TORCHRUN, str(script), "fails")
     # The traceback is the script's.
@@ -224,7 +222,7 @@ def uneven(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_process_weighs_every_token_equally(uneven: Path, tmp_path: Path) -> None:
     run = said("parity", "--reference", "one-process", "--output", str(tmp_path / "out"), str(uneven), "fsdp2")
 
@@ -241,7 +239,7 @@ def test_one_process_weighs_every_token_equally(uneven: Path, tmp_path: Path) ->
     assert "layer.weight" in page
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_number_of_ranks_is_compared_by_samples(uneven: Path) -> None:
     run = said("parity", "--reference-world-size", "1", str(uneven), "fsdp1")
 
@@ -249,7 +247,6 @@ def test_another_number_of_ranks_is_compared_by_samples(uneven: Path) -> None:
     assert "EQUAL  2 steps of 2 ranks, but for rounding" in run.output
 
 
-@pytest.mark.slow
 def test_a_script_that_shards_nothing_has_no_reference(uneven: Path) -> None:
     run = said("parity", str(uneven), "ddp")
 
@@ -257,7 +254,7 @@ def test_a_script_that_shards_nothing_has_no_reference(uneven: Path) -> None:
     assert "NOTHING COMPARED: the script shards nothing" in run.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_norm_of_shards_alone_is_the_mistake_of_the_script(uneven: Path) -> None:
     run = said("parity", str(uneven), "fsdp1", "of shards")
 

@@ -27,6 +27,7 @@ NIGHTLY = frozenset(
     for name in (
         "engine",
         "exploring",
+        "own-model",
         "planner",
         "reading-a-verdict",
         "sanitize",

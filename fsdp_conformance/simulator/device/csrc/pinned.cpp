@@ -101,9 +101,10 @@ struct Leaving {
   BlockId block;
   Place place;
   Extent extent;
-  std::vector<char> bytes;
+  std::vector<char> bytes;  // what the source must hold while the copy is in flight
   Clock clock;
   SitePtr site;
+  bool overwritten = false;  // by the host; the device has overwritten that since
 };
 
 struct Kept {
@@ -228,6 +229,35 @@ bool pinned_copies_in_flight() {
   return in_flight().count.load(std::memory_order_acquire) > 0;
 }
 
+namespace {
+
+/// The bytes of a tensor in its block.
+Extent extent_in(const Located& located, const at::Tensor& tensor) {
+  Extent extent = extent_of(tensor);
+  extent.offset += static_cast<const char*>(tensor.storage().data_ptr().get()) - located.begin;
+  return extent;
+}
+
+/// The device will overwrite these bytes. Copies out of them that were issued before no longer tell a write of the host
+/// by its contents: those that it has written to already are marked. Call `overwrite` to write the new contents.
+template <typename Overwrite>
+void expect_new_contents(InFlight& all, BlockId block, const Extent& extent, Overwrite overwrite) {
+  reveal(all, block);
+  std::vector<Leaving*> sources;
+  for (auto& copy : all.leaving) {
+    if (copy.block == block && overlap(copy.extent, extent)) {
+      copy.overwritten = copy.overwritten || packed(copy.place) != copy.bytes;
+      sources.push_back(&copy);
+    }
+  }
+  overwrite();
+  for (auto* copy : sources) {
+    copy->bytes = packed(copy->place);
+  }
+}
+
+}  // namespace
+
 void copy_to_pinned(const at::Tensor& target, const at::Tensor& value, c10::Stream stream) {
   const auto located = locate(target.storage().data_ptr());
   const Place place(target);
@@ -236,14 +266,11 @@ void copy_to_pinned(const at::Tensor& target, const at::Tensor& value, c10::Stre
   {
     InFlight& all = in_flight();
     std::lock_guard<std::mutex> lock(all.mutex);
-    uncover(all, copy.block);
     const BlockId block = copy.block;
-    if (all.revealed == 0) {
-      fill_with_nan(copy.place);
-    } else {
-      unpack(copy.bytes, copy.place);
-    }
+    uncover(all, block);
+    expect_new_contents(all, block, extent_in(*located, target), [&] { unpack(copy.bytes, copy.place); });
     all.arriving.push_back(std::move(copy));
+    hide(all, block);
     cover(all, block);
     all.recount();
   }
@@ -275,12 +302,10 @@ at::Tensor contents_of_pinned(const at::Tensor& source) {
 
 void copy_from_pinned(const at::Tensor& source, const at::Tensor& contents, c10::Stream stream, const SitePtr& site) {
   const auto located = locate(source.storage().data_ptr());
-  Extent extent = extent_of(source);
-  extent.offset += static_cast<const char*>(source.storage().data_ptr().get()) - located->begin;
   Leaving copy{
       located->block,
       Place(source),
-      std::move(extent),
+      extent_in(*located, source),
       packed(Place(contents)),
       Checker::get().snapshot(lane_of(stream)),
       site};
@@ -325,7 +350,7 @@ void before_host_wait() {
       const BlockId block = copy->block;
       uncover(all, block);
       reveal(all, block);
-      const bool same = packed(copy->place) == copy->bytes;
+      const bool same = !copy->overwritten && packed(copy->place) == copy->bytes;
       hide(all, block);
       cover(all, block);
       if (same) {
@@ -338,7 +363,7 @@ void before_host_wait() {
     all.recount();
   }
   for (const auto& copy : written) {
-    const SitePtr site = here("a write (found at this wait)");
+    const SitePtr site = here("code outside torch (noticed at this wait)");
     if (const auto hazard = Checker::get().access(copy.block, Kind::Write, copy.extent, kHost, site)) {
       act_on(*hazard);
     }

@@ -319,6 +319,65 @@ def test_ranks_that_reduce_differently_are_named(tmp_path: Path) -> None:
     assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 8
 
 
+_NUMPY = """
+import numpy as np
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+counts = np.array([2, 2])
+value, received = torch.full((4,), float(rank), device="cuda"), torch.empty(4, device="cuda")
+dist.all_to_all_single(received, value, list(counts), list(counts))
+group = dist.new_group(list(np.arange(2)))
+one = torch.full((1,), rank, device="cuda")
+dist.broadcast(one, src=np.int64(1), group=group)
+dist.reduce(one, dst=np.int32(0))
+if rank == 0:
+    dist.send(value, np.int64(1), group=group)
+else:
+    dist.recv(value, np.int64(0), group=group)
+print(received.tolist(), value.tolist(), one.item())
+"""
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    """Split sizes, members of groups, roots and peers."""
+    run = sanitize("--as-cuda", written(tmp_path, _NUMPY), cwd=tmp_path)
+
+    assert run.status == 0, run.out + run.err
+    for rank, one in ((0, 2), (1, 1)):
+        assert f"[rank {rank}] [0.0, 0.0, 1.0, 1.0] [0.0, 0.0, 0.0, 0.0] {one}" in run.out
+
+
+_GROUPS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+everybody = dist.new_group()
+mine = dist.new_group([rank], use_local_synchronization=True)
+if rank == 1:
+    dist.new_group([1])
+dist.all_reduce(torch.ones(4, device="cuda"), group=everybody)
+"""
+
+
+def test_a_group_that_its_members_alone_make_is_found(tmp_path: Path) -> None:
+    """Every rank must call `new_group`, except for groups that are made so on purpose."""
+    run = sanitize("--as-cuda", written(tmp_path, _GROUPS), cwd=tmp_path)
+
+    assert run.status == 1, run.out + run.err
+    (disagreement,) = run.report["collectives"]
+    assert disagreement["kind"] == "missing_collective"
+    assert "rank 1 calls new_group(1) on the default group at train.py:11 in <module>, but rank 0 has ended" in (
+        " ".join(run.out.split())
+    )
+
+
 _HANGING = """
 import threading
 import torch

@@ -11,7 +11,7 @@ from fsdp_conformance.simulator.checker.hazard import Access, Hazard, HazardKind
 from fsdp_conformance.simulator.frames import Frame
 from fsdp_conformance.simulator.simulated_cuda.findings import Inbox, Observations, hazards_in_words
 
-NOTHING: dict[str, Any] = {"hazards": [], "accesses": 0, "notes": []}
+NOTHING: dict[str, Any] = {"hazards": [], "accesses": 0, "notes": [], "collectives": {"found": []}}
 
 
 def access(kind: str, stream: int, line: int) -> Access:
@@ -49,7 +49,9 @@ def hazard(line: int, stream: int = 2) -> dict[str, Any]:
 
 def save(directory: Path, process: str, *hazards: dict[str, Any], accesses: int = 1, notes: Sequence[str] = ()) -> None:
     """As a child does."""
-    content = {"process": process, "hazards": list(hazards), "accesses": accesses, "notes": list(notes)}
+    content = {
+        **NOTHING, "process": process, "hazards": list(hazards), "accesses": accesses, "notes": list(notes),
+    }  # fmt: skip
     (directory / f"{process}.json").write_text(json.dumps(content), encoding="utf-8")
 
 

@@ -27,6 +27,9 @@ ON_STREAMS = {
 ON_RANKS = {
     "wrong_barrier_against_reduce": r"operations of a collective differ: rank 0 calls all_reduce\(SUM, 4 float32\) on "
     r"the default group at test_rank_programs.py:\d+ in wrong_\w+, rank 1 calls barrier\(\)",
+    "wrong_both_send_first": r"ranks 0 and 1 both send before they receive",
+    "wrong_groups_of_members_of_four": r"operations of a collective differ: rank \d calls new_group\(",
+    "wrong_order_of_groups": r"two communicators are used in different orders",
     "wrong_ddp_hook_on_side": "read after write",
     "wrong_fsdp2_reads_local_on_side": "read after write",
     "wrong_functional_without_wait": "read after write",

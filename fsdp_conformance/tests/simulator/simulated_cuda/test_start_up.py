@@ -163,7 +163,7 @@ def test_children_of_ranks_are_told_and_heard(tmp_path: Path, monkeypatch: pytes
     children.look()
     assert children.observed == [[], []]
 
-    content = {"process": "b", "ended": False, "hazards": [{}], "accesses": 3, "notes": ["odd"]}
+    content = {"process": "b", "ended": False, "hazards": [{}], "accesses": 3, "notes": ["odd"], "collectives": {}}
     for name, accesses in (("b", 3), ("a", 1), ("idle", 0)):
         text = json.dumps({**content, "process": name, "accesses": accesses})
         (Path(child_settings[1].directory) / f"{name}.json").write_text(text, encoding="utf-8")

@@ -329,6 +329,44 @@ def wrong_roots(rank: int) -> None:
     dist.broadcast(torch.ones(4, device="cuda"), src=rank)
 
 
+def right_halos(rank: int) -> None:
+    """In one batch, and in turn."""
+    mine, theirs = torch.full((4,), float(rank), device="cuda"), torch.empty(4, device="cuda")
+    messages = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, theirs, 1 - rank)]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    if rank == 0:
+        dist.send(theirs, 1)
+        dist.recv(theirs, 1)
+    else:
+        dist.recv(mine, 0)
+        dist.send(mine, 0)
+    assert theirs.tolist() == [1.0 - rank if rank else 1.0] * 4
+
+
+def wrong_both_send_first(rank: int) -> None:
+    mine, theirs = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
+    dist.send(mine, 1 - rank)
+    dist.recv(theirs, 1 - rank)
+
+
+def wrong_order_of_groups(rank: int) -> None:
+    """On a GPU it depends on the moment whether the ranks wait for each other."""
+    groups = [dist.new_group(), dist.new_group()]
+    works = [
+        dist.all_reduce(torch.ones(4, device="cuda"), group=group, async_op=True)
+        for group in (reversed(groups) if rank else groups)
+    ]
+    for work in works:
+        work.wait()
+
+
+def wrong_groups_of_members_of_four(rank: int) -> None:
+    """Each rank makes the group that it is in."""
+    group = dist.new_group([0, 1] if rank < 2 else [2, 3])
+    dist.all_reduce(torch.ones(4, device="cuda"), group=group)
+
+
 def right_objects(rank: int) -> None:
     box = [{"a": rank}]
     dist.broadcast_object_list(box, src=0, device=torch.device("cuda", rank))
