@@ -418,8 +418,11 @@ def _add_script(parser: Parser) -> None:
 
 
 def _add_record(parser: Parser) -> None:
-    parser.usage = "%(prog)s --output DIR [--timeout S] -- COMMAND [argument ...]"
+    parser.usage = "%(prog)s --output DIR [--as-cuda N] [--timeout S] -- COMMAND [argument ...]"
     parser.add_argument("--output", metavar="DIR", required=True, help="a new directory for the recording")
+    parser.add_argument(
+        "--as-cuda", metavar="N", help='let "cuda" in the command mean one of N simulated GPUs: no GPU is needed'
+    )
     parser.add_argument(
         "--timeout", metavar="S", default="86400", help="end the command after S seconds (default: a day)"
     )

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, cast
 
-from fsdp_conformance.cli.child import end_family
+from fsdp_conformance.cli.child import end_family, family
 from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
 from fsdp_conformance.recorder.settings import RecordSettings
+from fsdp_conformance.recordings import stacks
 
 #: Between two looks whether the command has ended.
 _LOOK_S = 0.05
@@ -68,12 +69,16 @@ def run_recorded(
     reader.start()
     try:
         has_ended = _has_ended(process.pid, timeout_s)
+        if not has_ended:
+            for line in stacks.collect(Path(settings.directory), family(process.pid)):
+                say(line)
     finally:
         # Also what the command has left behind. It is not reaped yet, so its number still belongs to it.
         end_family(process.pid)
         status = process.wait()
         reader.join(_OUTPUT_S)
         output.close()
+        stacks.remove(Path(settings.directory))
     return status if has_ended else None
 
 

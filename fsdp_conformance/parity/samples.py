@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.runs import Run, TrainingStep
@@ -35,6 +35,8 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
         likely = (
             f"the step has {count} samples instead of {total}: another batch size, or a last batch that is left out"
         )
+    elif shifted := _shifted(run, reference, number):
+        likely = shifted
     elif samples and common == 0:
         likely = "none of the samples is the same: another order of the data, or random numbers that change it"
     evidence = (f"{common} of {total} samples are the same",) if samples and expected else ()
@@ -50,6 +52,35 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
         ),
         False,
     )
+
+
+def _shifted(run: Run, reference: Run, number: int) -> str:
+    """In words, which step of the reference has the samples of the ranks that have other ones; empty if none has."""
+    if run.world_size != reference.world_size:
+        return ""
+    ranks = range(run.world_size)
+    mine = {rank: list(samples_of(run.steps[number], rank)) for rank in ranks}
+    others = [rank for rank in ranks if mine[rank] != list(samples_of(reference.steps[number], rank))]
+    if not all(mine[rank] for rank in others):
+        return ""
+    by_distance = sorted(range(len(reference.steps)), key=lambda step: abs(step - number))
+    for step in by_distance:
+        if all(mine[rank] == list(samples_of(reference.steps[step], rank)) for rank in others):
+            who = "every rank has the" if len(others) == len(ranks) else f"{_named(others)} the"
+            away = abs(step - number)
+            steps = f"{away} step{'s' * (away > 1)}"
+            what = (
+                f"{steps} ahead: a batch was left out"
+                if step > number
+                else f"{steps} behind: a batch was trained twice, or another number of batches came before"
+            )
+            return f"{who} samples of step {step} of the reference, {what}"
+    return ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    plural = len(ranks) > 1
+    return f"rank{'s' * plural} {', '.join(map(str, ranks))} {'have' if plural else 'has'}"
 
 
 def _first_difference(step: TrainingStep, other: TrainingStep, run: Run, reference: Run) -> str:

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.recorder.settings import RecordSettings
+from fsdp_conformance.recordings.stacks import announce
 from fsdp_conformance.simulator.import_hook import when_imported
 
 
@@ -31,6 +32,7 @@ def _begin(settings: RecordSettings) -> None:
     from fsdp_conformance.recorder.hooks import Hooks
     from fsdp_conformance.recorder.observer import Observer
 
+    announce(Path(settings.directory), os.environ.get("RANK", ""))
     observer = Observer(Path(settings.directory), sharding=settings.sharding, nudge=settings.nudge)
     if settings.sharding != "kept":
         from fsdp_conformance.recorder.unsharded import Replacement

@@ -23,6 +23,9 @@ from fsdp_conformance.recorder.observer import Observer
 from fsdp_conformance.recorder.replica import Replica, Replicas, owned_modules
 from fsdp_conformance.recorder.rounding import Rounding
 
+#: What FSDP1's wrapper adds to names.
+_WRAPPED = "_fsdp_wrapped_module."
+
 
 class CannotTakeOut(RuntimeError):
     """The script shards in a way that has no unsharded counterpart here."""
@@ -199,6 +202,8 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
     """Has the interface of FSDP1's wrapper. Its parameters, gradients and state dicts are the module's own."""
 
     replacement: Replacement
+    num_summoned = 0
+    """How many `summon_full_params` are open."""
 
     def __init__(
         self,
@@ -289,15 +294,16 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
         return self._fsdp_wrapped_module.state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        # As FSDP1 does: scripts that put parameters into groups join the names of modules with those of parameters.
         for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name.replace("_fsdp_wrapped_module.", ""), parameter
+            yield _clean(name) if self.num_summoned else name, parameter
 
     @staticmethod
     def _with_wrapper_in_names(module: nn.Module, state: dict[str, Any], prefix: str, *args: object) -> None:
         for name in [name for name in state if name.startswith(prefix)]:
             rest = name[len(prefix) :]
-            if not rest.startswith("_fsdp_wrapped_module."):
-                state[f"{prefix}_fsdp_wrapped_module.{rest}"] = state.pop(name)
+            if not rest.startswith(_WRAPPED):
+                state[f"{prefix}{_WRAPPED}{rest}"] = state.pop(name)
 
     @classmethod
     def fsdp_modules(cls, module: nn.Module, root_only: bool = False) -> Sequence[nn.Module]:
@@ -307,8 +313,12 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
     @staticmethod
     @contextlib.contextmanager
     def summon_full_params(module: nn.Module, *args: object, **kwargs: object) -> Iterator[None]:
-        """Parameters are always whole."""
-        yield
+        """Parameters are always whole. Inside, their names are those of the model, as with FSDP1."""
+        ReplicatedInPlaceOfFSDP.num_summoned += 1
+        try:
+            yield
+        finally:
+            ReplicatedInPlaceOfFSDP.num_summoned -= 1
 
     @staticmethod
     @contextlib.contextmanager
@@ -323,7 +333,7 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
     @staticmethod
     def optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The optimizer's state by parameters' names."""
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
         state = optim.state_dict()
         order = [names[id(parameter)] for group in optim.param_groups for parameter in group["params"]]
         groups = [{**group, "params": [order[index] for index in group["params"]]} for group in state["param_groups"]]
@@ -336,7 +346,7 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
         model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """The inverse of `optim_state_dict`."""
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
         order = [names[id(parameter)] for group in optim.param_groups for parameter in group["params"]]
         numbers = {name: index for index, name in enumerate(order)}
         groups = [
@@ -345,6 +355,10 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
         ]
         state = {numbers[name]: value for name, value in optim_state_dict["state"].items()}
         return {"state": state, "param_groups": groups}
+
+
+def _clean(name: str) -> str:
+    return name.replace(_WRAPPED, "")
 
 
 def _casting_buffers(dtype: torch.dtype) -> Callable[[nn.Module, object], None]:

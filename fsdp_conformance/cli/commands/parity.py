@@ -170,7 +170,8 @@ class _Runs:
             raise UsageError(f"{name}: {error.problems[0]}") from None
         if status != 0 and name != "run":
             raise ScriptFailed(f"{name} failed: {ended}; its output is above")
-        self._terminal.say(f"{name}: {elapsed(began)}")
+        short = f"; {ended}: what it had trained until then is compared" if status != 0 else ""
+        self._terminal.say(f"{name}: {elapsed(began)}{short}")
         return recording
 
 

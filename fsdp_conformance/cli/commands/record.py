@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 
 from fsdp_conformance.cli import messages
-from fsdp_conformance.cli.recorded_run import elapsed, fresh_directory, run_recorded
+from fsdp_conformance.cli.recorded_run import elapsed, fresh_directory, run_recorded, simulated_gpus
 from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.recorder.settings import RecordSettings
 from fsdp_conformance.recordings import files
+from fsdp_conformance.simulator.simulated_cuda.settings import MAX_DEVICES
 from fsdp_conformance.status import Status
 
 
@@ -23,9 +25,12 @@ def main(arguments: argparse.Namespace) -> int:
     directory = fresh_directory(arguments.output)
     timeout_s = timeout_of(arguments.timeout)
     settings = RecordSettings(directory=str(directory.absolute()), prefix=sys.prefix)
+    gpus = _gpus(arguments.as_cuda)
     began = time.monotonic()
     try:
-        status = run_recorded(words, settings, say=lambda line: print(line, flush=True), timeout_s=timeout_s)
+        with contextlib.ExitStack() as resources:
+            variables = resources.enter_context(simulated_gpus(gpus)) if gpus else {}
+            status = run_recorded(words, settings, say=_say, timeout_s=timeout_s, variables=variables)
     except (FileNotFoundError, PermissionError) as error:
         raise UsageError(f"the command cannot be started: {error.strerror}: {words[0]!r}") from None
     try:
@@ -41,6 +46,19 @@ def main(arguments: argparse.Namespace) -> int:
     if status is None:
         messages.complain(f"the command was ended after {timeout_s:g} s (--timeout)")
     return Status.SCRIPT_FAILED if status or status is None else Status.CERTIFIED
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _gpus(word: str | None) -> int:
+    """The number of simulated GPUs; 0 for none. Raises UsageError for a number that there cannot be."""
+    if word is None:
+        return 0
+    if not word.isascii() or not word.isdecimal() or not 1 <= int(word) <= MAX_DEVICES:
+        raise UsageError(f"--as-cuda must be a number of GPUs from 1 to {MAX_DEVICES}, got {word}")
+    return int(word)
 
 
 def timeout_of(word: str) -> float:

@@ -143,6 +143,10 @@ def test_wrong_words_are_answered(
         (["--output", "full", "--", "true"], "--output must be a new or an empty directory, got 'full'"),
         (["--output", "out", "--", "no-such-command"], "the command cannot be started: No such file"),
         (["--output", "out", "--timeout", "soon", "--", "true"], "--timeout must be a positive number"),
+        (
+            ["--output", "out", "--as-cuda", "0", "--", "true"],
+            "--as-cuda must be a number of GPUs from 1 to 127, got 0",
+        ),
         (["--output", "out", "--", "true"], "it has no recording: no process with this environment"),
     ],
 )
@@ -262,3 +266,37 @@ def test_a_norm_of_shards_alone_is_the_mistake_of_the_script(uneven: Path) -> No
     assert "✗ The norm of the gradients differs although the gradients agree, from step 0 on" in run.output
     assert "whose     the script" in run.output
     assert "each rank has taken the norm of its own shards" in run.output
+
+
+HANGING = """
+import time
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 0 and dist.get_rank() == 1:
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.nightly
+def test_a_hang_shows_where_each_rank_is(tmp_path: Path) -> None:
+    (tmp_path / "hang.py").write_text(HANGING, encoding="utf-8")
+    command = ("--output", str(tmp_path / "out"), "--timeout", "40", "--", *TORCHRUN, str(tmp_path / "hang.py"))
+
+    run = said("record", *command)
+
+    assert run.status == 5, run.output
+    assert "recorded 1 step of 2 ranks" in run.output
+    for rank, line in ((0, 12), (1, 16)):
+        _, _, rest = run.output.partition(f"rank {rank} (process ")
+        assert f"hang.py:{line} in <module>" in rest.partition("rank ")[0], run.output
+    assert not list((tmp_path / "out").glob("stack.*"))

@@ -93,6 +93,14 @@ MISTAKES = {
         Script(samples=lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES] + 1), Whose.DATA, 0, "rank 0",
         "none of the samples is the same",
     ),
+    "a batch left out": (
+        Script(batch=lambda step, rank: step + (step in (1, 2))), Whose.DATA, 1, "rank 0",
+        "every rank has the samples of step 2 of the reference, 1 step ahead: a batch was left out",
+    ),
+    "a batch trained twice": (
+        Script(batch=lambda step, rank: max(step - rank, 0)), Whose.DATA, 1, "rank 1",
+        "rank 1 has the samples of step 0 of the reference, 1 step behind: a batch was trained twice",
+    ),
     "another seed": (Script(seed=1), Whose.SCRIPT, 0, "'first.weight'", "seeded differently"),
     "not divided by the passes": (
         Script(scale=lambda rank, number: 2.0), Whose.SCRIPT, 0, "rank 0 · pass 0", "the loss is scaled by 2",

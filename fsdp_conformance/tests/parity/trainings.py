@@ -37,6 +37,8 @@ class Script:
     )
     samples: Callable[[Tensor, int], Tensor] = lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES]
     """The rank's part of a batch."""
+    batch: Callable[[int, int], int] = lambda step, rank: step
+    """The number of the batch that a rank trains in a step."""
     scale: Callable[[int, int], float] = lambda rank, number: 1.0
     """The factor of the loss."""
     counts: Callable[[int, int], float] = lambda rank, number: 1.0
@@ -79,13 +81,14 @@ def train(script: Script, rank: int) -> None:
         for number in range(script.passes):
             for other in range(script.ranks):
                 if other != rank:
+                    x = script.samples(data[script.batch(step, other), number], other)
                     with torch.random.fork_rng():
-                        output = _forward(parameters, script.samples(data[step, number], other), script.dropout)
+                        output = _forward(parameters, x, script.dropout)
                     loss = _loss(output, script, other, number)
                     weight = script.counts(other, number)
                     for total, gradient in zip(others, torch.autograd.grad(loss, parameters), strict=True):
                         total.add_(gradient, alpha=weight)
-            loss = _loss(model(script.samples(data[step, number], rank)), script, rank, number)
+            loss = _loss(model(script.samples(data[script.batch(step, rank), number], rank)), script, rank, number)
             weight = script.counts(rank, number)
             before = [None if each.grad is None else each.grad.clone() for each in parameters]
             loss.backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,7 +103,8 @@ def _staging_between_devices() -> None:
     """Two buffers in turn, from one device to another; the host never touches them."""
     source, streams = torch.ones(8, device="sim:0"), (sim.Stream("sim:0"), sim.Stream("sim:1"))
     streams[0].wait_stream(sim.current_stream("sim:0"))
-    stages, read, received = [_pinned(8), _pinned(8)], [None, None], []
+    stages, received = [_pinned(8), _pinned(8)], []
+    read: list[Any] = [None, None]
     for number in range(5):
         slot = number % 2
         with sim.stream(streams[0]):

@@ -6,7 +6,7 @@ never passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from fsdp_conformance.outcome.records import RankError, RankExit, RankReport
 from fsdp_conformance.script_ranks.endings import script_end
 from fsdp_conformance.simulator import device
 from fsdp_conformance.simulator.checker.hazard import Access, Hazard, HazardKind, Site, Stream
+from fsdp_conformance.simulator.collectives.disagreement import Disagreement, DisagreementKind, Party
 from fsdp_conformance.simulator.frames import Frame
 from fsdp_conformance.simulator.sanitize.order import ScriptOrder
 from fsdp_conformance.simulator.sanitize.rank_children import ChildOfRank
@@ -84,11 +85,21 @@ def report(
     )
 
 
-def child(name: str, *hazards: Hazard, accesses: int = 10, has_ended: bool = True) -> ChildOfRank:
+def child(
+    name: str,
+    *hazards: Hazard,
+    accesses: int = 10,
+    has_ended: bool = True,
+    disagreements: Sequence[Disagreement] = (),
+) -> ChildOfRank:
     """A process that a rank has started."""
-    described = tuple(one.to_json() for one in hazards)
     return ChildOfRank(
-        name=name, hazards=described, accesses=accesses, notes=(f"a note of {name}",), has_ended=has_ended
+        name=name,
+        hazards=tuple(one.to_json() for one in hazards),
+        accesses=accesses,
+        notes=(f"a note of {name}",),
+        collectives={"found": list(map(asdict, disagreements))},
+        has_ended=has_ended,
     )
 
 
@@ -165,6 +176,20 @@ def test_a_script_whose_children_do_the_work_is_clean() -> None:
     assert merged.status is ExitStatus.CLEAN
     assert merged.verdict().startswith("clean: 10 accesses of 2 ranks and 1 child process, 0 hazards")
     assert report(nothing, nothing, children=[[], [child("worker.py", hazard())]]).status is ExitStatus.FINDINGS
+
+
+def test_collectives_of_children_are_compared() -> None:
+    """Each finding once, although both ranks of the launcher's have it."""
+    parties = [Party(rank=rank, words=f"send() from rank {rank}", place=None) for rank in (0, 1)]
+    finding = Disagreement.between(DisagreementKind.BOTH_SEND, parties, "")
+
+    merged = report(
+        observed(), observed(), children=[[child(f"rank {rank}", disagreements=[finding]) for rank in (0, 1)], []]
+    )
+
+    assert merged.status is ExitStatus.FINDINGS
+    assert printed(merged).count("ranks 0 and 1 both send before they receive") == 1
+    assert "1 finding about collectives of ranks 0, 1 [exit 1]" in printed(merged)
 
 
 def test_hazards_are_printed_with_both_lines_and_the_ranks() -> None:
