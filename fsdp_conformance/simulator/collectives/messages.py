@@ -1,5 +1,5 @@
 """
-Whether two ranks that exchange messages can wait for each other's sends.
+Finds two ranks that exchange messages and can wait for each other's sends.
 
 NCCL runs the unbatched messages of a pair in the order of their calls, on one stream of each rank, and a send may last
 until its receive runs. Two ranks that both send first therefore hang once the message is larger than NCCL's buffers.

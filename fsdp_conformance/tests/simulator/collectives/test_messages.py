@@ -37,8 +37,8 @@ def _message(op: str, rank: int, *, batched: bool = False, group: str = "0", dev
 
 def _exchange(ranks: Sequence[Agreement], words: Sequence[str], *, ahead: bool = False) -> list[DisagreementKind]:
     """
-    What is reported when the ranks call these messages: "s" sends, "r" receives, in capitals within a batch. `ahead`:
-    rank 0 makes all of its calls first.
+    The kinds of findings when the ranks call these messages: "s" sends, "r" receives, in capitals within a batch.
+    `ahead`: rank 0 makes all of its calls first.
     """
     calls = [
         [_message({"s": "send", "r": "recv"}[word.lower()], rank, batched=word.isupper()) for word in words[rank]]

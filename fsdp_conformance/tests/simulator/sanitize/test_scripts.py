@@ -358,11 +358,11 @@ import torch.distributed as dist
 dist.init_process_group("nccl")
 rank = dist.get_rank()
 torch.cuda.set_device(rank)
-everybody = dist.new_group()
+everyone = dist.new_group()
 mine = dist.new_group([rank], use_local_synchronization=True)
 if rank == 1:
     dist.new_group([1])
-dist.all_reduce(torch.ones(4, device="cuda"), group=everybody)
+dist.all_reduce(torch.ones(4, device="cuda"), group=everyone)
 """
 
 
