@@ -356,7 +356,7 @@ class OtherWorlds(ConformanceTestCase):
         adapter = self.subject()
         self.train(workload, regime=Regime(optimizer=optimizer, steps=FIRST), adapter=adapter, observe=False)
         with self.blaming("implementation"):
-            save(adapter, directory)
+            self.observe("the save", lambda: save(adapter, directory))
 
     def _load_and_train(
         self,
@@ -374,7 +374,7 @@ class OtherWorlds(ConformanceTestCase):
         )  # fmt: skip
 
         def take_over(adapter: Adapter) -> None:
-            load(adapter, directory)
+            self.observe("the load", lambda: load(adapter, directory))
             if self.declares("optim_state_dict"):
                 state = adapter.optim_state_dict()
                 self.check(

@@ -519,8 +519,14 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         return self.observe("activations", lambda: self.case_device.activations(workload))
 
     def shared_directory(self) -> Path:
-        """A new directory that every rank sees and that goes away with the case. Collective."""
-        return self.observe("shared directory", self._new_directory)
+        """
+        A new directory that every rank sees and that goes away with the case. Collective.
+
+        Its files are read and written inside `observe`: a referee runs the body later than the ranks, and would write a
+        file again that they read meanwhile. It gets a directory that does not exist.
+        """
+        directory = self.observe("shared directory", self._new_directory)
+        return directory / "not for a referee" if self.role is Role.REFEREE else directory
 
     def total(self, figures: Mapping[str, int]) -> dict[str, int]:
         """The sums of figures over all ranks. Collective, where checks are made; elsewhere the figures themselves."""

@@ -9,7 +9,9 @@ import pytest
 
 from fsdp_conformance import run_settings
 from fsdp_conformance.cases import controller
+from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS
+from fsdp_conformance.harness.order import Role
 from fsdp_conformance.harness.processes import forkserver
 from fsdp_conformance.outcome.records import REFERENCES
 from fsdp_conformance.run_settings import RunSettings
@@ -173,3 +175,21 @@ def test_references_that_code_under_test_has_written(tmp_path: Path, monkeypatch
     assert [taken(whole), taken(whole)] == [0, 1]
     monkeypatch.setattr(run_settings, "_secret", "that of another run")
     assert [taken(whole), taken(part)] == [0, 1]
+
+
+@pytest.mark.parametrize(("role", "sees"), [(Role.ALONE, True), (Role.OBSERVED, True), (Role.REFEREE, False)])
+def test_a_referee_cannot_touch_the_files_of_ranks(role: Role, *, sees: bool, tmp_path: Path) -> None:
+    """It runs a body later than the ranks: what it wrote, they might be reading."""
+
+    class Case:
+        _new_directory = None
+
+        def observe(self, name: str, look: object) -> Path:
+            return tmp_path
+
+    case = Case()
+    vars(case)["role"] = role
+
+    directory = ConformanceTestCase.shared_directory(case)  # type: ignore[arg-type]
+
+    assert directory.is_dir() == sees

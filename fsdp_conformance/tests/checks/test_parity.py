@@ -18,7 +18,7 @@ from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome.records import Finding, RankReport
 from fsdp_conformance.references.reference_set import Kind, References
 from fsdp_conformance.tests.references.reference_runs import damaged, gradient, implementation_run, references_of
-from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.definition import Batch, BatchKey, Regime
 
 Damage = Callable[[TrainingHistory], None]
 
@@ -367,6 +367,29 @@ def test_a_bound_that_could_hide_a_fault_is_inconclusive() -> None:
     assert result.inconclusive is not None
     assert "the bound of gradient 'module.2.bias' at step 1 is 0.0013 of the scale" in result.inconclusive
     assert "above 0.0005: a weak fault could hide in it" in result.inconclusive
+
+
+@pytest.mark.parametrize(("which", "conclusive"), [(slice(1, 2), True), (slice(None), False)])
+def test_one_unclear_gradient_of_an_input_leaves_the_others(which: slice, *, conclusive: bool) -> None:
+    """A micro-batch whose gradient nearly vanishes is judged by its noise: the others show what the engine does."""
+    workload = models.nested()
+
+    def batch(key: BatchKey) -> Batch:
+        given: Batch = workload.batch(key)
+        return replace(given, args=tuple(value.requires_grad_() for value in given.args))
+
+    references = references_of(replace(workload, batch=batch), Regime(keep_input_gradients=True))
+    history = implementation_run(references)
+    for sample in references.samples:
+        for value in sample.input_grads[which]:
+            assert value is not None
+            value.add_(1e-4 * value.abs().max())
+
+    result = parity.kind_parity(Kind.INPUT, history, references)
+
+    assert result.findings == []
+    assert (result.inconclusive is None) == conclusive
+    assert any("a weak fault could hide in it" in note for note in result.notes) == conclusive
 
 
 def test_requirements_can_be_replaced() -> None:
