@@ -11,6 +11,7 @@ import pytest
 
 from fsdp_conformance.recordings import stacks
 
+#: The process may be asked before it reads: that is one line with what it says before.
 _PROGRAM = """
 import sys
 import threading
@@ -20,8 +21,7 @@ from fsdp_conformance.recordings.stacks import announce
 def train():
     announce(Path(sys.argv[1]), sys.argv[2])
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-    print("ready", flush=True)
-    sys.stdin.read()
+    print("ready", flush=True); sys.stdin.read()
 
 train()
 """
@@ -57,7 +57,7 @@ def test_each_rank_says_where_it_is(start: Start, tmp_path: Path) -> None:
     lines = stacks.collect(tmp_path / "out", {first, launcher, second})
 
     place = f"  {tmp_path / 'wait.py'}"
-    where = [f"{place}:11 in train", f"{place}:13 in <module>"]
+    where = [f"{place}:10 in train", f"{place}:12 in <module>"]
     assert lines == [
         f"rank 0 (process {first}) is at, innermost first:",
         *where,
