@@ -29,13 +29,13 @@ class MessageOrder:
         Add a message in the order of its rank's calls. Returns the two sends of which each waits for the other, mine
         first, once.
         """
+        if self._is_known:
+            return None
         queue = self._mine if is_mine else self._theirs
         if call.is_batched and queue and queue[-1][-1].is_batched:
             queue[-1].append(call)
         else:
             queue.append([call])
-        if self._is_known:
-            return None
         while self._mine and self._theirs:
             mine, theirs = self._mine[0], self._theirs[0]
             met = next(((one, other) for one in mine for other in theirs if one.channel == other.channel), None)

@@ -31,7 +31,7 @@ def compare_new_groups(agreement: Callable[[], Agreement | None], replacements: 
     @functools.wraps(original)
     def new_group(*args: Any, **kwargs: Any) -> Any:
         comparing = agreement()
-        if comparing is not None and os.getpid() == process:
+        if comparing is not None and os.getpid() == process and dist.is_initialized():
             arguments = signature.bind(*args, **kwargs).arguments
             # With this option only the members call it.
             if not arguments.get("use_local_synchronization"):

@@ -238,22 +238,29 @@ Extent extent_in(const Located& located, const at::Tensor& tensor) {
   return extent;
 }
 
-/// The device will overwrite these bytes. Copies out of them that were issued before no longer tell a write of the host
-/// by its contents: those that it has written to already are marked. Call `overwrite` to write the new contents.
-template <typename Overwrite>
-void expect_new_contents(InFlight& all, BlockId block, const Extent& extent, Overwrite overwrite) {
-  reveal(all, block);
-  std::vector<Leaving*> sources;
+/// Copies out of a block that are in flight and read some of these bytes.
+std::vector<Leaving*> readers_of(InFlight& all, BlockId block, const Extent& extent) {
+  std::vector<Leaving*> readers;
   for (auto& copy : all.leaving) {
     if (copy.block == block && overlap(copy.extent, extent)) {
-      copy.overwritten = copy.overwritten || packed(copy.place) != copy.bytes;
-      sources.push_back(&copy);
+      readers.push_back(&copy);
     }
   }
-  overwrite();
-  for (auto* copy : sources) {
+  return readers;
+}
+
+/// The device will overwrite what these copies read, so that their sources no longer tell a write of the host by their
+/// contents. Those that the host has written to already are marked.
+void expect_new_contents(InFlight& all, const std::vector<Leaving*>& readers, const Arriving& written) {
+  reveal(all, written.block);
+  for (auto* copy : readers) {
+    copy->overwritten = copy->overwritten || packed(copy->place) != copy->bytes;
+  }
+  unpack(written.bytes, written.place);
+  for (auto* copy : readers) {
     copy->bytes = packed(copy->place);
   }
+  hide(all, written.block);
 }
 
 }  // namespace
@@ -268,9 +275,15 @@ void copy_to_pinned(const at::Tensor& target, const at::Tensor& value, c10::Stre
     std::lock_guard<std::mutex> lock(all.mutex);
     const BlockId block = copy.block;
     uncover(all, block);
-    expect_new_contents(all, block, extent_in(*located, target), [&] { unpack(copy.bytes, copy.place); });
+    if (const auto readers = readers_of(all, block, extent_in(*located, target)); !readers.empty()) {
+      expect_new_contents(all, readers, copy);
+    }
+    if (all.revealed == 0) {
+      fill_with_nan(copy.place);
+    } else {
+      unpack(copy.bytes, copy.place);
+    }
     all.arriving.push_back(std::move(copy));
-    hide(all, block);
     cover(all, block);
     all.recount();
   }
