@@ -35,7 +35,7 @@ from fsdp_conformance.references.reference_set import Kind, References
 from fsdp_conformance.references.rounding import rounding_reference
 from fsdp_conformance.references.single_process import single_process_reference
 from fsdp_conformance.workload.definition import Regime, Workload
-from fsdp_conformance.workload.events import FORWARDS, Action
+from fsdp_conformance.workload.events import RUNS_A_FORWARD
 
 #: The capability flag with which an implementation shows values of a kind.
 _SHOWN_BY = {Kind.GRADIENT: "full_grads", Kind.BUFFER: "full_buffers"}
@@ -353,7 +353,7 @@ class CaseChecks:
         plan: Plan | None = None,
         regime: Regime | None = None,
     ) -> None:
-        """As `check_resharded`, and nor does a unit hold full parameters when a backward has returned."""
+        """As `check_resharded`; also, no unit holds full parameters when a backward has returned."""
         self.check_resharded(adapter, workload, requirement, run, plan, regime)
         after = {record.step: record.unsharded_after_backward for record in _settled(run, regime)}
         self._expect_resharded(after, "backward", workload, requirement)
@@ -393,9 +393,8 @@ class CaseChecks:
 
 def _settled(run: TrainingHistory, regime: Regime | None) -> list[StepRecord]:
     """The steps in which every forward had its backward."""
-    alone = FORWARDS | {Action.DIFFERENTIATE}
     return [
         record
         for record in run.steps
-        if regime is None or not any(event.action in alone for event in regime.in_step(record.step))
+        if regime is None or not any(event.action in RUNS_A_FORWARD for event in regime.in_step(record.step))
     ]

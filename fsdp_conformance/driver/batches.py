@@ -13,10 +13,7 @@ from fsdp_conformance.driver.watch import Watch
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.workload.definition import Batch, BatchKey
-from fsdp_conformance.workload.events import FORWARDS, Action
-
-#: Actions that use a batch.
-_FORWARDS = FORWARDS | {Action.DIFFERENTIATE}
+from fsdp_conformance.workload.events import RUNS_A_FORWARD
 
 
 class Batches:
@@ -35,7 +32,9 @@ class Batches:
             for step in range(self._task.conditions.first_step, regime.steps):
                 for micro in range(regime.micro_batches):
                     # A separate batch for each use, as on the CPU: a model may write into its inputs.
-                    uses = 1 + sum(event.micro == micro and event.action in _FORWARDS for event in regime.in_step(step))
+                    uses = 1 + sum(
+                        event.micro == micro and event.action in RUNS_A_FORWARD for event in regime.in_step(step)
+                    )
                     uses += sum(micro < begun for _, begun in regime.attempts(step))
                     self._waiting[step, micro] = [self._new(step, micro) for _ in range(uses)]
 

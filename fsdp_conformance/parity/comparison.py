@@ -421,7 +421,7 @@ class _Comparing:
             if together is not None and abs(together - expected_norm) <= tolerance * expected_norm:
                 likely = "each rank has taken the norm of its own shards"
                 if _has_ranges(step):
-                    # FSDP1's shards are plain tensors, whose norm torch takes as it is.
+                    # FSDP1's shards are plain tensors: torch's own function sees those of this rank alone.
                     whose = Whose.SCRIPT
                     likely += ": call the `clip_grad_norm_` of the engine, which adds them up over the ranks"
             yield Finding(

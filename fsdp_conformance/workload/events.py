@@ -179,6 +179,9 @@ LOADED_BY = {
 #: Forwards that no backward follows.
 FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD})
 
+#: Actions that run a forward besides those of the micro-batches.
+RUNS_A_FORWARD = FORWARDS | {Action.DIFFERENTIATE}
+
 #: Actions after which a change of a parameter no longer shows its gradient: see `checks.derived`.
 HIDES_GRADIENTS = frozenset({
     Action.LEARNING_RATE, Action.SKIP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
