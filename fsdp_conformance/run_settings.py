@@ -470,6 +470,8 @@ class RunOrder:
     """In a rank: the type of device that its case runs on, which is the run's or the simulated one."""
     references: Mapping[str, Any] | None = None
     """In a rank: the store of references, as `references.sharing.Offer` has it; None if its case shares none."""
+    judged: tuple[str, ...] | None = None
+    """The run continues a run file, which has a verdict on these cases; None for a new run."""
 
     def to_json(self) -> str:
         """The order as text; `order_from_json` is its inverse."""
@@ -484,6 +486,7 @@ def order_from_json(text: str) -> RunOrder:
         description=data["description"],
         device=data["device"],
         references=data.get("references"),
+        judged=None if data.get("judged") is None else tuple(data["judged"]),
     )
 
 

@@ -24,7 +24,7 @@ _MEANINGS = {
     Status.USAGE: "usage error: a wrong option or file, or an adapter that cannot be imported",
     Status.ENVIRONMENT: "this machine lacks something: a device, a backend, disk space",
     Status.SUITE: "the suite itself failed; this says nothing about the implementation",
-    Status.INTERRUPTED: "interrupted by Ctrl-C (SIGTERM: 143, SIGHUP: 129); finished cases are in the run file",
+    Status.INTERRUPTED: "interrupted by Ctrl-C (SIGTERM: 143, SIGHUP: 129)",
 }
 
 _OF_COMMAND: dict[str, dict[Status, str]] = {
@@ -48,6 +48,9 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.CERTIFIED: "the verdict was the same every time",
         Status.NOT_CERTIFIED: "the verdict was another one at least once",
         Status.USAGE: "usage error: a wrong option, a file that is no intact run, or a case that it does not have",
+    },
+    "run": {
+        Status.INTERRUPTED: "interrupted by Ctrl-C (SIGTERM: 143, SIGHUP: 129); `run --resume` goes on",
     },
     "explore": {
         Status.CERTIFIED: "no failure was found",

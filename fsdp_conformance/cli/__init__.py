@@ -22,6 +22,7 @@ The steps of `run`:
     pytest_process  pytest as a child process
     progress        how far the run is, on a terminal or in a log
     torchrun        `run` as a worker of torchrun
+    resumed         `run --resume`: go on with a run that was interrupted
 
 Child processes. They import torch; the command itself, except for `smoke` and those about one case, does not:
     child           starting, asking and ending a child, and its own side of the pipe

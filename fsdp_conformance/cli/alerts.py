@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_conformance import __version__
 from fsdp_conformance.report.formats import sarif as formats
+from fsdp_conformance.report.formats.places import relative
 from fsdp_conformance.simulator.sanitize.alerts import RULES, Alert
 from fsdp_conformance.simulator.sanitize.report import ScriptReport
 
@@ -56,7 +57,7 @@ def _result(alert: Alert) -> dict[str, Any]:
 
 def _places(alert: Alert) -> list[tuple[str, str, int]]:
     """The operation, file and line, for the lines in the working directory."""
-    lines = ((what, formats.relative(line.file), line.line) for what, line in alert.lines)
+    lines = ((what, relative(line.file), line.line) for what, line in alert.lines)
     return [(what, file, line) for what, file, line in lines if file is not None]
 
 

@@ -13,6 +13,7 @@ import fsdp_conformance
 from fsdp_conformance import run_settings, status
 from fsdp_conformance.cli import messages
 from fsdp_conformance.contract.profile import INTERPRETATION
+from fsdp_conformance.diagnosis.severity import Severity
 from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
 from fsdp_conformance.report.formats import FORMATS
 from fsdp_conformance.report.last_run import with_last_failed
@@ -217,11 +218,18 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     return whole, commands
 
 
+#: The options that decide what the ranks of one case do, in the order of `repro` lines.
+_OF_ONE_CASE = (
+    "implementation", "profile", "workload", "device", "backend", "share_devices", "stress", "stress_seed",
+    "stress_failure", "fresh_seed",
+)  # fmt: skip
+
+
 def _add_single_cases(command: Callable[..., Parser]) -> None:
     """The commands that look at one case."""
     debug = command("debug", "run one case with one rank in the foreground, for breakpoint() and pdb")
     debug.add_argument("case", metavar="CASE", help="the id of a case, such as R001/exact-probe-ws2")
-    _add_options(debug, "implementation", "workload", "device")
+    _add_options(debug, *_OF_ONE_CASE)
     debug.add_argument("--rank", metavar="N", default="0", help="the rank that has the terminal (default: 0)")
     debug.add_argument("--pdb", action="store_true", help="open pdb where this rank raises and should not")
 
@@ -301,12 +309,27 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     export.add_argument("--case", action="append", metavar="GLOB", help="only these cases; may be repeated")
     export.add_argument("-o", "--output", metavar="FILE", help="write to this file instead")
     _add_profile_of_run(export)
+    known = export.add_mutually_exclusive_group()
+    known.add_argument(
+        "--expectations",
+        metavar="FILE",
+        help=f"mark the failures of this list as known (default: {EXPECTATIONS}, if it is there)",
+    )
+    known.add_argument("--no-expectations", action="store_true", help=f"ignore the {EXPECTATIONS} of this directory")
+    export.set_defaults(baseline=None, fail_on=None)
 
 
 def _add_run(parser: Parser) -> None:
     _add_options(parser, *OPTIONS)
     parser.add_argument(
         "--no-smoke", dest="smoke", action="store_false", help="run the cases even if the adapter check fails"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="go on with a run that was interrupted, with its options and in its run file (default: the last run)",
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report, one HTML page, to this file")
     parser.add_argument("--sign", metavar="KEY", help="sign the run file with this private Ed25519 key (PEM)")
@@ -329,6 +352,12 @@ def _add_expected(parser: Parser) -> argparse._MutuallyExclusiveGroup:
         "--baseline",
         metavar="RUN",
         help="an earlier run: report new, fixed, unchanged and missing; exit with 1 only for new and missing ones",
+    )
+    parser.add_argument(
+        "--fail-on",
+        metavar="SEVERITIES",
+        help="exit with 1 only for failures that harm in these ways, and that are not known; separated by commas: "
+        + ", ".join(f"{severity} ({severity.words})" for severity in Severity),
     )
     return group
 

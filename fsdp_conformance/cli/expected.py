@@ -1,8 +1,8 @@
 """
-A run compared with a list of expectations, or with an earlier run.
+A run compared with a list of expectations, or with an earlier run, or with the harm that a user can accept.
 
-With either of them the exit status answers another question: not whether the implementation is certified, but whether
-the run went as expected. The verdict is still printed.
+With any of them the exit status answers another question: not whether the implementation is certified, but whether the
+run went as expected, or did such harm. The verdict is still printed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from pathlib import Path
 
 from fsdp_conformance.cli import report_dir
 from fsdp_conformance.contract.profile import Profile, known_cases
+from fsdp_conformance.diagnosis.severity import Severity, severities_in, severity_of
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import baseline as baselines
 from fsdp_conformance.report import expectations as listed
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.baseline import Changes
-from fsdp_conformance.report.expectations import Expectation
+from fsdp_conformance.report.expectations import NO_LIST, Expectation, Judged
 from fsdp_conformance.report.html.page import page
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.verify import Verification
 from fsdp_conformance.status import Status
+from fsdp_conformance.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class Expected:
     path: Path | None = None
     expectations: tuple[Expectation, ...] = ()
     baseline: RunFile | None = None
+    fail_on: frozenset[Severity] = frozenset()
+    """If any, only failures of these severities count, and of them those that neither the list nor the run has."""
 
     def status(
         self,
@@ -51,12 +56,20 @@ class Expected:
         if verification.discrepancies or derived not in (Status.CERTIFIED, Status.NOT_CERTIFIED):
             return derived
         verdicts = []
+        judged = self.judged(verification, profile)
         if self.path is not None:
-            verdicts.append(self._against_list(verification, profile, say))
+            say("\n".join(self._differences(judged)))
+            verdicts.append(judged.as_expected)
         changes = self.changes(verification, selected)
         if self.baseline is not None and changes is not None:
             say("\n".join([f"since {self.baseline.path}:", *(f"  {line}" for line in changes.lines())]))
             verdicts.append(not changes.worse)
+        if self.fail_on:
+            counting = self._counting(verification.run, judged)
+            names = ",".join(severity for severity in Severity if severity in self.fail_on)
+            cases = ", ".join(record.case for record in counting)
+            say(f"--fail-on {names}: " + (f"{len(counting)} of the failures count: {cases}" if counting else "none"))
+            verdicts = [not counting]
         if not verdicts:
             return derived
         return Status.CERTIFIED if all(verdicts) else Status.NOT_CERTIFIED
@@ -67,21 +80,36 @@ class Expected:
             return None
         return baselines.changes(verification.run, self.baseline, selected=selected)
 
-    def page(self, verification: Verification, selected: Collection[str]) -> str:
-        """The run as an HTML page, next to its baseline."""
+    def judged(self, verification: Verification, profile: Profile) -> Judged:
+        """The run next to the list; nothing is known without one."""
+        if self.path is None:
+            return NO_LIST
+        today = dt.datetime.now(dt.UTC).date()
+        return listed.judge(verification.run, self.expectations, profile_cases=known_cases(profile), today=today)
+
+    def page(self, verification: Verification, profile: Profile, selected: Collection[str]) -> str:
+        """The run as an HTML page, next to the list and its baseline."""
         baseline = str(self.baseline.path) if self.baseline is not None else ""
         changes = self.changes(verification, selected)
-        return page(verification.run, verification.certificate, changes=changes, baseline=baseline)
+        judged = self.judged(verification, profile)
+        return page(verification.run, verification.certificate, judged, changes=changes, baseline=baseline)
 
-    def _against_list(self, verification: Verification, profile: Profile, say: Callable[[str], object]) -> bool:
-        today = dt.datetime.now(dt.UTC).date()
-        judged = listed.judge(verification.run, self.expectations, profile_cases=known_cases(profile), today=today)
+    def _differences(self, judged: Judged) -> list[str]:
         if judged.as_expected:
-            say(f"as expected: {judged.expected} known, nothing new ({self.path})")
-            return True
+            return [f"as expected: {judged.expected} known, nothing new ({self.path})"]
         headline = f"not as expected ({self.path}): {judged.expected} known, {len(judged.surprises)} to look at"
-        say("\n".join([headline, *(f"  {surprise.sentence()}" for surprise in judged.surprises)]))
-        return False
+        return [headline, *(f"  {surprise.sentence()}" for surprise in judged.surprises)]
+
+    def _counting(self, run: RunFile, judged: Judged) -> list[CaseRecord]:
+        """The failures that count. Where the adapter is wrong, the harm is not known, and the failure counts."""
+        before = {record.case: record.verdict for record in self.baseline.records} if self.baseline else {}
+        return [
+            record
+            for record in run.records
+            if (record.verdict is Verdict.ERROR_ADAPTER or severity_of(record) in self.fail_on)
+            and not judged.is_known(record)
+            and before.get(record.case) is not record.verdict
+        ]
 
 
 def expected_by(arguments: argparse.Namespace, *, look: bool = True) -> Expected:
@@ -94,4 +122,6 @@ def expected_by(arguments: argparse.Namespace, *, look: bool = True) -> Expected
     if path is None and look and not arguments.no_expectations and Path(listed.NAME).is_file():
         path = Path(listed.NAME)
     baseline = runfile.read(report_dir.named_run(arguments.baseline)) if arguments.baseline else None
-    return Expected(path, listed.load_expectations(path) if path is not None else (), baseline)
+    expectations = listed.load_expectations(path) if path is not None else ()
+    fail_on = severities_in(arguments.fail_on) if arguments.fail_on is not None else frozenset()
+    return Expected(path, expectations, baseline, fail_on)

@@ -131,7 +131,7 @@ class PytestProcess:
         with self._lock:
             self.log = log
             try:
-                self._log_file = log.open("wb", buffering=0)
+                self._log_file = log.open("wb" if order is None or order.judged is None else "ab", buffering=0)
             except OSError as error:
                 self.log_problem = str(error)
             for line in self._early:
@@ -211,7 +211,7 @@ def rooted(directory: Path) -> list[str]:
     return ["-c", str(ini), "--rootdir", str(directory), "-p", "no:cacheprovider"]
 
 
-def command(*, report: Path, workers: str | None = None, suites: str | None = None) -> list[str]:
+def command(*, workers: str | None = None, suites: str | None = None) -> list[str]:
     """
     The arguments of a pytest that runs the cases; what it is asked for is in the order.
 
@@ -222,8 +222,7 @@ def command(*, report: Path, workers: str | None = None, suites: str | None = No
     # A conftest.py above the cases is not ours.
     words = [str(_directory_of(package)), "--confcutdir", str(_directory_of(package)), "--conformance-suites", package]
     words += ["-p", _PLUGIN, "-q", "--tb=short", "--color=no"]
-    words += ["-p", "xdist", "-n", workers] if workers not in (None, "0") else []
-    return [*words, "--junit-xml", str(report / "junit.xml"), "-o", "junit_family=xunit2"]
+    return [*words, *(["-p", "xdist", "-n", workers] if workers not in (None, "0") else [])]
 
 
 def _directory_of(package: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.report import runfile
-from fsdp_conformance.report.last_run import DEFAULT_ROOT
+from fsdp_conformance.report.last_run import DEFAULT_ROOT, make_root
 
 #: A run may write this much at once; a disk with less room is full.
 _PROBE_BYTES = 1 << 18
@@ -23,8 +23,7 @@ def prepare(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if path.parent == DEFAULT_ROOT:
-            # Run files do not belong into a repository.
-            (DEFAULT_ROOT / ".gitignore").write_text("*\n", encoding="utf-8")
+            make_root()
     except OSError as error:
         raise _unwritable(path, error) from error
     # A run that ends before it has written its file must not take this one for it.

@@ -58,7 +58,7 @@ def _follow(arguments: argparse.Namespace, settings: RunSettings) -> int:
         report = Path(directory)
         with caught() as signals, PytestProcess() as pytest:
             survey = pytest.survey(settings.device, settings.implementation, signals)
-            words = command(report=report, suites=arguments.suites)
+            words = command(suites=arguments.suites)
             order = RunOrder(
                 settings=replace(settings, report_dir=directory), description=codec.plain(survey.description)
             )

@@ -11,6 +11,7 @@ A case that the implementation declines is UNSUPPORTED. NOT_RUN_ENV describes th
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from fsdp_conformance.contract.case import OF_WORKLOAD, Case
 from fsdp_conformance.contract.selection import left_out_by
 from fsdp_conformance.outcome.records import ABSENT, UNDECLARED, CaseRecord
 from fsdp_conformance.plan import SIMULATED
-from fsdp_conformance.run_settings import SHAREABLE, SHARED_DEVICES, RunSettings
+from fsdp_conformance.run_settings import DEFAULTS, SHAREABLE, SHARED_DEVICES, RunSettings
 from fsdp_conformance.verdict import Verdict
 
 #: What the simulated accelerator stands in for. A case that needs the real thing names it ("cuda", "nccl").
@@ -169,7 +170,10 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
 def _record_without_ranks(case: Case, settings: RunSettings, device: str) -> CaseRecord:
     """A record of a case that starts no rank: options about ranks have no part in its verdict."""
     bare = RunSettings(
-        implementation=settings.implementation, workload=settings.workload, fresh_seed=settings.scenario_seed
+        implementation=settings.implementation,
+        profile=settings.profile,
+        workload=settings.workload,
+        fresh_seed=settings.scenario_seed,
     )
     return empty_record(case, bare, device)
 
@@ -179,9 +183,11 @@ def empty_record(case: Case, settings: RunSettings, device: str, *, seconds: flo
     ranks = ranks_of(settings)
     words = ["fsdp-conformance run"]
     if settings.implementation:
-        words.append(f"--implementation {settings.implementation}")
+        words.append(f"--implementation {shlex.quote(settings.implementation)}")
+    if settings.profile != DEFAULTS.profile:
+        words.append(f"--profile {shlex.quote(settings.profile)}")
     if settings.workload:
-        words.append(f"--workload {settings.workload}")
+        words.append(f"--workload {shlex.quote(settings.workload)}")
     if device != "cpu":
         words.append(f"--device {device}")
     if ranks == "simulated":

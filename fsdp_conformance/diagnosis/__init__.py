@@ -7,6 +7,7 @@ From a wrong value to its likely cause, and from many findings to the one that s
     saved_state        the likely cause of a wrong value in a state dict or a checkpoint
     amounts            the likely cause of a wrong number of bytes (standard library only)
     headline           which finding of a case says most (standard library only)
+    severity           how much a failure harms a user's training (standard library only)
     grouping           failures that have one cause (standard library only)
     advice             where to look for the defect behind a finding (standard library only)
 """

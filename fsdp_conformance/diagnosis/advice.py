@@ -125,7 +125,7 @@ def _of_exception(record: CaseRecord, finding: Finding) -> str:
     where = "The engine's innermost frames above" if record.traceback else "The exception's message"
     if (finding.likely or "").startswith("only rank"):
         return f"{where}, and what is different on rank {finding.rank}: its shards, its batch, a branch on the rank."
-    return f"{where}. What the ranks did before is under `fsdp-conformance explain {record.case}`."
+    return f"{where}. `explain` shows what the ranks did before."
 
 
 def _of_hang(record: CaseRecord, finding: Finding) -> str:
@@ -138,7 +138,7 @@ def _of_hang(record: CaseRecord, finding: Finding) -> str:
 
 def _of_crash(record: CaseRecord, finding: Finding) -> str:
     return (
-        f"What rank {finding.rank} printed, and its last collectives (`fsdp-conformance explain {record.case}`): "
+        f"What rank {finding.rank} printed, and its last collectives, which `explain` shows: "
         "native code, an exit that the engine calls, or the system ending a process that takes too much memory."
     )
 

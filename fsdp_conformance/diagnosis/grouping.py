@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdp_conformance.diagnosis.headline import ENDS, GRADIENTS, RAISED, causes_in, headline_of
+from fsdp_conformance.diagnosis.severity import Severity, rank_of, severity_of, worst_of
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.stack import engine_frames, frames_of_traceback
 from fsdp_conformance.verdict import QUIET, Verdict
@@ -35,10 +36,15 @@ class Group:
         """All of them, the one to read first."""
         return (self.first, *self.others)
 
+    @property
+    def severity(self) -> Severity | None:
+        """The worst harm that one of them shows; None if none accuses the engine."""
+        return worst_of(map(severity_of, self.cases))
+
 
 def grouped(records: Iterable[CaseRecord]) -> list[Group]:
     """
-    The problems, each once; the groups with the most cases come first.
+    The problems, each once: those that harm most come first, and of these the ones with the most cases.
 
     A case whose gradients differ represents its group, because everything else follows from them; of those the one that
     names the fewest causes, with the smallest world.
@@ -56,7 +62,7 @@ def grouped(records: Iterable[CaseRecord]) -> list[Group]:
             alike.setdefault(_signature(record), []).append(record)
     groups = [_group(members, has_cause=key[0] == "raised") for key, members in alike.items()]
     groups += [_group(members, has_cause=True) for members in _by_cause(named)]
-    return sorted(groups, key=lambda group: (-len(group.others), group.first.case))
+    return sorted(groups, key=lambda group: (rank_of(group.severity), -len(group.others), group.first.case))
 
 
 def may_follow(groups: list[Group]) -> list[Group]:

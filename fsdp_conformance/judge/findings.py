@@ -89,14 +89,14 @@ def _digest_finding(case: Case, label: str, by_digest: dict[str, list[int]], rep
         likely = f"ranks drift apart: {ranks_in_words(differing)} and {ranks_in_words(agreeing)} hold different values"
     return Finding(
         requirement=_digest_requirement(case, label, reports),
-        check="equality over ranks",
+        check="schedule equality" if name == "schedule" else "equality over ranks",
         message=message,
         step=step,
         fqn=fqn,
         rank=differing[0],
         got=wrong[:80],
         expected=right[:80],
-        bound="bitwise",
+        bound=None if name == "schedule" else "bitwise",
         likely=likely,
     )
 

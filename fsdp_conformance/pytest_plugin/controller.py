@@ -178,7 +178,7 @@ class Controller:
         from fsdp_conformance import codec, run_settings
         from fsdp_conformance.adapters import registry
         from fsdp_conformance.contract.profile import names
-        from fsdp_conformance.report.last_run import report_directory
+        from fsdp_conformance.report.last_run import remember, report_directory
         from fsdp_conformance.report.recorder import Recorder
 
         order = options.order_of(self.config)
@@ -193,7 +193,13 @@ class Controller:
         description = order.description or codec.plain(registry.describe(order.settings.implementation))
         options.use_order(self.config, replace(order, description=description))
         run_settings.use(order.settings, description)
-        self.recorder = Recorder(order.settings, profile, description, report_directory(order.settings))
+        directory = report_directory(order.settings)
+        resumed = order.judged is not None
+        self.recorder = Recorder(order.settings, profile, description, directory, resumed=resumed)
+        self._judged |= {*(order.judged or ())}
+        if not self.config.getoption("conformance_order"):
+            # Otherwise the process that gave the order has done so, or is a follower of torchrun, which must not.
+            remember(directory)
         if self.config.getoption("reruns", default=0) or self.config.getoption("force_flaky", default=False):
             self.recorder.note(_RERUN, refuses=True)
         suites = str(self.config.getoption("conformance_suites"))

@@ -126,7 +126,10 @@ class Cases:
 
 
 def _kept_ids(config: pytest.Config) -> set[str]:
-    """The selected cases; also those of other world sizes, which stay in the run file as DISABLED."""
+    """
+    The selected cases that have no verdict yet; also those of other world sizes, which stay in the run file as
+    DISABLED.
+    """
     from fsdp_conformance.contract.selection import left_out_by
 
     with options.usage_errors():
@@ -136,7 +139,7 @@ def _kept_ids(config: pytest.Config) -> set[str]:
             entry.id
             for entry in options.profile_of(config).entries
             if left_out_by(entry.case(), settings) in ("", "--world-size")
-        }
+        } - {*(options.order_of(config).judged or ())}
 
 
 def _record_of(

@@ -420,6 +420,9 @@ def _run_problems(run: RunFile) -> list[str]:
     problems = [*run.problems, *run.misplaced, *_of_another_version(run), *_header_problems(run)]
     if run.unfinished():
         problems.append(f"incomplete: {_some(run.unfinished())} started but did not finish")
+    often = [case for case, count in Counter(run.interrupted).items() if count > 1]
+    if often:
+        problems.append(f"{_some(often)} began more than twice, because the run was ended each time")
     for option, key in OPTIONS.items():
         if settings.get(key):
             problems.append(f"incomplete: {option} left cases out")
@@ -563,6 +566,10 @@ def _remarks(run: RunFile) -> list[str]:
         for name, words in _UNUSUAL.items()
         if getattr(settings, name) != getattr(DEFAULTS, name)
     ]
+    if run.parts:
+        again = f"; begun again: {', '.join(run.interrupted)}" if run.interrupted else ""
+        times = "once" if len(run.parts) == 1 else f"{len(run.parts)} times"
+        remarks.append(f"the run was ended {times} and continued (--resume){again}")
     if settings.deadline_scale != 1.0:
         remarks.append(f"deadlines were multiplied by {settings.deadline_scale:g}")
     if settings.backend:

@@ -21,7 +21,7 @@ import datetime as dt
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -47,6 +47,9 @@ SILENT = frozenset({Verdict.DISABLED, Verdict.NOT_RUN_ENV})
 
 #: Verdicts that need no entry. A case that the engine declines may have one, to notice when that changes.
 UNREMARKABLE = CERTIFIABLE | SILENT
+
+#: Verdicts that an entry, or a reader, has to deal with.
+FAILED = frozenset(Verdict) - UNREMARKABLE - {Verdict.XFAIL}
 
 _NOT_EXPECTED = frozenset({Verdict.PASS, Verdict.XFAIL, Verdict.XPASS}) | SILENT
 _VERDICTS = tuple(verdict.value for verdict in Verdict if verdict not in _NOT_EXPECTED)
@@ -104,18 +107,59 @@ class Surprise:
         return f"{self.kind:<10}{self.case}: {self.text}"
 
 
+class Standing(StrEnum):
+    """How the verdict on a case compares with the list."""
+
+    KNOWN = "known"
+    """It is the failure that an entry announces."""
+    NEW = "new"
+    """A failure without an entry."""
+    CHANGED = "changed"
+    """A failure with another verdict than its entry announces."""
+    GONE = "gone"
+    """Its entry announces a failure, and it passed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """The standing of a case, and the entry that decides it."""
+
+    standing: Standing
+    reason: str = ""
+    """Of the entry."""
+    url: str = ""
+
+    def sentence(self) -> str:
+        """ "known: the reason of its entry (url)"."""
+        return f"{self.standing}{f': {self.reason}' if self.reason else ''}{f' ({self.url})' if self.url else ''}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
     """A run next to a list of expectations."""
 
-    expected: int
-    """Cases that have the verdict that an entry announces."""
-    surprises: tuple[Surprise, ...]
+    surprises: tuple[Surprise, ...] = ()
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+    """By case id: failures, and the cases of entries."""
+
+    @property
+    def expected(self) -> int:
+        """How many cases have the verdict that an entry announces."""
+        return sum(mark.standing is Standing.KNOWN for mark in self.marks.values())
 
     @property
     def as_expected(self) -> bool:
         """True if the run is exactly as the list says."""
         return not self.surprises
+
+    def is_known(self, record: CaseRecord) -> bool:
+        """True if an entry announces the failure."""
+        mark = self.marks.get(record.case)
+        return mark is not None and mark.standing is Standing.KNOWN
+
+
+#: A run without a list: nothing is known, so nothing is new.
+NO_LIST = Judged()
 
 
 def load_expectations(path: Path) -> tuple[Expectation, ...]:
@@ -151,18 +195,26 @@ def judge(run: RunFile, expectations: Sequence[Expectation], *, profile_cases: I
     ids = list(profile_cases)
     surprises = [_stale(entry, ids) for entry in applying if not any(fnmatchcase(id_, entry.case) for id_ in ids)]
     surprises += [_expired(entry) for entry in applying if entry.has_expired(today)]
-    expected = 0
+    marks: dict[str, Mark] = {}
     for record in run.records:
         if record.verdict in SILENT:
             continue
         entries = [entry for entry in applying if entry.is_about(record, device)]
-        if any(entry.verdict == record.verdict for entry in entries):
-            expected += 1
+        announced = [entry for entry in entries if entry.verdict == record.verdict]
+        if announced:
+            marks[record.case] = _mark(Standing.KNOWN, announced[0])
         elif entries:
             surprises.append(_changed(record, entries))
+            standing = Standing.GONE if record.verdict in UNREMARKABLE else Standing.CHANGED
+            marks[record.case] = _mark(standing, entries[0])
         elif record.verdict not in UNREMARKABLE:
             surprises.append(Surprise(Kind.NEW, record.case, f"{record.verdict}: {what_happened(record)}"))
-    return Judged(expected=expected, surprises=tuple(surprises))
+            marks[record.case] = Mark(standing=Standing.NEW)
+    return Judged(surprises=tuple(surprises), marks=marks)
+
+
+def _mark(standing: Standing, entry: Expectation) -> Mark:
+    return Mark(standing=standing, reason=entry.reason, url=entry.url)
 
 
 def _names(run: RunFile) -> set[str]:
@@ -195,16 +247,16 @@ def what_happened(record: CaseRecord) -> str:
 
 def _problems(entry: Mapping[str, Any]) -> list[str]:
     """The problems of one entry."""
-    by_name = {field.name: field for field in fields(Expectation)}
+    by_name = {key.name: key for key in fields(Expectation)}
     problems = [f"unknown key {key!r}{_near(key, by_name)}" for key in entry if key not in by_name]
-    for name, field in by_name.items():
+    for name, key in by_name.items():
         value = entry.get(name)
         if value is None:
-            problems += [f"{name} is missing"] if field.default is MISSING else []
+            problems += [f"{name} is missing"] if key.default is MISSING else []
         elif name == "expires":
             if type(value) is not dt.date:
                 problems.append(f"expires must be a date such as 2027-01-31, without quotes, got {value!r}")
-        elif not isinstance(value, str) or (field.default is MISSING and not value.strip()):
+        elif not isinstance(value, str) or (key.default is MISSING and not value.strip()):
             problems.append(f"{name} must be a string that is not blank, got {value!r}")
     if isinstance(entry.get("verdict"), str) and entry["verdict"] not in _VERDICTS:
         problems.append(f"verdict must be one of {', '.join(_VERDICTS)}, got {entry['verdict']!r}")

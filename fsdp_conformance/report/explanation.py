@@ -199,7 +199,7 @@ def _record(record: CaseRecord, width: int) -> list[str]:
         lines += _labelled(width, "takes", record.takes.sentence())
     for title, text in _evidence(record):
         lines += ["", f"-- {title}", text.rstrip()]
-    closer_look = [f"closer: {closer(record)}"] if record.verdict in ACCUSING else []
+    closer_look = [f"closer: {closer(record)}"] if record.verdict in ACCUSING and closer(record) else []
     return [*lines, "", f"repro: {record.repro}", *closer_look]
 
 

@@ -33,21 +33,32 @@ def report_directory(settings: RunSettings, *, now: datetime | None = None) -> P
     return DEFAULT_ROOT / f"{name}-{moment}-{os.getpid()}"
 
 
-def link_last(directory: Path) -> None:
-    """Point the link `last`, next to `directory`, to it. Without links on this file system there is none."""
-    link = directory.parent / LAST
-    fresh = directory.parent / f".{LAST}-{os.getpid()}"
+def make_root() -> None:
+    """Make `.fsdp-conformance` in the working directory, if it is not there. Raises OSError if it cannot be made."""
+    DEFAULT_ROOT.mkdir(parents=True, exist_ok=True)
+    # Run files do not belong into a repository.
+    (DEFAULT_ROOT / ".gitignore").write_text("*\n", encoding="utf-8")
+
+
+def remember(directory: Path) -> None:
+    """
+    Point the link `last` in the working directory's `.fsdp-conformance` to the directory of a run, wherever that is.
+
+    Where no link can be made, the run is not remembered.
+    """
+    fresh = DEFAULT_ROOT / f".{LAST}-{os.getpid()}"
     try:
-        fresh.symlink_to(directory.name, target_is_directory=True)
-        fresh.replace(link)
+        make_root()
+        fresh.symlink_to(os.path.relpath(directory, DEFAULT_ROOT), target_is_directory=True)
+        fresh.replace(DEFAULT_ROOT / LAST)
     except OSError:
         fresh.unlink(missing_ok=True)
 
 
 def last_run() -> Path | None:
-    """The run file of the last run in the working directory, if there is one."""
+    """The run file of the last run in the working directory, if there is one; not by way of the link, which moves."""
     path = DEFAULT_ROOT / LAST / runfile.NAME
-    return path if path.exists() else None
+    return Path(os.path.relpath(path.resolve())) if path.exists() else None
 
 
 def last_run_of(settings: RunSettings) -> RunFile | None:
@@ -73,10 +84,7 @@ def with_last_failed(settings: RunSettings) -> RunSettings:
     path = last_run()
     if path is None:
         where = DEFAULT_ROOT / LAST / runfile.NAME
-        raise UsageError(
-            f"--last-failed needs an earlier run, but {where} does not exist. Run without it first, and without "
-            "--report: runs with --report are not remembered."
-        )
+        raise UsageError(f"--last-failed needs an earlier run, but {where} does not exist. Run without it first.")
     run = runfile.read(path)
     implementation = (run.header.get("settings") or {}).get("implementation")
     if implementation != settings.implementation:

@@ -20,8 +20,8 @@ from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate, certify
-from fsdp_conformance.report.last_run import link_last
-from fsdp_conformance.report.runfile import RunFileWriter, read
+from fsdp_conformance.report.run_content import Resume, RunFile
+from fsdp_conformance.report.runfile import NAME, RunFileWriter, read
 from fsdp_conformance.run_settings import RunSettings
 
 #: The line of torch/version.py.
@@ -30,21 +30,32 @@ _STATED = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)
 
 class Recorder:
     """
-    Writes one run file.
+    Writes one run file, or with `resumed` the rest of the one in the directory.
 
     Raises EnvironmentUnavailable if the file cannot be written; what was written before stays intact.
     """
 
     def __init__(
-        self, settings: RunSettings, profile: Profile, description: Mapping[str, Any], directory: Path
+        self,
+        settings: RunSettings,
+        profile: Profile,
+        description: Mapping[str, Any],
+        directory: Path,
+        *,
+        resumed: bool = False,
     ) -> None:
         self.settings = settings
         self.profile = profile
         self.directory = directory
         self._began = time.monotonic()
-        self._writer = RunFileWriter(directory)
+        self._earlier_s = _seconds_of(read(directory), directory / NAME) if resumed else 0.0
+        self._writer = RunFileWriter(directory, resumed=resumed)
         self._open: dict[str, int] = {}
         self._noted: set[str] = set()
+        if resumed:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            self._writer.resume(Resume(at=now, seconds=round(self._earlier_s, 3)))
+            return
         self._writer.header(
             {
                 "suite": fsdp_conformance.__version__,
@@ -57,8 +68,6 @@ class Recorder:
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
             }
         )
-        if not settings.report_dir:
-            link_last(directory)
 
     @property
     def path(self) -> Path:
@@ -67,8 +76,8 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """Since the run started."""
-        return time.monotonic() - self._began
+        """How long the run took so far, without the time between its parts."""
+        return self._earlier_s + time.monotonic() - self._began
 
     def start(self, case: str, *, world_size: int, worker: str = "") -> None:
         """Record that a case starts."""
@@ -104,6 +113,14 @@ class Recorder:
     def abort(self) -> None:
         """Write nothing more. A run file without a footer belongs to a run that was aborted."""
         self._writer.close()
+
+
+def _seconds_of(run: RunFile, path: Path) -> float:
+    """How long a run that was ended had taken: from its start to its last line, without what lies between its parts."""
+    earlier = run.parts[-1] if run.parts else None
+    began = datetime.fromisoformat(earlier.at if earlier is not None else str(run.header["started"]))
+    ended = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    return (earlier.seconds if earlier is not None else 0.0) + max(0.0, (ended - began).total_seconds())
 
 
 def environment(device: str) -> dict[str, Any]:

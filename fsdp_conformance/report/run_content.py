@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_conformance.contract.fingerprint import suite_sha256
-from fsdp_conformance.outcome.records import REFERENCES, CaseId, CaseRecord
+from fsdp_conformance.outcome.records import REFERENCES, CaseId, CaseRecord, Seconds
 
 #: Raised when readers of the old format cannot read the new one. Records of format 1 have no evidence.
 FORMAT = 2
@@ -19,6 +19,16 @@ class Start:
     case: CaseId
     world_size: int
     worker: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resume:
+    """The run was ended before its end, and goes on here. Cases that were running begin again."""
+
+    at: str
+    """UTC, ISO 8601."""
+    seconds: Seconds
+    """How long the run had taken until it was ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +49,10 @@ class RunFile:
     """In the order of their arrival."""
     started: list[str] = field(default_factory=list)
     """Case ids."""
+    parts: list[Resume] = field(default_factory=list)
+    """The parts after the first, of a run that was ended before its end and continued."""
+    interrupted: list[str] = field(default_factory=list)
+    """The cases that were running then, which began again."""
     notes: list[dict[str, Any]] = field(default_factory=list)
     footer: dict[str, Any] | None = None
     chain: str = ""

@@ -5,6 +5,7 @@ The run file: what a run did, one JSON object a line, appended as it happens.
     {"type": "start", ...}      a case starts
     {"type": "case", ...}       its record (`outcome.CaseRecord`)
     {"type": "note", ...}       something that a reader of the certificate should know
+    {"type": "resume", ...}     the run was ended, and goes on here; cases that were running begin again
     {"type": "footer", ...}     counts, certificate; missing if the run was aborted
 
 Each line is on disk before the next case starts, so a run that ends for any reason leaves a readable file. Each line
@@ -17,6 +18,7 @@ What is read is only content: no text in it names a file that is opened, and con
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import stat
@@ -35,7 +37,7 @@ from fsdp_conformance.outcome.records import (
     CaseRecord,
     case_record_from_json,
 )
-from fsdp_conformance.report.run_content import FORMAT, Note, RunFile, Start
+from fsdp_conformance.report.run_content import FORMAT, Note, Resume, RunFile, Start
 from fsdp_conformance.report.schema import LINES
 from fsdp_conformance.report.signature import signature_file
 from fsdp_conformance.run_settings import RANKS, SHARED_DEVICES
@@ -63,26 +65,32 @@ _ENDS_IN_ORDER = (RANKS[0], SHARED_DEVICES)
 
 class RunFileWriter:
     """
-    Appends lines to a new run file. The file of an earlier run in the directory is renamed to PREVIOUS.
+    Appends lines to a new run file, or with `resumed` to the one in the directory, which no other process may write.
+    The file of an earlier run in the directory is renamed to PREVIOUS.
 
     Raises EnvironmentUnavailable if a line cannot be written. What was written before stays intact, and nothing more
     is written.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, resumed: bool = False) -> None:
         self.path = directory / NAME
         self._chain = _SEED
         self._size = 0
         self._fd: int | None = None
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            set_aside(directory)
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            if not resumed:
+                directory.mkdir(parents=True, exist_ok=True)
+                set_aside(directory)
+            new = os.O_CREAT | os.O_EXCL if not resumed else 0
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | new, 0o644)
+            self._lock(self._fd)
         except OSError as error:
             raise EnvironmentUnavailable(
-                f"the run file {self.path} cannot be created: {error.strerror or error}. "
-                "Choose a writable directory with --report."
+                f"the run file {self.path} cannot be {'continued' if resumed else 'created'}: "
+                f"{error.strerror or error}. Choose a writable directory with --report."
             ) from error
+        if resumed:
+            self._continue(self._fd)
 
     def header(self, content: Mapping[str, Any]) -> None:
         """The first line."""
@@ -100,6 +108,10 @@ class RunFileWriter:
         """Something to know. With `refuses` it rules out a certificate."""
         self._append({"type": "note", **codec.plain(Note(text=text, refuses=refuses))})
 
+    def resume(self, content: Resume) -> None:
+        """The run goes on."""
+        self._append({"type": "resume", **codec.plain(content)})
+
     def footer(self, content: Mapping[str, Any]) -> None:
         """The last line."""
         self._append({"type": "footer", **content})
@@ -115,6 +127,25 @@ class RunFileWriter:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def _lock(self, fd: int) -> None:
+        """Keep the file for this process, for as long as it is open. Where files cannot be locked, nothing happens."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise EnvironmentUnavailable(
+                f"the run file {self.path} is still being written: wait for the end of the run, or end its processes"
+            ) from None
+        except OSError:
+            return
+
+    def _continue(self, fd: int) -> None:
+        """Go on at the end of the last line that is whole."""
+        with self.path.open("rb") as file:
+            self._size = file.read().rfind(b"\n") + 1
+        os.ftruncate(fd, self._size)
+        self._chain = read(self.path).chain
 
     def _append(self, content: Mapping[str, Any]) -> None:
         if self._fd is None:
@@ -203,6 +234,16 @@ class _Order:
             self.problems.append(f"line {number}: {start.case} starts while its worker still runs {running.case}")
         self._running[start.worker], self._worker_of[start.case] = start, start.worker
 
+    def resume(self) -> tuple[str, ...]:
+        """The run was ended here. Returns the cases that were running: they begin again, maybe on another worker."""
+        cases = tuple(start.case for start in self._running.values())
+        for case in cases:
+            del self._worker_of[case]
+        self._running.clear()
+        # Another process, which may be on the machine after a restart, where time begins again.
+        self._ended.clear()
+        return cases
+
     def end(self, record: CaseRecord, number: int) -> None:
         """Take the verdict on a case."""
         worker = self._worker_of.get(record.case)
@@ -284,6 +325,11 @@ def _take(run: RunFile, order: _Order, line: bytes, number: int) -> None:
             record = _record(content)
             run.records.append(record)
             order.end(record, number)
+        elif kind == "resume":
+            run.parts.append(codec.typed(Resume, content))
+            running = order.resume()
+            run.started = [case for case in run.started if case not in running]
+            run.interrupted += running
         elif kind == "note":
             run.notes.append(codec.plain(codec.typed(Note, content)))
         elif kind == "footer":

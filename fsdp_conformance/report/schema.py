@@ -19,7 +19,7 @@ from msgspec import Meta
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.outcome.records import FIGURES, NOT_FINITE, CaseRecord, Finding, RankReport
 from fsdp_conformance.report.certificate import Certificate, Counts
-from fsdp_conformance.report.run_content import FORMAT, Note, Start
+from fsdp_conformance.report.run_content import FORMAT, Note, Resume, Start
 from fsdp_conformance.run_settings import RunSettings
 
 _HASH = {"pattern": "^[0-9a-f]{64}$"}
@@ -86,7 +86,14 @@ class Footer:
 _OPEN = {kind.__name__ for kind in (AdapterDescription, Environment, RunSettings)}
 
 #: By the `type` of the line.
-LINES: dict[str, Any] = {"header": Header, "start": Start, "case": CaseRecord, "note": Note, "footer": Footer}
+LINES: dict[str, Any] = {
+    "header": Header,
+    "start": Start,
+    "case": CaseRecord,
+    "note": Note,
+    "resume": Resume,
+    "footer": Footer,
+}
 
 
 def schema() -> dict[str, Any]:

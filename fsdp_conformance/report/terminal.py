@@ -2,6 +2,7 @@
 Findings and verdicts as plain text: what people read first when a run fails.
 
     ✗ R003  The gradient is the mean over the data-parallel ranks
+        harm      trains silently wrong
         case      R003/rank-coded-ws3
         first     step 0 · reduce · '0.weight' · rank 2 · element [3, 1]
         got       0.75 · expected 0.5 · ratio 1.5 · on 16 of 16 elements (bitwise)
@@ -16,7 +17,9 @@ Findings and verdicts as plain text: what people read first when a run fails.
 
 from __future__ import annotations
 
-import re
+import itertools
+import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,9 +28,13 @@ from fsdp_conformance.contract.scopes import BASE
 from fsdp_conformance.diagnosis.advice import look_at
 from fsdp_conformance.diagnosis.grouping import Group, grouped, may_follow, requirement_of
 from fsdp_conformance.diagnosis.headline import headline_of
+from fsdp_conformance.diagnosis.severity import count_by_severity, severity_of, worst_of
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit
 from fsdp_conformance.report.certificate import Certificate, Scope, State
+from fsdp_conformance.report.expectations import Judged
 from fsdp_conformance.report.folding import WIDTH, folded
+from fsdp_conformance.report.runfile import NAME as RUN_FILE
+from fsdp_conformance.run_settings import SHARED_DEVICES
 from fsdp_conformance.stack import engine_frames, frames_of_stack, frames_of_traceback
 from fsdp_conformance.verdict import ACCUSING, QUIET, Verdict
 
@@ -46,6 +53,9 @@ SIGNS = {
     Verdict.ERROR_ADAPTER: "!",
     Verdict.ERROR_SUITE: "!",
 }
+
+#: How the command begins that runs a case of a suite.
+_RUN = ["fsdp-conformance", "run"]
 
 _INDENT = 4
 _LABEL = 10
@@ -69,15 +79,19 @@ class Field:
     """True for a command, a frame or stacks: not folded."""
 
 
-def render_findings(records: Iterable[CaseRecord], *, width: int = WIDTH) -> str:
+def render_findings(records: Iterable[CaseRecord], *, width: int = WIDTH, run: str = "") -> str:
     """
     Everything that went wrong, one block for each group, folded at `width` columns; empty if nothing did.
+
+    `run` is the path of the run file, for commands that read it.
 
     What a common cause may explain, but nothing shows that it does, gets a line for each group at the end.
     """
     groups = grouped(records)
     later = may_follow(groups)
-    blocks = [render_record(group.first, others=group.others, width=width) for group in groups if group not in later]
+    blocks = [
+        render_record(group.first, others=group.others, width=width, run=run) for group in groups if group not in later
+    ]
     if later:
         cases = sum(len(group.cases) for group in later)
         heading = (
@@ -98,21 +112,28 @@ def _brief(group: Group, width: int) -> list[str]:
     return [*_headlines(group.first, width), *folded(line, width, lead=indent, indent=indent)]
 
 
-def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = (), width: int = WIDTH) -> str:
-    """The block of one case, folded at `width` columns. `others` failed in the same way."""
-    fields = record_fields(record, others)
+def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = (), width: int = WIDTH, run: str = "") -> str:
+    """The block of one case of a run file, if there is one, folded at `width` columns. `others` failed alike."""
+    fields = record_fields(record, others, run=run)
     return "\n".join([*_headlines(record, width), *(line for one in fields for line in _lines(one, width))])
 
 
-def render_failure(record: CaseRecord, *, width: int = WIDTH) -> str:
+def render_failure(record: CaseRecord, *, width: int = WIDTH, run: str = "") -> str:
     """The block of one case, and the traceback of the rank that raised."""
-    return "\n\n".join(part for part in (render_record(record, width=width), record.traceback.rstrip()) if part)
+    block = render_record(record, width=width, run=run)
+    return "\n\n".join(part for part in (block, record.traceback.rstrip()) if part)
 
 
-def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list[Field]:
-    """The fields that describe a case, in the order in which people read them; none is empty."""
+def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = (), *, run: str = "") -> list[Field]:
+    """
+    The fields that describe a case, in the order in which people read them; none is empty.
+
+    Every command in them is complete. Without a run file, there is none that reads it.
+    """
     finding = headline_of(record)
-    fields = [Field("case", record.case + (f" · on {record.device}" if record.device not in ("", "cpu") else ""))]
+    severity = worst_of(map(severity_of, (record, *others)))
+    fields = [Field("harm", severity.words if severity is not None else "")]
+    fields.append(Field("case", record.case + (f" · on {record.device}" if record.device not in ("", "cpu") else "")))
     if finding is not None:
         fields += _finding_fields(finding, record.findings[0])
     if finding is None or record.verdict is Verdict.INCONCLUSIVE:
@@ -128,7 +149,9 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
     if record.verdict not in QUIET and len(record.findings) > 1:
         further = len(record.findings) - 1
         findings = "finding" if further == 1 else "findings"
-        fields.append(Field("and", f"{further} more {findings}: fsdp-conformance explain {record.case}"))
+        fields.append(Field("and", f"{further} more {findings}"))
+        # On a line of its own, which is not folded.
+        fields.append(Field("", explain_command(record, run), verbatim=True))
     if others:
         ids = ", ".join(item.case for item in others[:_OTHERS_NAMED])
         more = len(others) - _OTHERS_NAMED
@@ -142,14 +165,26 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
     return [one for one in fields if one.text]
 
 
-#: The options of `debug` that decide what it runs.
-_CHOICES = ("--implementation", "--workload", "--device")
+def explain_command(record: CaseRecord, run: str) -> str:
+    """The command that shows all of a case; empty without a run file. Names the file: it may not be the last run's."""
+    directory = run.removesuffix(f"/{RUN_FILE}") if run.endswith(f"/{RUN_FILE}") else run
+    return f"fsdp-conformance explain {record.case} --report {shlex.quote(directory)}" if run else ""
 
 
 def closer(record: CaseRecord) -> str:
-    """The command that gives a rank of the case the terminal: to be pasted, so it names the engine and the device."""
-    options = [re.search(rf" {option} .+?(?= --|$)", record.repro) for option in _CHOICES]
-    return f"fsdp-conformance debug {record.case}" + "".join(match[0] for match in options if match)
+    """
+    The command that gives a rank of the case the terminal, with every option of the run that can be debugged.
+
+    Empty for a case of no suite, which `debug` does not know, and for ranks that are no processes of this command.
+    """
+    try:
+        words = shlex.split(record.repro)
+    except ValueError:  # a run file can say anything
+        return ""
+    if words[:2] != _RUN or record.ranks not in ("", "processes", SHARED_DEVICES):
+        return ""
+    options = itertools.takewhile(lambda word: word != "--case", words[len(_RUN) :])
+    return shlex.join(["fsdp-conformance", "debug", record.case, *options])
 
 
 def headline(record: CaseRecord) -> str:
@@ -172,6 +207,23 @@ def summary_line(certificate: Certificate, *, seconds: float) -> str:
         f"{verdict_words(certificate)}  {certificate.profile}   {counts}   "
         f"{certificate.executed} of {certificate.expected} cases reported   {duration(seconds)}"
     )
+
+
+def group_mark(group: Group, judged: Judged) -> str:
+    """The standing of a group in a list of known failures: "known: why", "new", "3 of 5 cases new"; else empty."""
+    marks = [judged.marks[record.case] for record in group.cases if record.case in judged.marks]
+    if not marks:
+        return ""
+    if all(mark == marks[0] for mark in marks):
+        return marks[0].sentence()
+    counts = Counter(mark.standing for mark in marks)
+    return "; ".join(f"{counts[standing]} of {len(group.cases)} cases {standing}" for standing in counts)
+
+
+def harm_line(records: Iterable[CaseRecord]) -> str:
+    """ "harm: trains silently wrong 12 · hangs 3", in cases; empty if no case accuses the engine."""
+    counts = count_by_severity(records)
+    return "harm: " + " · ".join(f"{severity.words} {count}" for severity, count in counts.items()) if counts else ""
 
 
 def verdict_words(certificate: Certificate) -> str:

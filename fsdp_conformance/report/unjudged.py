@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ def unjudged(
         world_size=about["world_size"],
         adapter=str((run_settings.description() or {}).get("identity", "")),
         device=run.device,
-        repro=f"fsdp-conformance run --implementation {run.implementation} --case {about['id']}",
+        repro=f"fsdp-conformance run --implementation {shlex.quote(run.implementation)} --case {about['id']}",
     )
 
 

@@ -75,7 +75,7 @@ def profile_of(run: RunFile) -> Profile:
 def _discrepancies(run: RunFile, certificate: Certificate) -> list[str]:
     problems = list(run.problems)
     if run.footer is None:
-        problems.append("the footer is missing: the run was aborted")
+        problems.append(_missing(run))
         return problems
     if not run.is_of_this_suite:
         # Its own version may have judged it otherwise, and the certificate says so.
@@ -101,6 +101,16 @@ def _discrepancies(run: RunFile, certificate: Certificate) -> list[str]:
     if granted[0] != granted[1]:
         problems.append(f"scopes: the footer grants {_listed(granted[0])}, but the lines {_listed(granted[1])}")
     return problems
+
+
+def _missing(run: RunFile) -> str:
+    """The sentence on a run that was ended before its end."""
+    running = f", and {', '.join(run.unfinished())} had begun" if run.unfinished() else ""
+    cases = (run.header.get("profile") or {}).get("cases", "?")
+    return (
+        f"the run was ended before its end: {len(run.records)} of {cases} cases have a verdict{running}. "
+        "`run --resume` continues it"
+    )
 
 
 def _listed(names: list[str]) -> str:

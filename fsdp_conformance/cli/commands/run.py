@@ -26,18 +26,20 @@ from fsdp_conformance.cli.arguments import selection_words, settings_of
 from fsdp_conformance.cli.expected import Expected, expected_by
 from fsdp_conformance.cli.progress import Display, Progress, RunFileTail, display_for
 from fsdp_conformance.cli.pytest_process import INTERRUPT_S, PytestProcess, command
+from fsdp_conformance.cli.resumed import Resumed, resume_command, resumed_run
 from fsdp_conformance.cli.signals import Stopped, caught
 from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.diagnosis.headline import headline_of
-from fsdp_conformance.errors import AdapterError, EnvironmentUnavailable, RunFileError
+from fsdp_conformance.errors import AdapterError, EnvironmentUnavailable, RunFileError, UsageError
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.pytest_plugin.dispatch import Slots
 from fsdp_conformance.report import markdown, runfile, terminal
 from fsdp_conformance.report.folding import screen_width
+from fsdp_conformance.report.formats import junit
 from fsdp_conformance.report.html.page import NAME as PAGE
-from fsdp_conformance.report.last_run import last_run_of, link_last, report_directory
+from fsdp_conformance.report.last_run import last_run_of, remember, report_directory
 from fsdp_conformance.report.recorder import usable_cores
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.signature import signature, signature_file, signing_key
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
 
 #: The run in Markdown, next to the run file.
 SUMMARY = "summary.md"
+
+#: The run as tests for a CI system.
+TESTS = "junit.xml"
 
 #: Seconds between two looks at the run file and at pytest.
 _LOOK_S = 0.1
@@ -72,13 +77,22 @@ _READABLE = 300
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the selected cases. Returns the exit status."""
-    settings = settings_of(arguments)
+    resumed = resumed_run(arguments) if arguments.resume is not None else None
+    settings = resumed.settings if resumed is not None else settings_of(arguments)
     if settings.ranks == "torchrun":
+        if resumed is not None:
+            raise UsageError(f"{resumed.run.path} is a run of torchrun's workers, which cannot be continued")
         return torchrun.main(arguments, settings, run)
-    return run(arguments, settings)
+    return run(arguments, settings, resumed=resumed)
 
 
-def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[[str], object] | None = None) -> int:
+def run(
+    arguments: argparse.Namespace,
+    settings: RunSettings,
+    *,
+    tell: Callable[[str], object] | None = None,
+    resumed: Resumed | None = None,
+) -> int:
     """Run with these settings. `tell` receives the first reason against a certificate."""
     with (
         # First of all: a signal that a shell ignores for its background jobs would be ignored by pytest, too.
@@ -87,36 +101,45 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
     ):
         profile = load_profile(settings.profile)
         key = signing_key(Path(arguments.sign)) if arguments.sign else None
-        cases = chosen_cases.selected(profile, settings, arguments.suites)
+        selected = chosen_cases.selected(profile, settings, arguments.suites)
+        cases = [case for case in selected if resumed is None or case.id not in resumed.judged]
         _check_workers(arguments.workers)
         expected = expected_by(arguments)
         settings = pytest.with_workload(settings, signals)
         survey = pytest.survey(settings.device, settings.implementation, signals)
-        chosen_cases.check_machine(survey.machine, cases, settings)
+        if resumed is not None:
+            resumed.check(survey)
+        chosen_cases.check_machine(survey.machine, selected, settings)
         foreseen = chosen_cases.foreseen(cases, settings, survey)
         will_run = [(case, gated.device) for case, gated in zip(cases, foreseen, strict=True) if gated.record is None]
         if arguments.smoke:
             _check_adapter(pytest, settings, survey, will_run, signals)
-        report = report_directory(settings)
-        report_dir.prepare(report)
+        report = report_directory(settings) if resumed is None else resumed.directory
+        if resumed is None:
+            report_dir.prepare(report)
+        else:
+            messages.say(f"{len(selected) - len(cases)} of {len(selected)} cases have a verdict in {resumed.run.path}")
         _announce(settings, profile, survey, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
         if any(device == SIMULATED for _, device in will_run) and not survey.machine.simulator_built:
             building.build_simulator(signals)
-        if settings.report_dir is None:
-            link_last(report)
+        remember(report)
         if signals:
             raise Stopped(signals[0])
         progress = Progress(cases, [case for case, _ in will_run])
-        words = command(report=report, workers=arguments.workers, suites=arguments.suites)
+        words = command(workers=arguments.workers, suites=arguments.suites)
         order = RunOrder(
-            settings=replace(settings.with_drawn_seed(), report_dir=str(report), smoke=arguments.smoke),
+            # A run that goes on has its seeds, and its other settings as well.
+            settings=replace(settings.with_drawn_seed(), report_dir=str(report), smoke=arguments.smoke)
+            if resumed is None
+            else settings,
             description=codec.plain(survey.description),
+            judged=None if resumed is None else resumed.judged,
         )
         pytest.begin(words, log=report / "pytest.log", order=order)
         with display_for(progress) as display:
             _follow(pytest, report / runfile.NAME, progress, display, signals)
-    compared = partial(expected.status, profile=profile, selected={case.id for case in cases})
-    pages = partial(_write_pages, report, arguments.html, expected, {case.id for case in cases})
+    compared = partial(expected.status, profile=profile, selected={case.id for case in selected})
+    pages = partial(_write_pages, report, arguments.html, expected, profile, {case.id for case in selected})
     status, reason = _conclude(report, profile, pytest, compared, pages, signum=signals[0] if signals else 0)
     if key is not None:
         _sign(report / runfile.NAME, key)
@@ -324,12 +347,19 @@ def _sign(path: Path, key: Ed25519PrivateKey) -> None:
 
 
 def _write_pages(
-    report: Path, wanted_at: str | None, expected: Expected, selected: Collection[str], verification: Verification
+    report: Path,
+    wanted_at: str | None,
+    expected: Expected,
+    profile: Profile,
+    selected: Collection[str],
+    verification: Verification,
 ) -> None:
-    """Write the run as Markdown and as HTML into its directory, the latter also to where it was asked for."""
+    """Write the run as Markdown, JUnit XML and HTML into its directory, the latter also to where it was asked for."""
+    run, certificate, judged = verification.run, verification.certificate, expected.judged(verification, profile)
     texts = {
-        report / SUMMARY: markdown.summary(verification.run, verification.certificate),
-        report / PAGE: expected.page(verification, selected),
+        report / SUMMARY: markdown.summary(run, certificate, judged),
+        report / TESTS: junit.text(run, certificate, judged),
+        report / PAGE: expected.page(verification, profile, selected),
     }
     with contextlib.suppress(OSError):  # a full disk is reported with the run file
         for path, text in texts.items():
@@ -337,6 +367,12 @@ def _write_pages(
         print(f"report: {report / PAGE}")
     if wanted_at is not None:
         report_dir.write_text(Path(wanted_at), texts[report / PAGE], option="--html")
+
+
+def _show_resume_command(verification: Verification | None) -> None:
+    """Print the command that continues the run."""
+    if verification is not None:
+        print(f"  {resume_command(verification.run)}", flush=True)
 
 
 def _first_reason(verification: Verification | None) -> str:
@@ -350,12 +386,15 @@ def _first_reason(verification: Verification | None) -> str:
 def _show(verification: Verification) -> None:
     run, certificate = verification.run, verification.certificate
     print()
-    findings = terminal.render_findings(run.records, width=screen_width())
+    findings = terminal.render_findings(run.records, width=screen_width(), run=run.path)
     if findings:
         print(findings, end="\n\n")
     if run.footer is None:
         return
     messages.say(terminal.summary_line(certificate, seconds=run.seconds))
+    harm = terminal.harm_line(run.records)
+    if harm:
+        print(f"  {harm}")
     text = terminal.certificate_text(certificate, width=screen_width())
     if text:
         print(text)
@@ -381,8 +420,9 @@ def _status(
         num_judged = len(verification.run.records) if verification is not None else 0
         messages.complain(
             f"interrupted by {signal.Signals(signum).name} after {messages.plural(num_judged, 'case')}. "
-            "The run file is intact, but an incomplete run cannot certify."
+            "The run file is intact, but an incomplete run cannot certify. To go on:"
         )
+        _show_resume_command(verification)
         return 128 + signum
     if verification is not None and verification.run.footer is not None:
         for discrepancy in verification.discrepancies:
@@ -395,8 +435,9 @@ def _status(
     if disk is not None:
         messages.complain(
             f"the run ended early because {report} cannot be written: {disk.strerror or disk}. "
-            "Free some space, or choose another directory with --report. Finished cases are in the run file."
+            "Free some space, or choose another directory with --report. Finished cases are in the run file; to go on:"
         )
+        _show_resume_command(verification)
         return Status.ENVIRONMENT
     messages.complain(
         f"pytest ended with status {pytest.returncode} before the run was complete. "

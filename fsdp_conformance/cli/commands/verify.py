@@ -30,9 +30,9 @@ def main(arguments: argparse.Namespace) -> int:
     settings = settings_from_json(run.header.get("settings") or {})
     selected = {entry.id for entry in profile.entries if not left_out_by(entry.case(), settings)}
     if arguments.html:
-        report_dir.write_text(Path(arguments.html), expected.page(verification, selected), option="--html")
+        report_dir.write_text(Path(arguments.html), expected.page(verification, profile, selected), option="--html")
     if arguments.markdown:
-        print(markdown.summary(run, certificate), end="")
+        print(markdown.summary(run, certificate, expected.judged(verification, profile)), end="")
         return verification.status
     if arguments.json:
         compared: list[str] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from html import escape
 
 from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.expectations import NO_LIST, Judged
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import verdict_words
 from fsdp_conformance.verdict import ACCUSING
@@ -21,8 +22,9 @@ _CHARACTER = 6.6
 _SPACE = 12
 
 
-def text(run: RunFile, certificate: Certificate) -> str:
+def text(run: RunFile, certificate: Certificate, judged: Judged = NO_LIST) -> str:
     """The picture."""
+    del judged
     words, colour = _words(run, certificate)
     left, right = (round(len(part) * _CHARACTER + _SPACE) for part in (_LABEL, words))
     title = escape(f"{_LABEL}: {words} ({certificate.profile})")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from fsdp_conformance.contract import CHAPTERS
+from fsdp_conformance.diagnosis.severity import severity_of
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.expectations import FAILED, NO_LIST, Judged, Mark, Standing
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import render_record
 from fsdp_conformance.verdict import Verdict
@@ -25,10 +28,14 @@ _STATUS = {
 }
 _FAILED = "failed"
 
+#: What it calls a case of which the list of known failures says something, whatever the verdict.
+_OF_STANDING: Mapping[Standing | None, str] = {Standing.KNOWN: "other", Standing.GONE: _FAILED}
 
-def text(run: RunFile, certificate: Certificate) -> str:
+
+def text(run: RunFile, certificate: Certificate, judged: Judged = NO_LIST) -> str:
     """The whole file. Times are milliseconds; the end is the start plus the run's own seconds."""
-    counts = Counter(_STATUS.get(record.verdict, _FAILED) for record in run.records)
+    tests = [_test(record, run.path, judged.marks.get(record.case)) for record in run.records]
+    counts = Counter(test["status"] for test in tests)
     start = _milliseconds(str(run.header.get("started") or ""))
     implementation = run.header.get("implementation") or {}
     content = {
@@ -47,14 +54,15 @@ def text(run: RunFile, certificate: Certificate) -> str:
                 "appVersion": str(implementation.get("version", "")),
                 "extra": {"verdict": certificate.word, "profile": certificate.profile},
             },
-            "tests": [_test(record) for record in run.records],
+            "tests": tests,
         },
     }
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def _test(record: CaseRecord) -> dict[str, Any]:
-    status = _STATUS.get(record.verdict, _FAILED)
+def _test(record: CaseRecord, run: str, mark: Mark | None) -> dict[str, Any]:
+    standing = mark.standing if mark is not None else None
+    status = _OF_STANDING.get(standing) or _STATUS.get(record.verdict, _FAILED)
     test: dict[str, Any] = {
         "name": record.case,
         "status": status,
@@ -65,8 +73,12 @@ def _test(record: CaseRecord) -> dict[str, Any]:
     }
     if record.reason:
         test["message"] = record.reason
-    if status == _FAILED:
-        test["trace"] = render_record(record)
+    if record.verdict in FAILED:
+        test["trace"] = render_record(record, run=run)
+    severity = severity_of(record)
+    extra = {"severity": severity, "expectation": mark.sentence() if mark is not None else None}
+    if any(extra.values()):
+        test["extra"] = {name: value for name, value in extra.items() if value}
     return test
 
 

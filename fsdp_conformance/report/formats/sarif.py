@@ -1,7 +1,8 @@
 """
 Findings as SARIF 2.1.0 (OASIS), which code hosts show as alerts: one result for each problem, not for each case.
 
-A problem is placed at the innermost frame of the engine if the engine raised, else at the adapter's file, else nowhere.
+A problem is placed at the innermost frame of the engine if the engine raised, else at the adapter's file, else at the
+run file: see `places`. One whose cases are all known failures is suppressed, which keeps it out of a review.
 Its fingerprint is made of what groups cases together, so that an alert keeps its identity from one run to the next.
 """
 
@@ -10,29 +11,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fsdp_conformance import contract
 from fsdp_conformance.diagnosis.grouping import Group, grouped, requirement_of
 from fsdp_conformance.diagnosis.headline import headline_of
-from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.expectations import NO_LIST, Judged
+from fsdp_conformance.report.formats.places import place_of
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import render_record
-from fsdp_conformance.stack import engine_frames, frames_of_traceback
 from fsdp_conformance.verdict import ACCUSING
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def text(run: RunFile, certificate: Certificate) -> str:
+def text(run: RunFile, certificate: Certificate, judged: Judged = NO_LIST) -> str:
     """The whole file. The verdict of the run is among its properties."""
     groups = grouped(run.records)
     return document(
         version=str(run.header.get("suite", "")),
         rules=[_rule(id_) for id_ in sorted({requirement_of(group.first) for group in groups})],
-        results=[_result(group, run) for group in groups],
+        results=[_result(group, run, judged) for group in groups],
         properties={"verdict": certificate.word, "profile": certificate.profile},
     )
 
@@ -74,41 +74,24 @@ def _rule(id_: str) -> dict[str, Any]:
     }
 
 
-def _result(group: Group, run: RunFile) -> dict[str, Any]:
+def _result(group: Group, run: RunFile, judged: Judged) -> dict[str, Any]:
     record = group.first
     finding = headline_of(record)
     key = [requirement_of(record), record.verdict, finding.check if finding else "", record.case]
     result: dict[str, Any] = {
         "ruleId": requirement_of(record),
         "level": "error" if record.verdict in ACCUSING else "warning",
-        "message": {"text": render_record(record, others=group.others)},
+        "message": {"text": render_record(record, others=group.others, run=run.path)},
         "partialFingerprints": fingerprint(key),
+        "locations": [location(*place_of(record, run))],
         "properties": {"cases": [one.case for one in group.cases], "verdict": record.verdict},
     }
-    place = _place(record, run)
-    if place is not None:
-        result["locations"] = [location(*place)]
+    if group.severity is not None:
+        result["properties"]["severity"] = group.severity
+    marks = {one.case: judged.marks[one.case] for one in group.cases if one.case in judged.marks}
+    if marks:
+        result["properties"]["expectations"] = {case: mark.sentence() for case, mark in marks.items()}
+    if all(map(judged.is_known, group.cases)):
+        reasons = dict.fromkeys(mark.reason for mark in marks.values())
+        result["suppressions"] = [{"kind": "external", "justification": "; ".join(reasons)}]
     return result
-
-
-def _place(record: CaseRecord, run: RunFile) -> tuple[str, int] | None:
-    """A file of this repository, and a line if one is known. Installed packages are not part of it."""
-    for frame in engine_frames(frames_of_traceback(record.traceback)):
-        file = relative(frame.file)
-        if file is not None:
-            return file, int(frame.line)
-    spec = str((run.header.get("implementation") or {}).get("spec") or "")
-    file = relative(spec.rpartition(":")[0]) if ".py:" in spec else None
-    return (file, 1) if file is not None else None
-
-
-def relative(file: str) -> str | None:
-    """The path below the working directory, with slashes; None for any other file."""
-    path = Path(file)
-    if path.is_absolute():
-        try:
-            path = path.relative_to(Path.cwd())
-        except ValueError:
-            return None
-    inside = ".." not in path.parts and not any(part in ("site-packages", "dist-packages") for part in path.parts)
-    return path.as_posix() if inside else None

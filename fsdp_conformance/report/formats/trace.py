@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.expectations import NO_LIST, Judged
 from fsdp_conformance.report.html.pictures import scheduled, traced
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.verdict import Verdict
@@ -22,9 +23,9 @@ from fsdp_conformance.verdict import Verdict
 _SCHEDULE = 0
 
 
-def text(run: RunFile, certificate: Certificate) -> str:
+def text(run: RunFile, certificate: Certificate, judged: Judged = NO_LIST) -> str:
     """The whole file, for every case that issued a collective."""
-    del certificate
+    del certificate, judged
     events = [event for number, record in enumerate(run.records) for event in _events(number, record)]
     content = {
         "traceEvents": events,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_conformance.report.baseline import Changes
 from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.expectations import NO_LIST, Judged
 from fsdp_conformance.report.html.views import view
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import DETAIL
@@ -19,9 +20,16 @@ if TYPE_CHECKING:
 NAME = "report.html"
 
 
-def page(run: RunFile, certificate: Certificate, *, changes: Changes | None = None, baseline: str = "") -> str:
+def page(
+    run: RunFile,
+    certificate: Certificate,
+    judged: Judged = NO_LIST,
+    *,
+    changes: Changes | None = None,
+    baseline: str = "",
+) -> str:
     """The whole file. `changes` are those since the run that `baseline` names."""
-    shown = view(run, certificate, changes=changes, baseline=baseline)
+    shown = view(run, certificate, judged, changes=changes, baseline=baseline)
     return rendered("page.html", view=shown, script=_text("script.js"), DETAIL=DETAIL)
 
 

@@ -13,6 +13,7 @@ from fsdp_conformance.diagnosis.grouping import Group, grouped
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.baseline import Changes
 from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.expectations import Judged
 from fsdp_conformance.report.html import pictures
 from fsdp_conformance.report.html.pictures import Memory, Strip
 from fsdp_conformance.report.run_content import RunFile
@@ -20,6 +21,8 @@ from fsdp_conformance.report.terminal import (
     Field,
     basis,
     duration,
+    group_mark,
+    harm_line,
     headline,
     record_fields,
     verdict_words,
@@ -42,6 +45,12 @@ class Problem:
 
     title: str
     verdict: Verdict
+    severity: str
+    """The harm in words; empty if it does not accuse the engine."""
+    mark: str
+    """The standing of its cases in the list of known failures."""
+    is_known: bool
+    """True if the list announces all of them."""
     case: str
     fields: tuple[Field, ...]
     cases: tuple[str, ...]
@@ -103,6 +112,10 @@ class View:
     """Why there is no certificate."""
     basis: tuple[str, ...]
     problems: tuple[Problem, ...]
+    harm: str
+    """How many cases show which harm."""
+    surprises: tuple[str, ...]
+    """How the run differs from the list of known failures."""
     chapters: tuple[Chapter, ...]
     not_run: tuple[tuple[Verdict, str, tuple[str, ...]], ...]
     """Verdict, reason, cases."""
@@ -115,7 +128,9 @@ class View:
     expected: int
 
 
-def view(run: RunFile, certificate: Certificate, *, changes: Changes | None = None, baseline: str = "") -> View:
+def view(
+    run: RunFile, certificate: Certificate, judged: Judged, *, changes: Changes | None = None, baseline: str = ""
+) -> View:
     """The content of this run's page; `changes` are those since the run that `baseline` names."""
     implementation: Mapping[str, Any] = run.header.get("implementation") or {}
     engine = " ".join(str(implementation.get(key) or "") for key in ("name", "version")).strip()
@@ -128,8 +143,11 @@ def view(run: RunFile, certificate: Certificate, *, changes: Changes | None = No
         reasons=certificate.reasons,
         basis=tuple(" ".join(line.split()) for line in basis(certificate)),
         problems=tuple(
-            _problem(group, illustrated=number < _ILLUSTRATED) for number, group in enumerate(grouped(run.records))
+            _problem(group, judged, run=run.path, illustrated=number < _ILLUSTRATED)
+            for number, group in enumerate(grouped(run.records))
         ),
+        harm=harm_line(run.records),
+        surprises=tuple(surprise.sentence() for surprise in judged.surprises),
         chapters=_chapters(run.records),
         not_run=_not_run(run.records),
         memory=tuple(pictures.memory(run.records)),
@@ -162,14 +180,17 @@ def _counts(records: Iterable[CaseRecord]) -> tuple[tuple[Verdict, int], ...]:
     return tuple((verdict, counts[verdict]) for verdict in Verdict if counts[verdict])
 
 
-def _problem(group: Group, *, illustrated: bool) -> Problem:
+def _problem(group: Group, judged: Judged, *, run: str, illustrated: bool) -> Problem:
     record = group.first
     sentences = [finding.sentence() for finding in record.findings]
     return Problem(
         title=headline(record),
         verdict=record.verdict,
+        severity=group.severity or "",
+        mark=group_mark(group, judged),
+        is_known=all(map(judged.is_known, group.cases)),
         case=record.case,
-        fields=tuple(record_fields(record)),
+        fields=tuple(record_fields(record, run=run)),
         cases=tuple(one.case for one in group.cases),
         findings=tuple(sentences[:_FINDINGS_LISTED]) if illustrated else (),
         num_findings=len(sentences),

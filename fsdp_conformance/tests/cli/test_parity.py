@@ -89,6 +89,7 @@ def test_fsdp2_is_equal_bit_for_bit_to_the_script_without_it(script: Path, tmp_p
     assert "EQUAL  3 steps of 2 ranks, bit for bit" in again.output
 
 
+@pytest.mark.nightly
 def test_a_mistake_of_the_engine_is_named(script: Path) -> None:
     run = said("parity", str(script), "sum")
 

@@ -465,7 +465,14 @@ def test_known_failures_make_a_run_as_expected(suite: mini_suite.MiniSuite, tmp_
     result = run(suite, tmp_path, acts=acts)
     assert (result.status, "NOT CERTIFIED" in result.out) == (0, True)
     assert "as expected: 1 known, nothing new (conformance.toml)" in result.out
-    assert run(suite, tmp_path, "--no-expectations", acts=acts).status == 1
+    counts = run(suite, tmp_path, "--no-expectations", "--fail-on", "state,silent", acts=acts)
+    assert (counts.status, "--fail-on silent,state: 1 of the failures count: R001/probe-ws2" in counts.out) == (1, True)
+    for options, status in (
+        (("--fail-on", "waste,promise"), 0),
+        (("--fail-on", "silent", "--expectations", "conformance.toml"), 0),
+        (("--fail-on", "all"), 2),
+    ):
+        assert said("verify", "report", *options, *profile, cwd=tmp_path, env=suite.environment()).status == status
 
     fixed = run(suite, tmp_path)
     assert (fixed.status, "CHANGED   R001/probe-ws2: expected FAIL, got PASS" in fixed.out) == (1, True)
@@ -488,3 +495,40 @@ def test_a_run_next_to_its_baseline(suite: mini_suite.MiniSuite, tmp_path: Path)
     (tmp_path / "conformance.toml").write_text("[[expect]]\n")
     wrong = run(suite, tmp_path)
     assert (wrong.status, "entry 1 (no case): case is missing" in wrong.err, wrong.out) == (2, True, "")
+
+
+def test_an_interrupted_run_goes_on(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """In the same file, with the same options; verdicts stay, what was running begins again, and the file verifies."""
+    acts = {"R001/probe-ws2": "FAIL"}
+    assert run(suite, tmp_path, "--no-smoke", acts=acts).status == 1
+    file = tmp_path / "report" / "run.jsonl"
+    whole = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    starts = [number for number, line in enumerate(whole) if '"type":"start"' in line]
+    before = [json.loads(line) for line in whole[: starts[3]] if '"type":"case"' in line]
+    begun = json.loads(whole[starts[3]])["case"]
+    file.write_text("".join(whole[: starts[3] + 1]) + whole[starts[3] + 1][:40], encoding="utf-8")
+    env = with_quick_survey(suite.environment(acts, MINI_SUITE_FLAGS="zero3 no_sync"), tmp_path)
+    profile = ("--profile", str(suite.profile_path))
+
+    def resumed(*more: str) -> Said:
+        return said("run", "--resume", "report", "--suites", mini_suite.PACKAGE, *more, cwd=tmp_path, env=env)
+
+    assert f"and {begun} had begun. `run --resume` continues it" in said("verify", "report", *profile, cwd=tmp_path).err
+    for more, message in (
+        ((), "add --implementation mine.py"),
+        (("--implementation", "mine.py"), f"add --profile {suite.profile_path}"),
+        (("--implementation", "other.py", *profile), "it cannot go on with other.py"),
+        (("--implementation", "mine.py", *profile, "--stress"), "leave out --stress"),
+    ):
+        refused = resumed(*more)
+        assert (refused.status, message in refused.err) == (2, True), refused.output
+
+    result = resumed("--implementation", "mine.py", *profile)
+    left = runfile.read(file)
+    assert (result.status, left.problems + left.misplaced) == (1, []), result.output
+    assert f"the run was ended once and continued (--resume); begun again: {begun}" in result.out.replace("\n    ", " ")
+    cases = [line for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()) if line["type"] == "case"]
+    assert cases[: len(before)] == before
+    assert len({case["case"] for case in cases}) == len(cases) == 7
+    assert "verified" in said("verify", "report", *profile, cwd=tmp_path, env=env).last_line
+    assert "finished, so there is nothing to continue" in resumed("--implementation", "mine.py", *profile).err

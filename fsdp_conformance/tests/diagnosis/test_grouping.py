@@ -84,7 +84,7 @@ def test_frames_of_test_frameworks_are_not_the_engines() -> None:
         failed("R103/b-ws2", check="loss parity", traceback=text),
     ]
 
-    assert cases(records) == [["R001/a-ws2"], ["R103/b-ws2"]]
+    assert cases(records) == [["R103/b-ws2"], ["R001/a-ws2"]]
 
 
 def test_exceptions_without_a_line_of_the_engine_go_by_what_they_say() -> None:

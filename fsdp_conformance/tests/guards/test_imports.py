@@ -67,7 +67,7 @@ MAY_IMPORT["explore"] |= {"fixtures"}
 MAY_IMPORT["planner"] |= {"engine"}
 
 #: The modules of diagnosis that read findings, not tensors.
-_OF_RECORDS = frozenset({"diagnosis.headline", "diagnosis.grouping", "diagnosis.advice"})
+_OF_RECORDS = frozenset({"diagnosis.headline", "diagnosis.grouping", "diagnosis.advice", "diagnosis.severity"})
 
 #: Modules of a part that others may import, where they may not import all of it.
 ONLY: dict[tuple[str, str], frozenset[str]] = {

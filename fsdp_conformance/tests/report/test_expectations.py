@@ -67,6 +67,17 @@ def test_what_is_new_and_what_has_changed(verdict: Verdict, announced: str | Non
     assert surprises(a_run(a_record(UNUSED, verdict)), *entries) == ([f"{kind} {UNUSED}"] if kind else [])
 
 
+def test_every_failure_has_a_standing() -> None:
+    """Next to its verdict; a case that passes has one only if an entry names it."""
+    run = a_run(a_record(UNUSED, Verdict.FAIL), a_record(ORDER, Verdict.HANG), a_record(PARITY), a_record("R002/x-ws2"))
+    entries = [an_entry(url="https://x"), an_entry(PARITY)]
+    marks = judge(run, entries, profile_cases=(UNUSED, ORDER, PARITY), today=TODAY).marks
+
+    assert {case: mark.sentence() for case, mark in marks.items()} == {
+        UNUSED: "known: It is so. (https://x)", ORDER: "new", PARITY: "gone: It is so.",
+    }  # fmt: skip
+
+
 def test_a_glob_stands_for_every_case_that_it_matches() -> None:
     """One of them that passes is a surprise; the others stay expected."""
     run = a_run(a_record(UNUSED, Verdict.FAIL), a_record("R117/unused-ws4"), a_record(ORDER, Verdict.FAIL))

@@ -1,4 +1,4 @@
-"""A run in the formats that other programs read: SARIF, CTRF, a badge, a trace."""
+"""A run in the formats that other programs read: SARIF, JUnit, CTRF, a badge, a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from fsdp_conformance.contract.profile import load_profile
-from fsdp_conformance.report.formats import FORMATS, badge, ctrf, sarif, trace
+from fsdp_conformance.report.expectations import NO_LIST, Judged, Mark, Standing
+from fsdp_conformance.report.formats import FORMATS, badge, ctrf, junit, sarif, trace
+from fsdp_conformance.report.html.page import page
+from fsdp_conformance.report.markdown import summary
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.verify import Verification
 from fsdp_conformance.tests.cli.cli_runs import answered
@@ -20,10 +23,20 @@ from fsdp_conformance.tests.report.evidence import a_record, an_exit
 from fsdp_conformance.tests.report.test_texts import a_certificate, a_run, failed, hung
 from fsdp_conformance.verdict import Verdict
 
+KNOWN = Mark(standing=Standing.KNOWN, reason="It is so.", url="https://example.org/1")
+GONE = Mark(standing=Standing.GONE, reason="It was so.")
+NEW = Mark(standing=Standing.NEW)
 
-def results(run: RunFile) -> list[dict[str, Any]]:
+
+def listed(**marks: Mark) -> Judged:
+    """A list of known failures of `failed` ("first"), of the same with three ranks ("second") and of R001's."""
+    cases = {"first": "R003/rank-coded-ws2", "second": "R003/rank-coded-ws3", "passed": "R001/probe-ws2"}
+    return Judged(marks={cases[name]: mark for name, mark in marks.items()})
+
+
+def results(run: RunFile, judged: Judged = NO_LIST) -> list[dict[str, Any]]:
     """The results of the run in SARIF."""
-    content = json.loads(sarif.text(run, a_certificate()))
+    content = json.loads(sarif.text(run, a_certificate(), judged))
     assert content["version"] == "2.1.0"
     (only,) = content["runs"]
     assert {result["ruleId"] for result in only["results"]} == {rule["id"] for rule in only["tool"]["driver"]["rules"]}
@@ -62,20 +75,35 @@ class TestSarif:
         assert placed(results(a_run([record]))[0]) == ("acme/unit.py", 212)
 
     def test_without_a_frame_it_is_the_adapter(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """If that is a file below the working directory; a module or an entry point has no place."""
+        """If that is a file below the working directory; else it is the run file: hosts drop alerts without one."""
         monkeypatch.chdir(tmp_path)
         run = a_run([failed()])
         for spec, expected in (
             ("sub/mine.py:Mine", ("sub/mine.py", 1)),
             (f"{tmp_path}/mine.py:Mine", ("mine.py", 1)),
-            ("/elsewhere/mine.py:Mine", None),
-            ("../mine.py:Mine", None),
-            ("my.module:Mine", None),
-            ("torch-fsdp2", None),
+            ("/elsewhere/mine.py:Mine", ("run.jsonl", 1)),
+            ("../mine.py:Mine", ("run.jsonl", 1)),
+            ("my.module:Mine", ("run.jsonl", 1)),
+            ("torch-fsdp2", ("run.jsonl", 1)),
         ):
             run.header["implementation"]["spec"] = spec
             (result,) = results(run)
-            assert (placed(result) if "locations" in result else None) == expected, spec
+            assert placed(result) == expected, spec
+        run.path = "/results/of/last/night/run.jsonl"
+        assert placed(results(run)[0]) == ("run.jsonl", 1)
+
+    def test_known_failures_are_suppressed(self) -> None:
+        """If all cases of the alert are known; with a new one among them it stays, and says which is which."""
+        run = a_run([failed(), failed("R003/rank-coded-ws3")])
+        (known,) = results(run, listed(first=KNOWN, second=KNOWN))
+        (mixed,) = results(run, listed(first=KNOWN, second=NEW))
+
+        assert known["suppressions"] == [{"kind": "external", "justification": "It is so."}]
+        assert known["properties"]["severity"] == "silent"
+        assert "suppressions" not in mixed
+        assert mixed["properties"]["expectations"] == {
+            "R003/rank-coded-ws2": "known: It is so. (https://example.org/1)", "R003/rank-coded-ws3": "new",
+        }  # fmt: skip
 
     def test_an_alert_keeps_its_identity(self) -> None:
         """Another figure is the same alert; another requirement is another one."""
@@ -115,6 +143,83 @@ class TestCtrf:
         assert content["tests"][0]["duration"] == 500
         assert content["summary"]["stop"] - content["summary"]["start"] == run.footer["seconds"] * 1000  # type: ignore[index]
         assert json.loads(ctrf.text(run, a_certificate()))["results"]["summary"]["start"] == 0
+
+    def test_known_and_gone_failures(self) -> None:
+        """A known failure has not failed, and an entry whose failure is gone has: as in the exit status."""
+        run = a_run([a_record(), failed()])
+        content = json.loads(ctrf.text(run, a_certificate(), listed(first=KNOWN, passed=GONE)))["results"]
+
+        assert [(test["status"], test["extra"]) for test in content["tests"]] == [
+            ("failed", {"expectation": "gone: It was so."}),
+            ("other", {"severity": "silent", "expectation": "known: It is so. (https://example.org/1)"}),
+        ]
+        assert content["summary"]["failed"] == content["summary"]["other"] == 1
+
+
+class TestJunit:
+    """Cases as tests for a CI system."""
+
+    def test_every_verdict_has_an_ending(self) -> None:
+        """The name is the case; requirement, verdict and file are where the user's own tests have them."""
+        records = [a_record(f"R001/{verdict.lower()}-ws2", verdict, reason="so") for verdict in Verdict]
+        suite = ET.fromstring(junit.text(a_run(records), a_certificate(), NO_LIST))[0]
+        endings = {test.get("name"): [ending.tag for ending in test[1:]] for test in suite.iter("testcase")}
+
+        assert endings["R001/pass-ws2"] == []
+        assert endings["R001/unsupported-ws2"] == endings["R001/not_run_env-ws2"] == ["skipped"]
+        assert endings["R001/fail-ws2"] == endings["R001/inconclusive-ws2"] == endings["R001/xpass-ws2"] == ["failure"]
+        assert endings["R001/error_suite-ws2"] == endings["R001/error_adapter-ws2"] == ["error"]
+        assert int(suite.get("tests", 0)) == len(Verdict)
+        assert {name: int(suite.get(name, 0)) for name in ("failures", "errors", "skipped")} == {
+            name: sum(endings == [tag] for endings in endings.values())
+            for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped"))
+        }
+
+    def test_the_facts_of_a_failure(self) -> None:
+        """The properties, the file, the headline as message and the block of the case as text."""
+        run = a_run([failed()])
+        run.header["implementation"]["spec"] = "sub/mine.py:Mine"
+        (test,) = ET.fromstring(junit.text(run, a_certificate(), NO_LIST)).iter("testcase")
+        properties = {one.get("name"): one.get("value") for one in test.iter("property")}
+        (ending,) = test.iter("failure")
+
+        assert (test.get("file"), test.get("classname")) == ("sub/mine.py", "A. Numerical parity with DDP")
+        assert properties == {
+            "conformance_case": "R003/rank-coded-ws2", "conformance_requirements": "R003",
+            "conformance_verdict": "FAIL", "conformance_severity": "silent",
+        }  # fmt: skip
+        assert (ending.get("message") or "").startswith("R003 (gradient parity)")
+        assert "likely" in (ending.text or "")
+
+    def test_known_and_gone_failures(self) -> None:
+        """A known failure is skipped with its reason; an entry whose failure is gone fails."""
+        run = a_run([a_record(), failed()])
+        tests = list(ET.fromstring(junit.text(run, a_certificate(), listed(first=KNOWN, passed=GONE))).iter("testcase"))
+
+        assert [(test[1].tag, test[1].get("message")) for test in tests] == [
+            ("failure", "PASS, but its entry expects a failure: It was so."),
+            ("skipped", "FAIL, as expected: It is so."),
+        ]
+
+    def test_any_text_can_be_written(self) -> None:
+        """XML has no way to write most control characters, and an engine's message may have any."""
+        ET.fromstring(junit.text(a_run([failed(got="\x00\x1b[31m\ufffe")]), a_certificate(), NO_LIST))
+
+
+def test_pages_for_people_mark_what_is_known() -> None:
+    """The summary begins with the worst problem that is not known; the page dots the border of what is."""
+    run = a_run([failed(), hung()])
+    judged = listed(first=KNOWN)
+    text, html = summary(run, a_certificate(), judged), page(run, a_certificate(), judged)
+
+    lines = [line for line in text.splitlines() if line.startswith(">")]
+    assert "R067" in lines[0]
+    assert "hangs" in lines[0]
+    assert any("likely" in line for line in lines)
+    assert "(1 case; known: It is so. (https" in text
+    assert '<article class="silent known">' in html
+    assert '<article class="hang">' in html
+    assert "known: It is so." in html
 
 
 class TestBadge:

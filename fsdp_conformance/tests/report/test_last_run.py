@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_conformance.contract.profile import profile_of
 from fsdp_conformance.errors import UsageError
-from fsdp_conformance.report.last_run import last_run, last_run_of, link_last, with_last_failed
+from fsdp_conformance.report.last_run import last_run, last_run_of, remember, with_last_failed
 from fsdp_conformance.report.recorder import Recorder
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case, a_record
@@ -32,7 +32,7 @@ def ran(verdicts: dict[str, Verdict], *, started: str = "", settings: RunSetting
     if started:
         recorder.start(started, world_size=2)
     recorder.abort()
-    link_last(directory)
+    remember(directory)
 
 
 def test_what_failed_or_did_not_finish_is_selected() -> None:

@@ -23,7 +23,7 @@ from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit
 from fsdp_conformance.report import last_run
-from fsdp_conformance.report.last_run import link_last, report_directory
+from fsdp_conformance.report.last_run import remember, report_directory
 from fsdp_conformance.report.recorder import Recorder, version_of
 from fsdp_conformance.report.runfile import NAME, PREVIOUS, RunFileWriter, chained, read
 from fsdp_conformance.report.schema import text as schema_text
@@ -167,24 +167,25 @@ class _FixedTime:
         return "20261121T030000Z"
 
 
-def test_last_points_to_the_newest_run(tmp_path: Path) -> None:
-    """A link that is replaced."""
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        link_last(tmp_path / name)
+def test_last_points_to_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that is replaced, to wherever the run has left its files."""
+    monkeypatch.chdir(tmp_path)
+    for directory in (Path(".fsdp-conformance/first"), Path("results/second"), tmp_path / "third"):
+        directory.mkdir(parents=True)
+        remember(directory)
+        assert Path(".fsdp-conformance/last").resolve() == directory.resolve()
 
-    assert (tmp_path / "last").resolve() == (tmp_path / "second").resolve()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "last", "second"]
+    assert sorted(path.name for path in Path(".fsdp-conformance").iterdir()) == [".gitignore", "first", "last"]
 
 
-def test_last_is_left_alone_where_it_is_no_link(tmp_path: Path) -> None:
+def test_last_is_left_alone_where_it_is_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's directory of that name is not ours to replace."""
-    (tmp_path / "last" / "mine").mkdir(parents=True)
-    (tmp_path / "run").mkdir()
-    link_last(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    Path(".fsdp-conformance/last/mine").mkdir(parents=True)
+    remember(Path(".fsdp-conformance/run"))
 
-    assert (tmp_path / "last" / "mine").is_dir()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "run"]
+    assert Path(".fsdp-conformance/last/mine").is_dir()
+    assert sorted(path.name for path in Path(".fsdp-conformance").iterdir()) == [".gitignore", "last"]
 
 
 def test_a_directory_that_cannot_be_made_is_the_environments_fault(tmp_path: Path) -> None:

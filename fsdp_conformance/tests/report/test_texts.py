@@ -23,6 +23,7 @@ from fsdp_conformance.report.terminal import (
     certificate_text,
     closer,
     duration,
+    record_fields,
     render_findings,
     render_record,
     summary_line,
@@ -123,6 +124,7 @@ class Texts(TestCase):
             render_record(failed()),
             """\
 (FAIL) R003  The gradient is the mean over the data-parallel ranks
+    harm      trains silently wrong
     case      R003/rank-coded-ws2
     first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
     got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
@@ -135,12 +137,26 @@ class Texts(TestCase):
         )
 
     def test_the_command_for_a_closer_look_can_be_pasted(self) -> None:
-        """It names the engine and the device: `debug` alone would run torch-fsdp2 on the CPU."""
-        repro = (
-            "fsdp-conformance run --implementation my adapter.py:Mine --device sim --stress --case R003/rank-coded-ws2"
-        )
-        expected = "fsdp-conformance debug R003/rank-coded-ws2 --implementation my adapter.py:Mine --device sim"
+        """It has every option of the run. What no suite has, or no process ran, has no such command."""
+        options = "--implementation 'my adapter.py:Mine' --device sim --stress --stress-seed 3"
+        repro = f"fsdp-conformance run {options} --case R003/rank-coded-ws2"
+        expected = f"fsdp-conformance debug R003/rank-coded-ws2 {options}"
         self.assertEqual(expected, closer(replace(failed(), repro=repro)))
+        self.assertEqual("", closer(replace(failed(), repro=repro, ranks="simulated")))
+        for other in ("python -m pytest explored.py", "", "fsdp-conformance run --implementation 'a"):
+            self.assertEqual("", closer(replace(failed(), repro=other)))
+
+    def test_the_command_that_shows_all_names_the_run(self) -> None:
+        """By its directory; without a run file there is no such command."""
+        record = failed()
+        record.findings *= 2
+
+        for run, shown in (
+            ("my results/run.jsonl", "--report 'my results'"), ("other.jsonl", "--report other.jsonl"), ("", ""),
+        ):  # fmt: skip
+            texts = [one.text for one in record_fields(record, run=run)]
+            commands = [text for text in texts if text.startswith("fsdp-conformance explain ")]
+            assert commands == ([f"fsdp-conformance explain {record.case} {shown}"] if shown else [])
 
     def test_a_hang_shows_where_each_rank_waits(self) -> None:
         """The innermost frame that is not machinery, and the last collective."""
@@ -148,6 +164,7 @@ class Texts(TestCase):
             render_record(hung()),
             """\
 (HANG) R067  All ranks issue the same collectives   HANG
+    harm      hangs
     case      R067/uneven-ws2
     first     rank 0
     seen      rank 0 did not answer [deadline]
@@ -177,14 +194,15 @@ class Texts(TestCase):
             render_record(record),
             """\
 (CRASH) R001  Losses equal DDP's   CRASH
+    harm      raises or crashes where it should work
     case      R001/probe-ws4
     first     rank 1
     seen      rank 1 died of SIGSEGV before its report was in [process end]
     then      rank 0 lost its peer
     then      rank 2 lost its peer
     then      rank 3 lost its peer
-    look at   What rank 1 printed, and its last collectives (`fsdp-conformance explain R001/probe-ws4`): native code, an
-              exit that the engine calls, or the system ending a process that takes too much memory.
+    look at   What rank 1 printed, and its last collectives, which `explain` shows: native code, an exit that the engine
+              calls, or the system ending a process that takes too much memory.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4
     closer    fsdp-conformance debug R001/probe-ws4 --implementation torch-fsdp2""",
         )
@@ -200,6 +218,7 @@ class Texts(TestCase):
             render_record(a_record("R003/rank-coded-ws2", Verdict.FAIL, loss, gradient)),
             """\
 (FAIL) R003  The gradient is the mean over the data-parallel ranks
+    harm      trains silently wrong
     case      R003/rank-coded-ws2
     first     step 0 | forward | 'micro-batch 0' | rank 0 | loss: expected 1.5, got 1.75
     shown at  step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
@@ -208,7 +227,7 @@ class Texts(TestCase):
     likely    computed in bfloat16: with parameters that were rounded to it
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
-    and       1 more finding: fsdp-conformance explain R003/rank-coded-ws2
+    and       1 more finding
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
     closer    fsdp-conformance debug R003/rank-coded-ws2 --implementation torch-fsdp2""",
         )
@@ -226,6 +245,7 @@ class Texts(TestCase):
             "\n\n".join(render_record(record) for record in records),
             """\
 (FAIL) R001  Losses equal DDP's
+    harm      raises or crashes where it should work
     case      R001/probe-ws4
     first     rank 1
     seen      rank 1 raised ValueError: 13 elements [training]
@@ -235,11 +255,12 @@ class Texts(TestCase):
     closer    fsdp-conformance debug R001/probe-ws4 --implementation torch-fsdp2
 
 (FAIL) R001  Losses equal DDP's
+    harm      raises or crashes where it should work
     case      R001/probe-ws4
     first     rank 1
     seen      rank 1 raised ValueError: 13 elements [training]
     likely    every rank raised: the same exception
-    look at   The exception's message. What the ranks did before is under `fsdp-conformance explain R001/probe-ws4`.
+    look at   The exception's message. `explain` shows what the ranks did before.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4
     closer    fsdp-conformance debug R001/probe-ws4 --implementation torch-fsdp2""",
         )
@@ -278,6 +299,7 @@ class Texts(TestCase):
             render_findings([hung(), *sums, a_record()]),
             """\
 (FAIL) R003  The gradient is the mean over the data-parallel ranks
+    harm      trains silently wrong
     case      R003/rank-coded-ws2
     first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
     got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
@@ -291,6 +313,7 @@ class Texts(TestCase):
     closer    fsdp-conformance debug R003/rank-coded-ws2 --implementation torch-fsdp2
 
 (HANG) R067  All ranks issue the same collectives   HANG
+    harm      hangs
     case      R067/uneven-ws2
     first     rank 0
     seen      rank 0 did not answer [deadline]
@@ -387,6 +410,7 @@ cases       1 of core-2026.11:
             R067/uneven-ws2   (HANG) HANG
 
 (HANG) R067  All ranks issue the same collectives   HANG
+    harm      hangs
     case      R067/uneven-ws2
     first     rank 0
     seen      rank 0 did not answer [deadline]
@@ -474,6 +498,14 @@ closer: fsdp-conformance debug R067/uneven-ws2 --implementation torch-fsdp2""",
 
 core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 48 s
 
+> **(FAIL) R003  The gradient is the mean over the data-parallel ranks (1 case): trains silently wrong**
+> <br>step 0 | reduce | '0.weight' | rank 0 | element \\[3, 1\\]
+> <br>gradient of '0.weight': expected 0.5, got 1.0 \\[gradient parity\\]
+> <br>likely: gradients are summed, not averaged
+
+harm: trains silently wrong 1 | hangs 1
+
+
 | chapter | PASS | NOT_RUN_ENV | FAIL | HANG |
 |---|---:|---:|---:|---:|
 | A. Numerical parity with DDP | 2 |  | 1 | 1 |
@@ -492,6 +524,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
 
 ```text
 (FAIL) R003  The gradient is the mean over the data-parallel ranks
+    harm      trains silently wrong
     case      R003/rank-coded-ws2
     first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
     got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
@@ -509,6 +542,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
 
 ```text
 (HANG) R067  All ranks issue the same collectives   HANG
+    harm      hangs
     case      R067/uneven-ws2
     first     rank 0
     seen      rank 0 did not answer [deadline]

@@ -248,6 +248,7 @@ def test_a_script_shows_a_known_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_shows_what_an_engine_of_ones_own_does_wrong(tmp_path: Path) -> None:
     """The first parameter whose gradient its engine does not reduce; the one before it is right."""
     status, out = _shown(tmp_path, "R001/exact-probe-ws2", f"{with_adapter(tmp_path, _OWN)}:Mine")

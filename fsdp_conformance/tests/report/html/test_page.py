@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_conformance import contract
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.baseline import Changes
@@ -226,7 +227,7 @@ def test_a_full_run_stays_small() -> None:
         records[number] = wrong
     text = page(a_run(records), a_certificate())
 
-    assert text.count("<article>") == 100
+    assert text.count("<article ") == 100
     assert len(text.encode()) < 1_000_000
 
 
@@ -246,5 +247,5 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
 
-    assert "2 of 189 requirements" in done.stdout
+    assert f"2 of {len(contract.load().requirements)} requirements" in done.stdout
     assert '<form class="filter">' in done.stdout

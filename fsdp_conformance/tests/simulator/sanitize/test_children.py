@@ -241,6 +241,7 @@ if os.environ["RANK"] == "1":
     assert [len(rank["children"]) for rank in run.report["ranks"]] == [0, 1]
 
 
+@pytest.mark.nightly
 def test_children_that_are_right_are_clean(tmp_path: Path) -> None:
     """A script that leaves all work to its children has had something checked."""
     run = run_of(
