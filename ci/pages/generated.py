@@ -13,7 +13,7 @@ from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Requirement
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.contract.scopes import BASE, extension_of
-from pages import scenarios, scoreboard
+from pages import cuda_names, scenarios, scoreboard
 
 CORE = "core-2026.11"
 COMPONENTS = "components-2026.11"
@@ -187,4 +187,5 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "docs/capabilities.md": capabilities_page,
     "docs/scenarios.md": scenarios.page,
     "docs/scoreboard.md": scoreboard.page,
+    "docs/simulated-cuda-names.md": cuda_names.page,
 }

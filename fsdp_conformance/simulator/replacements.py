@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,19 @@ class Replacements:
             else:
                 self._undo.append(functools.partial(delattr, owner, name))
             setattr(owner, name, value)
+
+    def set_in_all(self, packages: tuple[str, ...], **values: Any) -> None:
+        """
+        Replace functions and classes in all modules of some packages that have them under their name.
+
+        The first package is the one whose attributes are replaced by `values`.
+        """
+        home = sys.modules[packages[0]]
+        for name, value in values.items():
+            before = getattr(home, name)
+            for loaded, module in list(sys.modules.items()):
+                if loaded.startswith(packages) and vars(module).get(name) is before:
+                    self.set(module, **{name: value})
 
     def set_on_class(self, kind: type, **values: Any) -> None:
         """Replace attributes of a class written in C, which Python itself does not allow."""

@@ -57,6 +57,7 @@ class _Functions:
         self.is_nccl_available()
         self.is_backend_available()
         self.get_backend()
+        self.get_backend_config()
         self.get_default_backend_for_device()
         self.process_group_nccl()
         self.process_group_gloo()
@@ -120,6 +121,17 @@ class _Functions:
 
         self._set(get_backend=get_backend)
 
+    def get_backend_config(self) -> None:
+        """For the script, with the names that it asked for."""
+        original = distributed_c10d.get_backend_config
+
+        @functools.wraps(original)
+        def get_backend_config(group: Any = None) -> str:
+            description = original(group)
+            return _as_script_named(description) if script_asks() else description
+
+        self._set(get_backend_config=get_backend_config)
+
     def get_default_backend_for_device(self) -> None:
         """GPUs have NCCL by default. Only in versions that can be asked for it."""
         original = getattr(distributed_c10d, "get_default_backend_for_device", None)
@@ -167,8 +179,7 @@ class _Functions:
         self._replaced.set(distributed_c10d, _set_pg_timeout=set_timeout)
 
     def _set(self, **values: Any) -> None:
-        for module in (distributed_c10d, dist):
-            self._replaced.set(module, **values)
+        self._replaced.set_in_all((dist.__name__,), **values)
 
 
 class _Groups:
@@ -321,9 +332,7 @@ class _Meshes:
 
     def init_device_mesh(self) -> None:
         """The type of its devices is translated."""
-        make = translated(device_mesh.init_device_mesh)
-        for module in (device_mesh, dist):
-            self._replaced.set(module, init_device_mesh=make)
+        self._replaced.set_in_all((dist.__name__,), init_device_mesh=translated(device_mesh.init_device_mesh))
 
     def names(self) -> None:
         """A mesh is made from CUDA's names, and printed with them."""

@@ -115,7 +115,11 @@ def script_asks(depth: int = 1) -> bool:
 
     torch.testing asks for the test that uses it, torchrun for the script, the standard library for its caller.
     """
-    frame: FrameType | None = sys._getframe(depth + 1)
+    return asks_for_script(sys._getframe(depth + 1))
+
+
+def asks_for_script(frame: FrameType | None) -> bool:
+    """True if the code of a frame asks for the script: see `script_asks`."""
     while frame is not None:
         answer = _asks_for_script(frame.f_code.co_filename)
         if answer is not None:

@@ -7,6 +7,7 @@ Nothing is recorded. A program that turns a profiler on, or saves a snapshot of 
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ import torch
 import torch.autograd.profiler
 import torch.cuda.profiler
 
-from fsdp_conformance.simulator.as_cuda import dlpack
+from fsdp_conformance.simulator.as_cuda import device_properties, dlpack
 from fsdp_conformance.simulator.as_cuda.names import NotSimulated, translated
 from fsdp_conformance.simulator.device import memory
 from fsdp_conformance.simulator.device.streams import Stream
@@ -36,9 +37,14 @@ def install(replaced: Replacements) -> None:
         "memory_snapshot": lambda mempool_id=None, include_traces=True: _segments(),
         "set_per_process_memory_fraction": translated(fraction.set),
         "get_per_process_memory_fraction": translated(fraction.get),
+        "memory_stats_as_nested_dict": lambda device=None: _nested(torch.cuda.memory_stats(device)),
+        "device_memory_used": translated(memory.memory_reserved),
+        "host_memory_stats_as_nested_dict": _host_memory_stats,
+        "reset_peak_host_memory_stats": memory.reset_peak_host_memory_stats,
+        "reset_accumulated_host_memory_stats": memory.reset_accumulated_host_memory_stats,
     }
     for module in (torch.cuda, torch.cuda.memory):
-        replaced.set(module, **answers)
+        replaced.set(module, **{name: answer for name, answer in answers.items() if hasattr(module, name)})
     # torch's own `_dump_snapshot` writes what `_snapshot` returns.
     replaced.set(torch.cuda.memory, _record_memory_history=_record_nothing, _snapshot=_snapshot)
 
@@ -55,15 +61,15 @@ class _Runtime:
         return _SUCCESS
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802
-        return memory.mem_get_info(device)
+        return device_properties.mem_get_info(device)
 
     def __getattr__(self, name: str) -> Any:
         raise NotSimulated(f"torch.cuda.cudart().{name}", "there is no CUDA runtime")
 
 
-def _check_error(result: int) -> None:
-    if result != _SUCCESS:
-        raise RuntimeError(f"CUDA driver error: {result}")
+def _check_error(res: int) -> None:
+    if res != _SUCCESS:
+        raise RuntimeError(f"CUDA driver error: {res}")
 
 
 class _EmitNvtx:
@@ -99,13 +105,49 @@ class _MemoryFraction:
         if not 0 <= fraction <= 1:
             raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         if self._total is None:
-            self._total = int(torch.cuda.get_device_properties(device).total_memory)
+            self._total = device_properties.total_memory()
         self._fraction = fraction
         memory.set_memory_limit(max(1, int(self._total * fraction)))
 
     def get(self, device: Any = None) -> float:
         """The last one that was set."""
         return self._fraction
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} for {"a.b": 1}."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, last = name.split(".")
+        inside = nested
+        for part in path:
+            inside = inside.setdefault(part, {})
+        inside[last] = value
+    return nested
+
+
+def _host_memory_stats() -> dict[str, Any]:
+    """Of pinned memory. What is freed is not kept, and nothing takes time."""
+    stats = memory.host_memory_stats()
+    counts = {
+        "current": stats["num_allocations"], "peak": stats["peak_num_allocations"],
+        "allocated": stats["total_num_allocations"], "freed": stats["total_num_frees"],
+    }  # fmt: skip
+    sizes = {
+        "current": stats["allocated"], "peak": stats["peak_allocated"],
+        "allocated": stats["total_allocated"], "freed": stats["total_freed"],
+    }  # fmt: skip
+    times = {
+        name: dict.fromkeys(("total", "max", "min", "count", "avg"), 0)
+        for name in ("host_alloc_time", "host_free_time")
+    }
+    return {
+        **{name: dict(counts) for name in ("allocations", "active_requests")},
+        **{name: dict(sizes) for name in ("allocated_bytes", "active_bytes")},
+        "num_host_alloc": counts["allocated"],
+        "num_host_free": counts["freed"],
+        **times,
+    }
 
 
 def _segments() -> list[dict[str, Any]]:

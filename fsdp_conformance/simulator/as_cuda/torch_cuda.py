@@ -8,24 +8,20 @@ nothing, NVTX ranges become labels, and all remaining ones raise NotSimulated wi
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from fsdp_conformance.simulator.as_cuda import device_properties, surface
 from fsdp_conformance.simulator.as_cuda import tools as cuda_tools
-from fsdp_conformance.simulator.as_cuda.names import NotSimulated, script_asks, stand_in, translated
+from fsdp_conformance.simulator.as_cuda.names import script_asks, stand_in, translated
+from fsdp_conformance.simulator.as_cuda.refusals import refusal
 from fsdp_conformance.simulator.checker.labels import Labels
 from fsdp_conformance.simulator.device import SIMULATED, build
 from fsdp_conformance.simulator.replacements import Replacements
 
-#: The device name that scripts read.
-NAME = "simulated accelerator"
-_CAPABILITY = (9, 0)
-_TOTAL_BYTES = 80 << 30
 _NCCL_VERSION = (2, 28, 9)
 
 #: The modules that torch.cuda gets its functions from; a script may use them directly.
@@ -35,7 +31,7 @@ _PARTS = ("memory", "random", "streams", "graphs", "_utils")
 _SAME = (
     "Event", "Stream", "current_device", "current_stream", "default_stream", "device", "device_count",
     "empty_cache", "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all",
-    "max_memory_allocated", "max_memory_reserved", "mem_get_info", "memory_allocated", "memory_reserved",
+    "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved",
     "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats", "seed", "seed_all", "set_device",
     "set_rng_state", "set_rng_state_all", "set_stream", "stream", "synchronize", "StreamContext",
 )  # fmt: skip
@@ -48,21 +44,13 @@ _RENAMED = {
     "reset_max_memory_cached": "reset_peak_memory_stats",
 }
 
-_GRAPHS = "a graph replays work without the calls that the checker tracks. Run the script without graphs"
-_MEMORY = "its allocator cannot be replaced"
-_HANDLE = "there is no CUDA runtime"
+#: torch's own functions, which call others of torch.cuda.
+_KEPT = ("host_memory_stats",)
 
-#: What raises NotSimulated and why; every other callable in torch.cuda raises it with _HANDLE.
-_REFUSED = {
-    "CUDAGraph": _GRAPHS,
-    "graph": _GRAPHS,
-    "make_graphed_callables": _GRAPHS,
-    "graph_pool_handle": _GRAPHS,
-    "MemPool": _MEMORY,
-    "CUDAPluggableAllocator": _MEMORY,
-    "change_current_allocator": _MEMORY,
-    "use_mem_pool": _MEMORY,
-}
+_SYNC_DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}
+
+#: Why a callable of torch.cuda raises NotSimulated that the table of names does not know yet.
+_UNKNOWN = "there is no CUDA runtime"
 
 
 def install(replaced: Replacements, labels: Labels) -> None:
@@ -70,13 +58,15 @@ def install(replaced: Replacements, labels: Labels) -> None:
     simulator = getattr(torch, SIMULATED)
     answers: dict[str, Any] = {}
     for name in _SAME:
-        answers[name] = _taken(getattr(simulator, name, None), name)
+        answers[name] = _taken(getattr(simulator, name))
     for old, new in _RENAMED.items():
         answers[old] = answers[new]
     answers |= _answers(simulator)
+    answers["default_generators"] = tuple(map(simulator.default_generator, range(simulator.device_count())))
+    known = {*answers, *_KEPT, *surface.refused()[torch.cuda.__name__]}
     for name, value in list(vars(torch.cuda).items()):
-        if name not in answers and _could_be_called(name, value):
-            answers[name] = _refusal(name, value)
+        if name not in known and _could_be_called(name, value):
+            answers[name] = refusal(f"torch.cuda.{name}", value, _UNKNOWN)
     # From here on tensors and streams are simulated; classes that are only names stay.
     for name, value in answers.items():
         for module in (torch.cuda, *(getattr(torch.cuda, part, None) for part in _PARTS)):
@@ -88,7 +78,9 @@ def install(replaced: Replacements, labels: Labels) -> None:
         replaced.set(kind, __repr__=_as_cuda(kind.__repr__))
     _install_for_tests(replaced)
     _install_ranges(replaced, labels)
+    device_properties.install(replaced)
     cuda_tools.install(replaced)
+    replaced.on_undo(lambda: build.active().set_sync_debug_mode(0))
 
 
 def _as_cuda(text_of: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -140,71 +132,33 @@ def _answers(simulator: Any) -> dict[str, Any]:
         "is_initialized": is_initialized,
         "init": simulator.init,
         "ipc_collect": _nothing,
-        "set_sync_debug_mode": _nothing,
-        "get_sync_debug_mode": lambda: 0,
-        "get_device_name": lambda device=None: NAME,
-        "get_device_capability": lambda device=None: _CAPABILITY,
-        "get_device_properties": lambda device=None: _properties(),
-        "get_arch_list": lambda: [f"sm_{_CAPABILITY[0]}{_CAPABILITY[1]}"],
-        "get_gencode_flags": lambda: "",
+        "set_sync_debug_mode": _set_sync_debug_mode,
+        "get_sync_debug_mode": build.active().sync_debug_mode,
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_tf32_supported": lambda: True,
-        "can_device_access_peer": lambda device, peer: True,
+        "can_device_access_peer": lambda device, peer_device: True,
         "is_current_stream_capturing": lambda: False,
         "memory_summary": memory_summary,
         "get_allocator_backend": lambda: "native",
     }
 
 
-def _properties() -> types.SimpleNamespace:
-    """The device properties that scripts read."""
-    return types.SimpleNamespace(
-        name=NAME,
-        major=_CAPABILITY[0],
-        minor=_CAPABILITY[1],
-        total_memory=_TOTAL_BYTES,
-        multi_processor_count=132,
-        warp_size=32,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=49152,
-        shared_memory_per_multiprocessor=233472,
-        L2_cache_size=50 << 20,
-        is_integrated=False,
-        is_multi_gpu_board=False,
-        gcnArchName="",
-    )
-
-
-def _taken(value: Any, name: str) -> Any:
-    if value is None:
-        return _refusal(name, None)
+def _taken(value: Any) -> Any:
     return stand_in(value) if isinstance(value, type) else translated(value)
 
 
 def _could_be_called(name: str, value: Any) -> bool:
-    """True if it is one of torch.cuda's callables that would use a GPU: not an error class, tensor type or module."""
-    if name.startswith("_") or not callable(value) or isinstance(value, types.ModuleType):
+    """True if it is a function of torch.cuda, which may use a GPU: not an error, a type of tensors or a module."""
+    if name.startswith("_") or not callable(value) or isinstance(value, type | types.ModuleType):
         return False
-    if not getattr(value, "__module__", "").startswith(("torch.cuda", "torch._C")):
-        return False
-    if isinstance(value, type):
-        return name in _REFUSED or name in ("ExternalStream", "GreenContext")
-    return not inspect.isclass(value)
+    return getattr(value, "__module__", "").startswith(("torch.cuda", "torch._C"))
 
 
-def _refusal(name: str, value: Any) -> Any:
-    """A replacement of that name that raises when it is used."""
-    why = _REFUSED.get(name, _HANDLE)
-
-    # Looks like the original: torch's compiler unwraps decorators when it is imported.
-    @functools.wraps(value)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotSimulated(f"torch.cuda.{name}", why)
-
-    if isinstance(value, type):
-        return type(name, (), {"__new__": refuse, "__module__": "torch.cuda"})
-    return refuse
+def _set_sync_debug_mode(debug_mode: int | str) -> None:
+    mode = _SYNC_DEBUG_MODES.get(debug_mode) if isinstance(debug_mode, str) else debug_mode
+    if mode is None:
+        raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
+    build.active().set_sync_debug_mode(mode)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

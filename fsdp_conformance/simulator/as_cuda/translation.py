@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,17 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils import _device
 from torch.utils.data import dataloader
 
-from fsdp_conformance.simulator.as_cuda import attention, distributed, dtensor_rng
+from fsdp_conformance.simulator.as_cuda import (
+    attention,
+    backends,
+    custom_operators,
+    distributed,
+    dtensor_rng,
+    refusals,
+    sharing,
+    tensor_types,
+    varlen,
+)
 from fsdp_conformance.simulator.as_cuda import error_messages as messages
 from fsdp_conformance.simulator.as_cuda import torch_cuda as cuda_module
 from fsdp_conformance.simulator.as_cuda.names import (
@@ -76,19 +85,6 @@ _FORMATS = {
 #: Priority of our handling of storages in checkpoints: before torch's own, which start at 10.
 _PRIORITY = 5
 
-_TENSOR_TYPES = {
-    "FloatTensor": torch.float32,
-    "DoubleTensor": torch.float64,
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "LongTensor": torch.int64,
-    "IntTensor": torch.int32,
-    "ShortTensor": torch.int16,
-    "CharTensor": torch.int8,
-    "ByteTensor": torch.uint8,
-    "BoolTensor": torch.bool,
-}
-
 
 def install(labels: Labels) -> Replacements:
     """
@@ -101,12 +97,18 @@ def install(labels: Labels) -> Replacements:
     # torch's list of factories is for `set_default_device`, and must contain the originals, not the wrappers.
     factories = _device._device_constructors()
     _install_device(replaced)
+    refusals.install(replaced)
     cuda_module.install(replaced, labels)
     _install_factories(replaced, factories)
     _install_tensors(replaced)
+    tensor_types.install(replaced)
+    custom_operators.install(replaced)
     _install_mixed_precision(replaced)
     distributed.install(replaced)
+    backends.install(replaced)
+    sharing.install(replaced)
     attention.install(replaced)
+    varlen.install(replaced)
     dtensor_rng.install(replaced)
     _install_checkpoints(replaced)
     _install_refusals(replaced)
@@ -188,7 +190,6 @@ def _install_factories(replaced: Replacements, factories: set[Callable[..., Any]
         # Without an argument it means CUDA.
         is_autocast_enabled=lambda device_type=CUDA: is_enabled(simulated(device_type)),
         get_autocast_gpu_dtype=functools.partial(torch.get_autocast_dtype, CUDA),
-        set_default_tensor_type=_set_default_tensor_type,
         get_device_module=get_device_module,
     )
     other = getattr(_utils, "_is_privateuse1_backend_available", None)
@@ -199,10 +200,9 @@ def _install_factories(replaced: Replacements, factories: set[Callable[..., Any]
 
 def _install_tensors(replaced: Replacements) -> None:
     methods = {name: translated(getattr(torch.Tensor, name)) for name in _METHODS}
-    typed = _tensor_type_method(torch.Tensor.type)
     allowed = UninitializedTensorMixin._allowed_methods
     allowed_names = {name for name in (*methods, "cuda") if getattr(torch.Tensor, name) in allowed}
-    replaced.set(torch.Tensor, **methods, cuda=_tensor_cuda, is_cuda=property(_is_cuda), type=typed)
+    replaced.set(torch.Tensor, **methods, cuda=_tensor_cuda)
     # Parameters of lazy modules may be moved before they have a shape.
     moving = [getattr(torch.Tensor, name) for name in allowed_names]
     replaced.set(UninitializedTensorMixin, _allowed_methods=[*allowed, *moving])
@@ -230,39 +230,6 @@ def _place(device: Any) -> torch.device:
     if device is None:
         return torch.device(SIMULATED, getattr(torch, SIMULATED).current_device())
     return torch.device(SIMULATED, device) if isinstance(device, int) else torch.device(device)
-
-
-def _is_cuda(self: torch.Tensor) -> bool:
-    return self.device.type == SIMULATED and script_asks()
-
-
-def _tensor_type_method(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def typed(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        if dtype is None:
-            return original(self).replace(f"torch.{SIMULATED}.", f"torch.{CUDA}.")
-        target_dtype = _cuda_tensor_type(dtype)
-        if target_dtype is not None:
-            return self.to(device=SIMULATED, dtype=target_dtype, non_blocking=non_blocking)
-        return original(self, dtype, non_blocking, **kwargs)
-
-    return typed
-
-
-def _cuda_tensor_type(kind: Any) -> torch.dtype | None:
-    """The dtype of `torch.cuda.FloatTensor` and the like, given as a class or by name."""
-    name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
-    match = re.fullmatch(r"torch\.cuda\.(\w+)", name)
-    return _TENSOR_TYPES.get(match[1]) if match else None
-
-
-def _set_default_tensor_type(kind: Any, _original: Callable[..., Any] = torch.set_default_tensor_type) -> None:
-    dtype = _cuda_tensor_type(kind)
-    if dtype is None:
-        _original(kind)
-        return
-    torch.set_default_dtype(dtype)
-    torch.set_default_device(SIMULATED)
 
 
 def _install_loaders(replaced: Replacements) -> None:
@@ -338,8 +305,6 @@ def _install_refusals(replaced: Replacements) -> None:
             if hasattr(owner, bare):
                 replaced.set(owner, **{bare: _without_format(getattr(owner, bare), name, kind)})
     replaced.on_undo(when_imported("torch.utils.cpp_extension", functools.partial(_refuse_kernels, replaced)))
-    for name in ("broadcast", "broadcast_coalesced", "gather", "scatter"):
-        replaced.set(torch.nn.parallel.comm, **{name: _without_data_parallel})
 
 
 def _refuse_kernels(replaced: Replacements) -> None:
@@ -361,12 +326,6 @@ def _without_format(function: Callable[..., Any], name: str, kind: str) -> Calla
         return function(*args, **kwargs)
 
     return checking
-
-
-def _without_data_parallel(*args: Any, **kwargs: Any) -> Any:
-    raise NotSimulated(
-        "torch.nn.DataParallel", "its copies exist only in builds for CUDA. Use DDP, with one rank per GPU"
-    )
 
 
 def _without_cuda(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -7,10 +7,6 @@ Standard library only: every Python process that a script starts reads this.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from fsdp_conformance.simulator.replacements import Replacements
 
 __all__ = ["CheckerOptions"]
 
@@ -45,18 +41,3 @@ class CheckerOptions:
         ordering.set_ordering_only(self.ordering_only)
         if self.memory is not None:
             memory.set_memory_limit(self.memory)
-
-    def show_memory(self, replaced: Replacements) -> None:
-        """Scripts also read the size of the memory in the properties of a CUDA device."""
-        if self.memory is None:
-            return
-        import torch
-
-        total, properties = self.memory, torch.cuda.get_device_properties
-
-        def with_total(device: object = None) -> object:
-            device_properties = properties(device)  # type: ignore[arg-type]  # any name of a device
-            device_properties.total_memory = total
-            return device_properties
-
-        replaced.set(torch.cuda, get_device_properties=with_total)

@@ -34,8 +34,10 @@ __all__ = [
     "memory_allocated",
     "memory_reserved",
     "memory_stats",
+    "reset_accumulated_host_memory_stats",
     "reset_accumulated_memory_stats",
     "reset_max_memory_allocated",
+    "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
     "set_memory_limit",
 ]
@@ -109,6 +111,16 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 def host_memory_stats() -> dict[str, int]:
     """The statistics for pinned memory, which belongs to no device."""
     return dict(build.load().memory_stats(-1))
+
+
+def reset_peak_host_memory_stats() -> None:
+    """Reset the peaks of pinned memory to the current values."""
+    build.load().reset_peak_memory_stats(-1)
+
+
+def reset_accumulated_host_memory_stats() -> None:
+    """Reset the sums of all allocations and frees of pinned memory."""
+    build.load().reset_accumulated_memory_stats(-1)
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

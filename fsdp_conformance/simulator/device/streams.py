@@ -40,6 +40,11 @@ class Stream(torch.Stream):
         """-1 for a high-priority stream, else 0. It has no effect on the order of execution."""
         return int(build.load().priority_of(self.stream_id))
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the greatest priority."""
+        return 0, -1
+
     def wait_event(self, event: torch.Event) -> None:
         """Order later work on this stream after the work that the event has recorded."""
         super().wait_event(event)

@@ -67,11 +67,12 @@ class Observer:
         for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
             replaced.set(module, spawn=self._spawn, start_processes=self._spawn)
         if self.order.as_cuda:
+            from fsdp_conformance.simulator.as_cuda import device_properties
             from fsdp_conformance.simulator.as_cuda import translation as as_cuda
 
             as_cuda.install(names)
             as_cuda.show_version(replaced)
-            self.order.options.show_memory(replaced)
+            device_properties.show_memory(replaced, self.order.options.memory)
 
     def progress(self) -> int:
         """A number that changes when there is a new finding."""

@@ -19,6 +19,7 @@ import torch
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.simulator import activation, checker
+from fsdp_conformance.simulator.as_cuda import device_properties
 from fsdp_conformance.simulator.as_cuda import translation as cuda
 from fsdp_conformance.simulator.as_cuda.names import CUDA
 from fsdp_conformance.simulator.checker import labels
@@ -61,7 +62,7 @@ class Simulation:
         self._names = cuda.install(self._labels) if as_cuda else Replacements()
         if as_cuda:
             cuda.show_version(self._replaced)
-            options.show_memory(self._replaced)
+            device_properties.show_memory(self._replaced, options.memory)
         self._replaced.set(torch, compile=self._compile)
         self._replaced.set(os, _exit=self._leave)
         atexit.register(self._finish)

@@ -8,6 +8,8 @@
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <torch/library.h>
 
+#include <array>
+
 #include "cuda_names.h"
 #include "runtime.h"
 
@@ -128,6 +130,16 @@ int64_t fused_sdp_choice(
 }
 
 }  // namespace
+
+std::array<bool, 3> attention_kernels(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
+    bool is_causal, bool enable_gqa) {
+  const Attention call{query, key, value, mask, 0.0, is_causal, std::nullopt, enable_gqa};
+  const at::Context& allowed = at::globalContext();
+  return {
+      allowed.userEnabledFlashSDP() && flash_accepts(call), allowed.userEnabledMemEfficientSDP() && efficient_accepts(call),
+      allowed.userEnabledCuDNNSDP() && cudnn_accepts(call)};
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_fused_sdp_choice", TORCH_FN(fused_sdp_choice));

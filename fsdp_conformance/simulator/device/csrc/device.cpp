@@ -12,6 +12,7 @@
 #include "generator.h"
 #include "runtime.h"
 #include "settle.h"
+#include "sync_debug.h"
 #include "torch_version.h"
 
 #if !SIM_TORCH_AT_LEAST(2, 7)
@@ -106,6 +107,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    warn_or_fail_on_sync();
     host_waits_stream(stream);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const SIM_OVERRIDE {

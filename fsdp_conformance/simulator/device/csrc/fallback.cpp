@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "allocator.h"
+#include "cpu_only.h"
 #include "generator.h"
 #include "host_ops.h"
 #include "outcomes.h"
@@ -20,6 +21,7 @@
 #include "runtime.h"
 #include "settle.h"
 #include "sparse.h"
+#include "sync_debug.h"
 #include "traits.h"
 #include "uninitialized.h"
 #include "wide.h"
@@ -112,6 +114,7 @@ class Call {
       // One by one, as on CUDA: copies go from device to device, other operations raise.
       return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack_);
     }
+    const bool waits = host_waits();
     take_arguments();
     check_devices();
     const bool checked = checking() && !traits_.returns_view;
@@ -169,9 +172,38 @@ class Call {
         poison(result);
       }
     }
-    if (checked && traits_.host_waits && !NoHostWait::active()) {
-      host_waits_stream(stream, site);
+    if (waits) {
+      warn_or_fail_on_sync();
+      if (checked) {
+        host_waits_stream(stream, site);
+      }
     }
+  }
+
+  /// Whether the host waits for the result. For an index it does if that is a mask, whose values are counted, or on the
+  /// CPU, from where it is copied. One value for all that a mask selects is filled in without counting.
+  bool host_waits() const {
+    if (NoHostWait::active()) {
+      return false;
+    }
+    if (traits_.indices < 0) {
+      return traits_.host_waits;
+    }
+    const auto argument = [&](int place) -> const c10::IValue& { return (*stack_)[first_ + static_cast<size_t>(place)]; };
+    bool masks = false;
+    for (const c10::IValue& index : argument(traits_.indices).toListRef()) {
+      if (!index.isTensor() || !index.toTensor().defined()) {
+        continue;
+      }
+      if (!on_sim(index.toTensor())) {
+        return true;
+      }
+      const auto type = index.toTensor().scalar_type();
+      masks |= type == at::kBool || type == at::kByte;
+    }
+    const bool puts = traits_.arguments.size() >= 4;
+    return masks &&
+        !(puts && argument(traits_.indices + 1).toTensor().numel() == 1 && !argument(traits_.indices + 2).toBool());
   }
 
  private:
@@ -368,6 +400,7 @@ class Call {
         other_ == nullptr || traits_.mixes_devices,
         "Expected all tensors to be on the same device, but found at least two devices, ", c10::Device(kSim, device_),
         " and ", other_->device(), "! (", traits_.name, ")");
+    check_not_cpu_only(traits_.name);
     TORCH_CHECK_NOT_IMPLEMENTED(
         op_.hasComputedKernelForDispatchKey(host_key()), "Could not run '", traits_.name,
         "' on the simulated accelerator: it runs the kernels of the CPU, and the CPU has none for this operation",

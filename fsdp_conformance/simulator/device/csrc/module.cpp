@@ -4,7 +4,10 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
+
 #include "allocator.h"
+#include "cpu_only.h"
 #include "cuda_names.h"
 #include "fallback.h"
 #include "generator.h"
@@ -12,6 +15,7 @@
 #include "outcomes.h"
 #include "pinned.h"
 #include "runtime.h"
+#include "sync_debug.h"
 
 namespace py = pybind11;
 
@@ -24,6 +28,10 @@ void register_device();
 void register_autocast();
 void bind_classes(py::module_& module);
 void register_whole();
+/// Which of CUDA's kernels a program may use for these inputs: flash attention, the memory-efficient one, cuDNN's.
+std::array<bool, 3> attention_kernels(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
+    bool is_causal, bool enable_gqa);
 
 namespace {
 
@@ -119,6 +127,11 @@ void bind_memory(py::module_& module) {
 
 void bind_sites(py::module_& module) {
   module.def("set_cuda_names", &set_cuda_names);
+  module.def("attention_kernels", &attention_kernels);
+  module.def("add_cpu_only", &add_cpu_only);
+  module.def("clear_cpu_only", &clear_cpu_only);
+  module.def("set_sync_debug_mode", &set_sync_debug_mode);
+  module.def("sync_debug_mode", &sync_debug_mode);
   module.def("set_tracing", &set_tracing);
   module.def("tracing", &tracing);
   module.def("set_label", &set_label);

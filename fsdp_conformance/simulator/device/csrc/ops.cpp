@@ -23,6 +23,7 @@
 #include "host_ops.h"
 #include "pinned.h"
 #include "runtime.h"
+#include "sync_debug.h"
 #include "uninitialized.h"
 
 namespace sim {
@@ -212,14 +213,17 @@ void copy_within_device(const at::Tensor& self, const at::Tensor& src) {
 
 void copy_to_host(const at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   const c10::Stream stream = current_stream(src.device().index());
+  const bool to_pinned = pinned(self);
+  // Without pinned memory the call is blocking, whatever non_blocking says.
+  const bool blocking = !non_blocking || !to_pinned;
+  if (blocking) {
+    warn_or_fail_on_sync();
+  }
   if (!checking()) {
     return copy_on_host(self, host_view(src));
   }
-  const bool to_pinned = pinned(self);
   const SitePtr site = here("copy to the host");
   Checker::get().submit(lane_of(stream));
-  // Without pinned memory the call is blocking, whatever non_blocking says.
-  const bool blocking = !non_blocking || !to_pinned;
   bool spoilt = note_access(src, Kind::Read, stream, site, blocking);
   if (const auto unset = unset_of(src); unset && unset->all) {
     spoilt |= note_use(src, *unset, lane_of(stream), site);
@@ -248,6 +252,9 @@ void copy_to_host(const at::Tensor& self, const at::Tensor& src, bool non_blocki
 }
 
 void copy_to_device(const at::Tensor& self, const at::Tensor& src, bool non_blocking) {
+  if (!non_blocking) {
+    warn_or_fail_on_sync();
+  }
   const c10::Stream stream = current_stream(self.device().index());
   const bool from_pinned = pinned(src);
   const at::Tensor contents = from_pinned ? contents_of_pinned(src) : src;
@@ -308,6 +315,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
 // Operations that the host waits for.
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
+  warn_or_fail_on_sync();
   bool spoilt = false;
   if (checking()) {
     const c10::Stream stream = current_stream(self.device().index());

@@ -148,6 +148,13 @@ const SliceDims& kept_of(const std::string& name) {
   return found == products->end() ? *nothing : found->second;
 }
 
+/// The operations behind `tensor[...]` and `tensor[...] = `.
+bool indexes(const std::string& name) {
+  static const auto* names = new std::unordered_set<std::string>{
+      "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"};
+  return names->count(name) > 0;
+}
+
 Traits read_traits(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   Traits traits;
@@ -172,6 +179,9 @@ Traits read_traits(const c10::OperatorHandle& op) {
       if (argument.name() == "training") {
         traits.training = static_cast<int>(traits.arguments.size());
       }
+    }
+    if (argument.name() == "indices" && indexes(bare(base))) {
+      traits.indices = static_cast<int>(traits.arguments.size());
     }
     if (argument.name() == "beta") {
       traits.beta = static_cast<int>(traits.arguments.size());

@@ -17,6 +17,7 @@ struct Traits {
   std::string name;              // "aten::add_.Tensor"
   std::vector<Usage> arguments;  // how arguments that hold tensors are used
   int generator = -1;            // index of the argument, or -1
+  int indices = -1;              // of `tensor[...]`: index of the argument with the indices, or -1
   int training = -1;             // index of the argument `training`, or -1
   std::vector<size_t> updated_in_training;
   bool returns_view = false;        // no memory is touched
