@@ -39,8 +39,10 @@ _TYPE = re.compile(rf"\b(got|and|expected) {SIMULATED}\b(?! *[:=.])")
 #: The device in messages of this package, which also say "torch.sim".
 _OURS = re.compile(rf"(?<![\w/-]){SIMULATED}(?![\w/-])")
 
-#: How messages name the keys that operations are dispatched by.
-_BACKEND = re.compile(rf"\b(Sparse|Quantized|NestedTensor|Autograd|Autocast)?{SIMULATED}(?=' backend)")
+#: How messages name the keys that operations are dispatched by, and types of tensors: 'simFloatType'.
+_BACKEND = re.compile(
+    rf"\b(Sparse|Quantized|NestedTensor|Autograd|Autocast)?{SIMULATED}(?=' backend|[A-Z][A-Za-z0-9]*Type\b)"
+)
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _CPP = "C++"

@@ -278,6 +278,8 @@ class TestMessages:
             assert "sim:0" in caught.value.args[0]
             with pytest.raises(TypeError, match="can't convert cuda:1 device type tensor"):
                 other.numpy()
+            with pytest.raises(RuntimeError, match="cannot pin 'CUDAFloatType' only dense CPU tensors"):
+                one.pin_memory()
             with pytest.raises(RuntimeError, match="pin_memory must be False on cuda"):
                 torch.empty(2, device="cuda", pin_memory=True)
             leaf = torch.ones(2, device="cuda:0", requires_grad=True)
