@@ -40,7 +40,8 @@ _MACHINERY = tuple(f"{_PACKAGE}{part}{os.sep}" for part in ("harness", "script_r
 #: Directories of packages, and the programs that start pytest.
 _RUNNERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_pytest", "pluggy", "pytest", "xdist", "execnet"))
 _RUNNER_PROGRAMS = tuple(f"{os.sep}bin{os.sep}{name}" for name in ("pytest", "py.test"))
-_NUMPY = f"{os.sep}site-packages{os.sep}numpy{os.sep}"
+_SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"
+_NUMPY = f"{_SITE_PACKAGES}numpy{os.sep}"
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -81,11 +82,18 @@ def below_torch(file: str) -> str | None:
     return file[len(directory) :] if directory and file.startswith(directory) else None
 
 
+def is_installed(file: str) -> bool:
+    """True for a file of an installed library."""
+    return _SITE_PACKAGES in file
+
+
 def shown(file: str) -> str:
-    """A path for people: from "torch/" or "fsdp_conformance/" on, or relative to the current directory."""
+    """A path for people: from "torch/", "fsdp_conformance/" or a library on, or relative to the current directory."""
     for root in (_torch_directory(), _PACKAGE):
         if root and file.startswith(root):
             return os.path.join(os.path.basename(root.rstrip(os.sep)), file[len(root) :])
+    if is_installed(file):
+        return file.rpartition(_SITE_PACKAGES)[2]
     return file.removeprefix(os.getcwd() + os.sep)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import groupby
@@ -21,7 +21,7 @@ from typing import Any
 
 from fsdp_conformance.simulator.checker.stream_names import assigned_to
 from fsdp_conformance.simulator.device import SIMULATED
-from fsdp_conformance.simulator.frames import Frame, Owner, owner, shown
+from fsdp_conformance.simulator.frames import Frame, Owner, is_installed, owner, shown
 
 __all__ = ["Access", "Hazard", "HazardKind", "Site", "Stream", "hazard_from_json", "sites_in"]
 
@@ -465,18 +465,25 @@ def _full_stack(stack: Sequence[Frame]) -> list[str]:
 
 
 def _folded_stack(stack: Sequence[Frame]) -> list[str]:
-    """The user's frames, with each group of others folded into one line, and without those outside the last."""
-    if not any(owner(frame.file) is Owner.USER for frame in stack):
+    """
+    The user's frames, with each group of others folded into one line, and without those outside the last.
+
+    Frames of installed libraries are others, too, unless the user has none.
+    """
+    users = {frame.file for frame in stack if owner(frame.file) is Owner.USER}
+    if not users:
         frames = [frame for frame in stack if owner(frame.file) is not Owner.MACHINERY][:_INTERNAL_FRAMES]
         return _full_stack(frames)
-    return [f"      {line}" for line in _folded(stack)]
+    shown_files = {file for file in users if not is_installed(file)} or users
+    return [f"      {line}" for line in _folded(stack, shown_files)]
 
 
-def _folded(stack: Sequence[Frame]) -> Iterator[str]:
-    groups = [(is_user, list(frames)) for is_user, frames in groupby(stack, lambda f: owner(f.file) is Owner.USER)]
+def _folded(stack: Sequence[Frame], shown_files: Container[str]) -> Iterator[str]:
+    groups = [(is_user, list(frames)) for is_user, frames in groupby(stack, lambda frame: frame.file in shown_files)]
     for index, (is_user, frames) in enumerate(groups):
         if is_user:
             yield from map(str, frames)
         elif index + 1 < len(groups):
-            telling = next((f for f in frames if _TELLING.search(shown(f.file))), frames[0])
+            libraries = (frame for frame in frames if owner(frame.file) is Owner.USER)
+            telling = next((f for f in frames if _TELLING.search(shown(f.file))), next(libraries, frames[0]))
             yield f"... {telling}" if len(frames) == 1 else f"... {len(frames)} frames, among them {telling}"

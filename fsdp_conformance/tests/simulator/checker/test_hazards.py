@@ -397,7 +397,32 @@ class TestStacks(TestCase):
       /src/acme/wrap.py:6 in pre_forward
       ... torch/nn/modules/module.py:4 in _call_impl
       /src/train.py:5 in step
-      /env/site-packages/lightning.py:7 in fit
+""",
+        )
+
+    def test_frames_of_libraries_are_folded(self) -> None:
+        """As those of torch are, between the user's lines; a stack of nothing else shows them."""
+        library = tuple(
+            Frame(file=f"/env/site-packages/lightning/{name}.py", line=line, function=name)
+            for line, name in enumerate(("strategy", "loop"))
+        )
+        self.assertExpectedInline(
+            self.shown((self.stack[0], *library, self.step, *library, self.step)),
+            """\
+  first: all_gather_into_tensor on the all-gather stream writes bytes 0 to 255 (256 bytes)
+      ... 3 frames, among them lightning/strategy.py:0 in strategy
+      /src/train.py:5 in step
+      ... 2 frames, among them lightning/strategy.py:0 in strategy
+      /src/train.py:5 in step
+""",
+        )
+        self.assertExpectedInline(
+            self.shown((self.stack[0], *library)),
+            """\
+  first: all_gather_into_tensor on the all-gather stream writes bytes 0 to 255 (256 bytes)
+      ... torch/_ops.py:1 in __call__
+      lightning/strategy.py:0 in strategy
+      lightning/loop.py:1 in loop
 """,
         )
 
@@ -428,7 +453,7 @@ all_gather_stream.wait_stream(stream_3)""",
       /src/acme/wrap.py:6 in pre_forward
       torch/nn/modules/module.py:4 in _call_impl
       /src/train.py:5 in step
-      /env/site-packages/lightning.py:7 in fit
+      lightning.py:7 in fit
       fsdp_conformance/harness/rank.py:8 in body
       <frozen runpy>:9 in run_path
 """,
