@@ -83,12 +83,12 @@ def failures(tally: Tally, entries: Collection[Entry], expectations: Sequence[Ex
     unknown = []
     for case, verdict in failed.items():
         entry = next((each for each in mine if fnmatchcase(case, each.case) and each.verdict == verdict), None)
-        reference = _SCRIPT.search(entry.reason) if entry is not None else None
-        if entry is None or not (reference or entry.reason.startswith((_BY_DESIGN, _UNSETTLED))):
+        reason, script = script_in(entry.reason) if entry is not None else ("", "")
+        if not (script or reason.startswith((_BY_DESIGN, _UNSETTLED))):
             unknown.append(case)
             continue
-        key = (reference[1], "") if reference else ("", entry.reason)
-        defects.setdefault(key, (_SCRIPT.sub("", entry.reason), []))[1].append(case)
+        key = (script, "") if script else ("", reason)
+        defects.setdefault(key, (reason, []))[1].append(case)
     return Failures(
         engine=tally.name,
         passed=sum(verdict is Verdict.PASS for verdict in verdicts.values()),
@@ -107,6 +107,12 @@ def failures(tally: Tally, entries: Collection[Entry], expectations: Sequence[Ex
         ),
         unknown=tuple(unknown),
     )
+
+
+def script_in(reason: str) -> tuple[str, str]:
+    """The reason without the script that it names, and the script's path; "" if it names none."""
+    reference = _SCRIPT.search(reason)
+    return _SCRIPT.sub("", reason), reference[1] if reference else ""
 
 
 def markdown(engines: Sequence[Failures]) -> str:

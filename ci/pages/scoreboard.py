@@ -20,8 +20,10 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.contract.profile import FULL, load_profile
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.report import coverage
-from fsdp_conformance.report.coverage import Coverage, Declared
+from fsdp_conformance.report.coverage import Coverage, Declared, Row
+from fsdp_conformance.report.marked import Markdown, row
 from fsdp_conformance.report.tally import Tally, added, tallies_of, tally_from_json
+from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.report.verify import verify
 from pages import failures
 from pages.blocks import ROOT
@@ -36,20 +38,13 @@ _PAGE = """\
 
 # Scoreboard
 
-Every requirement, what judges it, and what the bundled engines' last runs show.
+What the bundled engines' last runs show. [`ci/site`](extending.md#the-site) builds a site with all of it: every engine
+by every requirement, with filters, and a page for each engine and each requirement.
 
-*Cases* bind the requirement; a case may bind several. *Known wrong* counts the engines with a seeded defect that name
-it; some case must fail each of them. *Adapters* are the bundled ones that declare what at least one of its cases needs.
-The other columns are runs: `✓ 12` all its cases passed; `✓ 9 of 12` nine passed, and none failed; `✗ 2 of
-12` two failed; `declined` the adapter declares none of what they need; `not judged` the machine cannot run them, or the
-references disagree; `not run` the run did not have them, or they have changed since. An engine has no column in
-chapters of which it ran nothing. A failure counts for the requirements that its findings name.
-
-A column is one adapter, which is one mode of an engine: DeepSpeed's three stages are three columns. Chapters AA to AE
-judge parts of an engine by themselves: those of `reference-components` and `torch-dtensor`, and DDP's reducer.
-
-A column is not a certificate: [reading a verdict](reading-a-verdict.md) says what that needs. To write the page from
-new runs, which replace those engines' former ones:
+A row is one adapter, which is one mode of an engine: DeepSpeed's three stages are three rows. It is not a certificate:
+[reading a verdict](reading-a-verdict.md) says what that needs. *Stale* counts cases of the run's profiles that it did
+not have, or that have changed since; their verdicts are left out below. To write the page from new runs, which replace
+those engines' former ones:
 
 <!-- parsed: a run of the whole profile takes many minutes -->
 ```console
@@ -59,15 +54,27 @@ $ ci/scoreboard results/*/run.jsonl
 
 Runs of components are added to those of the same adapter with `ci/scoreboard --add`.
 
-"""
+## What ran
 
-_FAILURES = """\
+| engine | version | torch | date | profiles | verdict | time | stale |
+|---|---|---|---|---|---|--:|--:|
+{ran}
+
 ## What fails, and why
 
-Of the same runs, without the cases that have changed since. `ci/known-findings.toml` has an entry for every failed
-case, and the script that it names shows the defect without this package: `ci/findings/run` runs them all. An entry
-without a script is by design, or not settled yet. *Upstream* is the nearest thread that a search found.
+`ci/known-findings.toml` has an entry for every failed case, and the script that it names shows the defect without this
+package: `ci/findings/run` runs them all. An entry without a script is by design, or not settled yet. *Upstream* is the
+nearest thread that a search found.
 
+{failures}
+## Who fails which requirement
+
+A case counts for every requirement that it binds, and a failure for those that its findings name. {rest} more
+requirements are failed by no engine here.
+
+| requirement | cases | failed by |
+|---|--:|---|
+{requirements}
 """
 
 
@@ -108,8 +115,29 @@ def table() -> Coverage:
 
 def page() -> str:
     """The page's text."""
-    ran, _, chapters = coverage.markdown(table(), link="requirements.md").partition("\n## ")
-    return f"{_PAGE}## What ran\n\n{ran}\n{_FAILURES}{failures.markdown(failed())}\n## {chapters}"
+    accused = [each for each in table().rows if any(seen.failed for seen in each.cells)]
+    return _PAGE.format(
+        ran="\n".join(_ran(engine, stale) for engine, (stale, _) in zip(table().engines, table().stale, strict=True)),
+        failures=failures.markdown(failed()),
+        rest=len(table().rows) - len(accused),
+        requirements="\n".join(map(_accused, accused)),
+    )
+
+
+def _ran(engine: Tally, stale: int) -> str:
+    profiles = ", ".join(dict.fromkeys(run.profile for run in engine.runs))
+    words = "; ".join(dict.fromkeys(run.words for run in engine.runs))
+    seconds = duration(sum(run.seconds for run in engine.runs))
+    return row([engine.name, engine.version, engine.torch, engine.date, profiles, words, seconds, str(stale)])
+
+
+def _accused(one: Row) -> str:
+    names = [
+        f"{engine.name} ({seen.failed})" for engine, seen in zip(table().engines, one.cells, strict=True) if seen.failed
+    ]
+    # The contract's texts are Markdown.
+    link = Markdown(f"[{one.requirement.id}](requirements.md#{one.requirement.id.lower()}) {one.requirement.name}")
+    return row([link, str(one.cases), ", ".join(names)])
 
 
 @functools.cache

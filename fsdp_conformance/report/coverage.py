@@ -147,22 +147,18 @@ def coverage(
     )
 
 
-def markdown(table: Coverage, *, heading: str = "##", link: str = "") -> str:
-    """
-    The table in Markdown: what ran, then one table for each chapter, with the engines that have run a case of it.
-
-    `link` is the page that describes the requirements, whose anchors are their ids in lower case.
-    """
-    return "\n".join(_lines(table, heading, link)) + "\n"
+def markdown(table: Coverage) -> str:
+    """The table in Markdown: what ran, then one table for each chapter, with the engines that have run a case of it."""
+    return "\n".join(_lines(table)) + "\n"
 
 
-def _lines(table: Coverage, heading: str, link: str) -> Iterator[str]:
+def _lines(table: Coverage) -> Iterator[str]:
     whole = [place for place, engine in enumerate(table.engines) if not _is_of_components(engine)]
     parts = [place for place, engine in enumerate(table.engines) if _is_of_components(engine)]
     if whole:
         yield from _engines(table, whole)
     if parts:
-        yield from ("", f"{heading}# Components", "")
+        yield from ("", "### Components", "")
         yield from _engines(table, parts)
     for letter, members in groupby(table.rows, key=lambda row: row.requirement.chapter):
         rows = list(members)
@@ -172,12 +168,12 @@ def _lines(table: Coverage, heading: str, link: str) -> Iterator[str]:
             if any(row.cells[index].text() not in ("", "not run") for row in rows)
         ]
         names = [table.engines[index].name for index in shown]
-        yield from ("", f"{heading} {letter}. {CHAPTERS[letter]}", "")
+        yield from ("", f"## {letter}. {CHAPTERS[letter]}", "")
         yield row(["requirement", "cases", "known wrong", "adapters", *names])
         yield "|---|--:|--:|--:|" + "---|" * len(names)
         for each in rows:
             words = [each.cells[index].text() for index in shown]
-            yield row([_title(each, link), *_counts(each, table), *words])
+            yield row([_title(each), *_counts(each, table), *words])
 
 
 def _is_of_components(engine: Tally) -> bool:
@@ -208,11 +204,11 @@ def _engines(table: Coverage, places: Sequence[int]) -> Iterator[str]:
         yield row([label, *values])
 
 
-def _title(one: Row, link: str) -> Markdown:
+def _title(one: Row) -> Markdown:
     requirement = one.requirement
-    name = Markdown(f"[{requirement.id}]({link}#{requirement.id.lower()})") if link else requirement.id
     # The contract's texts are Markdown.
-    return marked("{} {}{}", name, Markdown(requirement.name), Markdown(f". {one.reason}" if one.reason else ""))
+    reason = Markdown(f". {one.reason}" if one.reason else "")
+    return marked("{} {}{}", requirement.id, Markdown(requirement.name), reason)
 
 
 def _counts(one: Row, table: Coverage) -> list[str]:
@@ -234,11 +230,12 @@ def _runnable(entries: Iterable[Entry], declared: Declared) -> Iterator[str]:
 def _seen(requirement: str, entries: Iterable[Entry], cases: Mapping[str, Shown]) -> Seen:
     counts = dict.fromkeys(Seen.__dataclass_fields__, 0)
     for entry in entries:
-        counts[_kind(requirement, entry, cases.get(entry.id))] += 1
+        counts[kind_of_case(requirement, entry, cases.get(entry.id))] += 1
     return Seen(**counts)
 
 
-def _kind(requirement: str, entry: Entry, shown: Shown | None) -> str:
+def kind_of_case(requirement: str, entry: Entry, shown: Shown | None) -> str:
+    """The field of `Seen` that a case counts for: an engine's result for one of the requirements that it binds."""
     if shown is None or shown.digest != digest_of(entry):
         return "absent"
     if shown.verdict is Verdict.PASS:

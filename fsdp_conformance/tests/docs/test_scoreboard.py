@@ -79,8 +79,9 @@ def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureF
     assert "reference: R001/exact-probe-ws2 fails, and ci/known-findings.toml has no entry" in capsys.readouterr().err
     second = (elsewhere / "scoreboard.md").read_text(encoding="utf-8")
 
-    assert "| engine | reference | torch-fsdp2 |" in first
-    assert ("✗" in first.split("## What ran")[1], "✗" in second.split("## What ran")[1]) == (False, True)
+    assert [line.split()[1] for line in first.split("## What ran")[1].splitlines()[4:6]] == ["reference", "torch-fsdp2"]
+    accused = f"| [{primary}](requirements.md#{primary.lower()}) "
+    assert (accused in first, accused in second) == (False, True)
     assert f"| reference | {len(SMOKE.by_id) - 1} | 0 | 1 | 0 | 1 | 0 |" in second
     assert (elsewhere / "verdicts/torch-fsdp2.json").read_text(encoding="utf-8") == other
     assert sorted(path.name for path in (elsewhere / "verdicts").iterdir()) == ["reference.json", "torch-fsdp2.json"]
