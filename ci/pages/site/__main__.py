@@ -83,14 +83,14 @@ def generate(folder: Path, target: Path) -> int:
     """Run the generator, for which warnings are errors, and put its result in place. Returns its exit status."""
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", "mkdocs.yml"]
     variables = {**os.environ, "PYTHONPATH": str(TOOL)}
-    done = subprocess.run(command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(done.stdout.decode(errors="replace"), file=sys.stderr)
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
         return done.returncode
     # Servers take the page for unknown addresses from their own root, and this one lies below it.
     (folder / "site/404.html").unlink(missing_ok=True)
-    # A page that is read without a server takes the index from here. The generator's own plugin for that would load a
-    # script from the network.
+    # A page that is read without a server takes the index from here, and see assets/worker.js. The generator's own plugin
+    # for that would load a script from the network.
     index = (folder / "site/search.json").read_text(encoding="utf-8")
     (folder / "site/search.js").write_text(f"var __index = {index}", encoding="utf-8")
     shutil.rmtree(target, ignore_errors=True)
@@ -100,10 +100,8 @@ def generate(folder: Path, target: Path) -> int:
 
 def list_version(output: Path, version: str) -> None:
     """Add the version to the list that the selector on each page reads, newest first, and lead to the newest."""
-    versions = sorted(
-        {version, *(path.parent.name for path in output.glob("*/index.html"))}, key=Version, reverse=True
-    )
-    listed = [{"version": each, "title": each, "aliases": ["latest"] if each == versions[0] else []} for each in versions]
+    versions = sorted({version, *(path.parent.name for path in output.glob("*/index.html"))}, key=Version, reverse=True)
+    listed = [{"version": each, "title": each, "aliases": ["latest"] * (each == versions[0])} for each in versions]
     (output / VERSIONS).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
     (output / "index.html").write_text(_START.format(version=versions[0]), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Checks of a built site: every internal link leads to a page and an anchor that are there, and no page loads from elsewhere."""
+"""Checks of a built site: internal links lead to pages and anchors that are there, and no page loads from elsewhere."""
 
 from __future__ import annotations
 

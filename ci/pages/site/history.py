@@ -1,8 +1,8 @@
 """
 Stored verdicts over time.
 
-Each commit that changes ci/verdicts has the verdicts of one more run of some engine, so git is the archive. Two runs are
-compared on the cases that both have and that ask for the same; what else differs between them is new or changed cases.
+Each commit that changes ci/verdicts has the verdicts of one more run of some engine, so git is the archive. Two runs
+are compared on the cases that both have and that ask for the same; all else that differs is new or changed cases.
 """
 
 from __future__ import annotations

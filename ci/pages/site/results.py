@@ -1,4 +1,4 @@
-"""What the site shows of stored verdicts: engines, requirements, the cases that fail, and the defects behind them."""
+"""The stored verdicts as the site shows them: engines, requirements, cases that fail, and the defects behind them."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ def results() -> Results:
         for engine, seen in zip(table.engines, row.cells, strict=True)
         if seen.failed
     ]
-    return Results(
-        engines=table.engines, rows=table.rows, entries=entries, summaries=summaries, failed=tuple(failed)
-    )
+    return Results(engines=table.engines, rows=table.rows, entries=entries, summaries=summaries, failed=tuple(failed))
 
 
 def _failed(engine: Tally, requirement: Requirement, entries: Sequence[Entry], summary: Failures) -> Failed:
