@@ -89,8 +89,8 @@ def generate(folder: Path, target: Path) -> int:
         return done.returncode
     # Servers take the page for unknown addresses from their own root, and this one lies below it.
     (folder / "site/404.html").unlink(missing_ok=True)
-    # A page that is read without a server takes the index from here, and see assets/worker.js. The generator's own plugin
-    # for that would load a script from the network.
+    # A page that is read without a server takes the index from here, and see assets/worker.js. The generator's own
+    # plugin for that would load a script from the network.
     index = (folder / "site/search.json").read_text(encoding="utf-8")
     (folder / "site/search.js").write_text(f"var __index = {index}", encoding="utf-8")
     shutil.rmtree(target, ignore_errors=True)
