@@ -9,13 +9,15 @@ names none begins with "By design:", or with "Not settled:" until it is known wh
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from finding_scripts import ROOT, read_script
 
 from fsdp_conformance.contract.profile import Entry
+from fsdp_conformance.diagnosis.severity import Severity
 from fsdp_conformance.report.expectations import Expectation
 from fsdp_conformance.report.tally import Tally, digest_of
 from fsdp_conformance.verdict import ACCUSING, Verdict
@@ -60,6 +62,8 @@ class Failures:
     defects: tuple[Defect, ...]
     unknown: tuple[str, ...]
     """Failed cases without an entry that says why."""
+    harm: Mapping[Severity, int]
+    """Failed cases by the worst harm that they show, where the run says so; the worst first."""
 
     @property
     def proven(self) -> int:
@@ -78,6 +82,7 @@ def failures(tally: Tally, entries: Collection[Entry], expectations: Sequence[Ex
     now = {entry.id: digest_of(entry) for entry in entries}
     verdicts = {case: shown.verdict for case, shown in tally.cases.items() if now.get(case) == shown.digest}
     failed = {case: verdict for case, verdict in verdicts.items() if verdict in _FAILED}
+    harm = Counter(tally.cases[case].severity for case in failed)
     mine = [entry for entry in expectations if entry.is_for(tally.name, tally.torch)]
     defects: dict[tuple[str, str], tuple[str, list[str]]] = {}
     unknown = []
@@ -106,6 +111,7 @@ def failures(tally: Tally, entries: Collection[Entry], expectations: Sequence[Ex
             for (script, _), (reason, cases) in sorted(defects.items())
         ),
         unknown=tuple(unknown),
+        harm={severity: harm[severity] for severity in Severity if harm[severity]},
     )
 
 
@@ -126,10 +132,11 @@ def _lines(engines: Sequence[Failures]) -> Iterator[str]:
     new = sum(not defect.found_upstream for defect in scripts.values())
     yield f"{len(scripts)} defects, {new} of which were not found upstream. A defect that engines share counts once."
     yield ""
-    yield "| engine | passed | declined | failed | not judged | failed, not settled | defects |"
-    yield "|---|--:|--:|--:|--:|--:|--:|"
+    yield "| engine | passed | declined | failed | harm, in cases | not judged | failed, not settled | defects |"
+    yield "|---|--:|--:|--:|---|--:|--:|--:|"
     for each in engines:
-        counts = (each.passed, each.declined, each.failed, each.left, each.unsettled, each.proven)
+        harm = ", ".join(f"{severity} {count}" for severity, count in each.harm.items())
+        counts = (each.passed, each.declined, each.failed, harm, each.left, each.unsettled, each.proven)
         yield f"| {each.engine} | " + " | ".join(map(str, counts)) + " |"
     yield ""
     yield "| engine | what is wrong | cases | script | upstream |"

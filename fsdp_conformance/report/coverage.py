@@ -8,6 +8,7 @@ has a reason instead.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +17,7 @@ from typing import Any
 from fsdp_conformance.contract import CHAPTERS, Contract, Requirement, load, uncovered, undeclared
 from fsdp_conformance.contract.gate import declined_flags, device_for
 from fsdp_conformance.contract.profile import COMPONENTS, Entry, load_profile, shipped
+from fsdp_conformance.diagnosis.severity import Severity, worst_of
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.report.marked import Markdown, marked, row
@@ -39,6 +41,8 @@ class Seen:
     """Not possible on that machine, inconclusive, left out, or ended by another requirement's failure."""
     absent: int = 0
     """Not in the runs, or changed since."""
+    severity: Severity | None = None
+    """The worst of the failed cases; None if it is not known."""
 
     def text(self) -> str:
         """ "✓ 12", "✓ 9 of 12", "✗ 2 of 12", "declined", "not judged" or "not run"; "" if there are no cases."""
@@ -228,10 +232,9 @@ def _runnable(entries: Iterable[Entry], declared: Declared) -> Iterator[str]:
 
 
 def _seen(requirement: str, entries: Iterable[Entry], cases: Mapping[str, Shown]) -> Seen:
-    counts = dict.fromkeys(Seen.__dataclass_fields__, 0)
-    for entry in entries:
-        counts[kind_of_case(requirement, entry, cases.get(entry.id))] += 1
-    return Seen(**counts)
+    kinds = {entry.id: kind_of_case(requirement, entry, cases.get(entry.id)) for entry in entries}
+    severity = worst_of(cases[case].severity for case, kind in kinds.items() if kind == "failed")
+    return Seen(**Counter(kinds.values()), severity=severity)
 
 
 def kind_of_case(requirement: str, entry: Entry, shown: Shown | None) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdp_conformance.contract import Contract, load
+from fsdp_conformance.diagnosis.severity import Severity, count_by_severity
 from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.marked import Markdown, marked, row
@@ -56,6 +57,8 @@ class Column:
     """Median of the cases that passed."""
     cells: Mapping[str, Cell]
     """By requirement."""
+    harm: Mapping[Severity, int]
+    """Cases by the worst harm that they show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +124,7 @@ def markdown(board: Scoreboard, *, whole: bool = False) -> str:
         "verdict": [column.words for column in columns],
         "requirements failed": [str(_failed(column)) for column in columns],
         "requirements passed": [str(_passed(column)) for column in columns],
+        "harm, in cases": [_harm(column) for column in columns],
         "run": [duration(column.seconds) for column in columns],
         "median case": [duration(column.case_seconds) for column in columns],
     }
@@ -154,7 +158,12 @@ def _column(verification: Verification) -> Column:
         seconds=float((run.footer or {}).get("seconds") or 0.0),
         case_seconds=statistics.median(passed) if passed else 0.0,
         cells=_cells(run.records),
+        harm=count_by_severity(run.records),
     )
+
+
+def _harm(column: Column) -> str:
+    return ", ".join(f"{severity.words} {count}" for severity, count in column.harm.items()) or "none"
 
 
 def _cells(records: Iterable[CaseRecord]) -> dict[str, Cell]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from fsdp_conformance.capability import offered
 from fsdp_conformance.contract.profile import Entry, Profile, json_lines, load_profile
+from fsdp_conformance.diagnosis.severity import Severity, severity_of
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.terminal import verdict_words
@@ -41,10 +42,12 @@ class Shown:
     """`digest_of` the case as it was run."""
     failed: tuple[str, ...] = ()
     """The requirements that its findings name."""
+    severity: Severity | None = None
+    """Of a failure; None if the tally is from before there were severities."""
 
     def words(self) -> str:
-        """ "PASS 1a2b3c4d", "FAIL 1a2b3c4d R003 R004"."""
-        return " ".join((self.verdict, self.digest, *self.failed))
+        """ "PASS 1a2b3c4d", "FAIL 1a2b3c4d silent R003 R004"."""
+        return " ".join((self.verdict, self.digest, *([self.severity] if self.severity else []), *self.failed))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,8 +221,9 @@ def _sha256(content: Mapping[str, Any]) -> str:
 
 
 def _shown(words: str) -> Shown:
-    verdict, digest, *failed = words.split(" ")
-    return Shown(verdict=Verdict(verdict), digest=digest, failed=tuple(failed))
+    verdict, digest, *rest = words.split(" ")
+    severity = Severity(rest.pop(0)) if rest and rest[0] in list(Severity) else None
+    return Shown(verdict=Verdict(verdict), digest=digest, failed=tuple(rest), severity=severity)
 
 
 def _described(verification: Verification) -> Mapping[str, Any]:
@@ -264,7 +268,10 @@ def _cases(verification: Verification, profile: Profile) -> Iterable[tuple[str, 
         # What `explore` has drawn and a user has kept belongs to no profile.
         if record.case in profile.by_id:
             digest = digest_of(profile.by_id[record.case])
-            yield record.case, Shown(verdict=record.verdict, digest=digest, failed=_failed(record))
+            yield (
+                record.case,
+                Shown(verdict=record.verdict, digest=digest, failed=_failed(record), severity=severity_of(record)),
+            )
 
 
 def _failed(record: CaseRecord) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp_conformance.diagnosis.severity import Severity
 from fsdp_conformance.report.coverage import Seen
 
 
@@ -16,21 +17,29 @@ class Kind:
     words: str
     """For the legend and the filter."""
 
+    @property
+    def classes(self) -> str:
+        """The name, and what a severity is one kind of."""
+        return self.name if self not in SEVERITIES.values() else f"{FAIL.name} {self.name}"
+
 
 PASS = Kind("pass", "✓", "all cases passed")
 SOME = Kind("some", "✓", "some passed, none failed")
-FAIL = Kind("fail", "✗", "cases failed")
+FAIL = Kind("fail", "✗", "cases failed, in any way")
 DECLINED = Kind("declined", "-", "declined: not offered")
 UNJUDGED = Kind("unjudged", "?", "not judged on that machine")
 ABSENT = Kind("absent", "·", "not run, or changed since")
 
-KINDS = (FAIL, PASS, SOME, DECLINED, UNJUDGED, ABSENT)
+#: Failures of which the harm is known.
+SEVERITIES = {severity: Kind(severity.value, FAIL.mark, severity.words) for severity in Severity}
+
+KINDS = (*SEVERITIES.values(), FAIL, PASS, SOME, DECLINED, UNJUDGED, ABSENT)
 
 
 def kind_of(seen: Seen) -> Kind:
     """The kind of a cell, by the worst that the engine's cases of the requirement have shown."""
     if seen.failed:
-        return FAIL
+        return FAIL if seen.severity is None else SEVERITIES[seen.severity]
     if seen.passed:
         return SOME if seen.declined or seen.unjudged or seen.absent else PASS
     if seen.unjudged:
@@ -48,8 +57,8 @@ def total(seen: Seen) -> int:
 def label(seen: Seen) -> str:
     """The text of a cell: a mark, and the number of cases that it is about."""
     kind = kind_of(seen)
-    counted = {"fail": seen.failed, "pass": seen.passed, "some": seen.passed}
-    return f"{kind.mark}{counted.get(kind.name, '')}"
+    count = seen.failed or (seen.passed if kind in (PASS, SOME) else "")
+    return f"{kind.mark}{count}"
 
 
 def sentence(seen: Seen) -> str:
@@ -61,4 +70,5 @@ def sentence(seen: Seen) -> str:
         "not judged": seen.unjudged,
         "not run": seen.absent,
     }
-    return ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "no cases"
+    harm = [seen.severity.words] if seen.severity is not None else []
+    return ", ".join([*(f"{count} {word}" for word, count in counts.items() if count), *harm]) or "no cases"
