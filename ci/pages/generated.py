@@ -13,7 +13,7 @@ from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Requirement
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.contract.scopes import BASE, extension_of
-from pages import cuda_names, scenarios, scoreboard
+from pages import cuda_names, quick, scenarios, scoreboard
 
 CORE = "core-2026.11"
 COMPONENTS = "components-2026.11"
@@ -172,8 +172,14 @@ def _methods() -> dict[str, str]:
 
 
 def with_tables(text: str) -> str:
-    """Return `text` with the tables filled in between `<!-- exit statuses: COMMAND -->` and `<!-- end -->`."""
-    return re.sub(r"<!-- exit statuses: (\w+) -->\n(.*?)<!-- end -->", _statuses, text, flags=re.DOTALL)
+    """Return `text` with the tables from `<!-- exit statuses: COMMAND -->` or `<!-- quick -->` to `<!-- end -->`."""
+    text = re.sub(r"<!-- exit statuses: (\w+) -->\n(.*?)<!-- end -->", _statuses, text, flags=re.DOTALL)
+    return re.sub(r"<!-- quick -->\n(.*?)<!-- end -->", _quick, text, flags=re.DOTALL)
+
+
+def _quick(match: re.Match[str]) -> str:
+    del match
+    return f"<!-- quick -->\n\n{quick.markdown()}\n<!-- end -->"
 
 
 def _statuses(match: re.Match[str]) -> str:

@@ -4,7 +4,7 @@ A profile: the frozen list of cases from which a certificate is computed, with i
     python -m fsdp_conformance.contract.profile --check core-2026.11
     python -m fsdp_conformance.contract.profile --write core-2026.11
     python -m fsdp_conformance.contract.profile --write components-2026.11
-    python -m fsdp_conformance.contract.profile --write quick-2026.11
+    python -m fsdp_conformance.contract.profile --write quick-2026.11     (the cases that ci/quick has chosen)
     python -m fsdp_conformance.contract.profile --write own-model-2026.11
     python -m fsdp_conformance.contract.profile --write smoke --only R001/exact-probe-ws2 ... --not-certifying
 
@@ -61,9 +61,6 @@ FULL = "full"
 
 #: Profiles that are derived from a core, besides those of its extensions.
 _DERIVED = (BASE[0], FULL)
-
-#: How many cases a quick profile has: less than a minute on two cores.
-_QUICK_CASES = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,8 +326,6 @@ def profile_of(
         of_components = name.startswith(COMPONENTS)
         chosen = [case for case in chosen if (case.chapter in COMPONENT_CHAPTERS) is of_components]
         chosen = [case for case in chosen if case.is_own is (name == OWN_MODEL)]
-    if name.startswith(QUICK):
-        chosen = chosen if only else quickest(chosen)
     certifies = certifies and not name.startswith(QUICK) and name != OWN_MODEL
     problems += [
         f"{case.id}: requirement must be one of the contract's, got {requirement!r}"
@@ -356,25 +351,6 @@ def profile_of(
         for case in chosen
     )
     return Profile(name=name, interpretation=INTERPRETATION, entries=entries, certifies=certifies)
-
-
-def quickest(cases: Iterable[Case], count: int = _QUICK_CASES) -> list[Case]:
-    """
-    The few cases that together kill the most known-wrong engines, by id; all of them on two ranks of the CPU.
-
-    One after the other: the case that adds the most kills, then the one with the fewest needs, then the first by id.
-    """
-    left = [case for case in cases if case.world_size == 2 and not case.environment]
-    chosen: list[Case] = []
-    killed: set[str] = set()
-    while left and len(chosen) < count:
-        best = min(left, key=lambda case: (-len(set(case.kills) - killed), len(case.needs), case.id))
-        if not set(best.kills) - killed:
-            break
-        chosen.append(best)
-        left.remove(best)
-        killed |= set(best.kills)
-    return sorted(chosen, key=lambda case: case.id)
 
 
 def difference(ours: Profile, theirs: Profile) -> list[str]:
@@ -415,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = options.output or PROFILES / f"{options.write}.json"
             only = options.only
             if not only and options.write.startswith(QUICK) and path.exists():
-                # Chosen once for each date: what cases kill changes more often.
+                # Chosen once for each date, by ci/quick: what cases kill changes more often.
                 only = list(_read(path, named=str(path)).by_id)
             profile = profile_of(options.write, cases, only=only, certifies=not options.not_certifying)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,12 +14,16 @@ from pathlib import Path, PurePosixPath
 
 from fsdp_conformance import docs
 from fsdp_conformance.cli.scaffold import TESTS, WORKFLOW, Adapter, adapter_of, scaffold
+from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable
 from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
 from fsdp_conformance.status import Status
 
+#: The profile of the tests.
+QUICK = "quick"
+
 _ABOUT = {
-    TESTS: "40 cases as tests of your own",
+    TESTS: f"{len(load_profile(QUICK).entries)} cases as tests of your own",
     EXPECTATIONS: "failures that you know of: none yet",
     WORKFLOW: "for each pull request, and each night",
 }

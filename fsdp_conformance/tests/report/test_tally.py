@@ -52,8 +52,8 @@ def test_each_case_keeps_its_verdict_and_what_failed(tmp_path: Path) -> None:
     digests = {case: digest_of(entry) for case, entry in PROFILE.by_id.items()}
     assert {case: shown.words() for case, shown in result.cases.items()} == {
         "R001/probe-ws2": f"PASS {digests['R001/probe-ws2']}",
-        "R070/probe-ws2": f"CRASH {digests['R070/probe-ws2']}",
-        "R117/probe-ws2": f"FAIL {digests['R117/probe-ws2']} R003",
+        "R070/probe-ws2": f"CRASH {digests['R070/probe-ws2']} raises",
+        "R117/probe-ws2": f"FAIL {digests['R117/probe-ws2']} silent R003",
     }
     assert len(set(digests.values())) == 3
     assert (result.name, result.version, [run.profile for run in result.runs]) == ("one", "1", ["some"])
@@ -86,7 +86,7 @@ def test_several_runs_make_one_tally(tmp_path: Path) -> None:
     parts = [ran(tmp_path / "a", cases=(first, second)), ran(tmp_path / "b", cases=(second, third))]
 
     assert list(tally(parts, PROFILE).cases) == [first, second, third]
-    with pytest.raises(UsageError, match=r"two runs must agree on R070/probe-ws2, got PASS \w+ and HANG \w+ \["):
+    with pytest.raises(UsageError, match=r"two runs must agree on R070/probe-ws2, got PASS \w+ and HANG \w+ hang \["):
         tally([*parts, ran(tmp_path / "c", cases=(second,), R070=Verdict.HANG)], PROFILE)
 
 

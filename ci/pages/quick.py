@@ -1,0 +1,127 @@
+"""
+The choice of the cases of the profile `quick`, and what they are worth.
+
+A case that needs what an engine does not declare shows nothing about it. So the choice is made for all capability sets
+of the bundled adapters at once: for each, as many known-wrong engines as its minute of cases can kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from fsdp_conformance.contract import profile as profiles
+from fsdp_conformance.contract.case import Case
+from fsdp_conformance.contract.gate import declined_flags
+from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, collect_cases, load_profile
+from pages import scoreboard
+
+#: The profile of this date. Its cases are chosen anew only by --write, so that a nightly job compares like with like.
+NAME = "quick-2026.11"
+
+#: Cases that an engine with few capabilities runs; others run some more. About a minute on two cores.
+CASES = 45
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worth:
+    """What the profile finds in engines with the capabilities of one adapter."""
+
+    adapters: tuple[str, ...]
+    cases: int
+    """Those that such an engine runs."""
+    killed: int
+    """Known-wrong engines that these cases kill."""
+    possible: int
+    """Those that all cases on two ranks kill, which such an engine runs."""
+
+
+def candidates(cases: Iterable[Case]) -> list[Case]:
+    """Cases on two ranks of the CPU that judge an engine as a whole."""
+    return [
+        case
+        for case in cases
+        if case.world_size == 2 and not case.environment and not case.is_own and case.chapter not in COMPONENT_CHAPTERS
+    ]
+
+
+def chosen(cases: Iterable[Case], capabilities: Collection[frozenset[str]], count: int = CASES) -> list[Case]:
+    """
+    The few cases that kill the most known-wrong engines, added up over the capability sets, by id.
+
+    One after the other: the case that adds the most kills to the sets that have fewer than `count` cases, then the one
+    with the fewest needs, then the first by id.
+    """
+    left = candidates(cases)
+    running = {case.id: [flags for flags in capabilities if _runs(case, flags)] for case in left}
+    killed: dict[frozenset[str], set[str]] = {flags: set() for flags in capabilities}
+    numbers = dict.fromkeys(capabilities, 0)
+
+    def gain(case: Case) -> int:
+        return sum(len({*case.kills} - killed[flags]) for flags in running[case.id] if numbers[flags] < count)
+
+    best: list[Case] = []
+    while left:
+        case = min(left, key=lambda case: (-gain(case), len(case.needs), case.id))
+        if not gain(case):
+            break
+        best.append(case)
+        left.remove(case)
+        for flags in running[case.id]:
+            numbers[flags] += 1
+            killed[flags] |= {*case.kills}
+    return sorted(best, key=lambda case: case.id)
+
+
+def worth(
+    cases: Collection[Case], quick: Collection[str], capabilities: Mapping[str, frozenset[str]]
+) -> Iterator[Worth]:
+    """What the cases with the ids in `quick` find; adapters that declare the same are one."""
+    for flags in dict.fromkeys(capabilities.values()):
+        runs = [case for case in candidates(cases) if _runs(case, flags)]
+        yield Worth(
+            adapters=tuple(name for name, declared in capabilities.items() if declared == flags),
+            cases=sum(case.id in quick for case in runs),
+            killed=len({name for case in runs if case.id in quick for name in case.kills}),
+            possible=len({name for case in runs for name in case.kills}),
+        )
+
+
+def capabilities() -> dict[str, frozenset[str]]:
+    """What each bundled adapter of a whole engine declares on the CPU."""
+    components = {tally.name for tally in scoreboard.kept() if all("components" in run.profile for run in tally.runs)}
+    return {name: declared("cpu") for name, declared in scoreboard.bundled().items() if name not in components}
+
+
+def markdown() -> str:
+    """A table with the worth of the profile, the adapters with the fewest cases first."""
+    quick = load_profile(NAME)
+    rows = sorted(
+        worth(collect_cases(), quick.by_id, capabilities()), key=lambda row: (row.cases, row.killed, row.adapters)
+    )
+    return "\n".join(
+        (
+            "| capabilities of | cases | known-wrong engines that they kill | that all cases on two ranks kill |",
+            "|---|--:|--:|--:|",
+            *(f"| {', '.join(row.adapters)} | {row.cases} | {row.killed} | {row.possible} |" for row in rows),
+            "",
+        )
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Print what the profile is worth; with --write, after choosing its cases again. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="ci/quick", description="The profile quick: what it is worth.")
+    parser.add_argument("--write", action="store_true", help="choose its cases again, and write it")
+    if parser.parse_args(arguments).write:
+        cases = chosen(collect_cases(), set(capabilities().values()))
+        status = profiles.main(["--write", NAME, "--not-certifying", "--only", *(case.id for case in cases)])
+        if status:
+            return status
+    print(markdown(), end="")
+    return 0
+
+
+def _runs(case: Case, flags: frozenset[str]) -> bool:
+    return not declined_flags(case, declared=lambda device: flags, device="cpu")

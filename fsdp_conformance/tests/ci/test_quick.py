@@ -1,0 +1,56 @@
+"""The choice of the profile quick: for engines with few capabilities as for those with many."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import pytest
+
+from fsdp_conformance.tests.guards import checkout
+from fsdp_conformance.tests.report.evidence import a_case
+
+pytestmark = checkout.required
+
+RICH, PLAIN = frozenset({"zero3", "cpu_compute", "hsdp"}), frozenset({"zero3", "cpu_compute"})
+
+
+@pytest.fixture(name="quick", scope="module")
+def _quick() -> ModuleType:
+    return importlib.import_module("pages.quick")
+
+
+def test_cases_are_chosen_one_after_the_other(quick: ModuleType) -> None:
+    """Each adds a kill to those before; of equals, the one that needs less. Others than two ranks are too dear."""
+    one = a_case(id="R001/one-ws2", kills=("a", "b"), needs=("hsdp",))
+    same = a_case(id="R001/same-ws2", kills=("a", "b"))
+    other = a_case(id="R001/other-ws2", kills=("b", "c"))
+    large = a_case(id="R001/large-ws4", kills=("d",), world_size=4)
+    elsewhere = a_case(id="R001/elsewhere-ws2", kills=("e",), environment=("cuda",))
+    cases = [one, same, other, large, elsewhere]
+
+    assert [case.id for case in quick.chosen(cases, [PLAIN])] == ["R001/other-ws2", "R001/same-ws2"]
+    assert [case.id for case in quick.chosen(cases, [PLAIN], 1)] == ["R001/other-ws2"]
+
+
+def test_what_an_engine_declines_finds_nothing_in_it(quick: ModuleType) -> None:
+    """So an engine with few capabilities gets a case that adds nothing for the others."""
+    rich = a_case(id="R001/rich-ws2", kills=("a", "b", "c"), needs=("hsdp",))
+    plain = a_case(id="R001/plain-ws2", kills=("a",))
+
+    assert [case.id for case in quick.chosen([rich, plain], [RICH])] == ["R001/rich-ws2"]
+    assert [case.id for case in quick.chosen([rich, plain], [RICH, PLAIN])] == ["R001/plain-ws2", "R001/rich-ws2"]
+    worth = quick.worth([rich, plain], {"R001/rich-ws2"}, {"one": RICH, "two": PLAIN, "same": PLAIN})
+    assert [(each.adapters, each.cases, each.killed, each.possible) for each in worth] == [
+        (("one",), 1, 3, 3),
+        (("two", "same"), 0, 0, 1),
+    ]
+
+
+def test_it_finds_most_of_what_can_be_wrong_in_a_simple_engine(quick: ModuleType) -> None:
+    """Also how it accumulates without any capability for it, which is where everyday bugs are."""
+    rows = list(quick.worth(quick.collect_cases(), quick.load_profile(quick.NAME).by_id, quick.capabilities()))
+    simplest = min(rows, key=lambda row: row.possible)
+
+    assert simplest.killed > 0.8 * simplest.possible
+    assert all(quick.CASES <= row.cases <= 1.2 * quick.CASES for row in rows)
