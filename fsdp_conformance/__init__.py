@@ -8,6 +8,7 @@ Words, in the order in which they may use one another:
     codec          typed values to JSON and back, strictly
     visible        control characters of others as escapes
     user_modules   imports of modules that a user names
+    suggestions    the choices that a mistyped word was probably meant to be
     stack          whose code a stack frame is: the user's, torch's, Python's or ours
     outcome        findings, reports of ranks, how ranks ended
     errors         everything that can go wrong, a class for each kind

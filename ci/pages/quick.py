@@ -17,7 +17,7 @@ from fsdp_conformance.contract.gate import declined_flags
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, collect_cases, load_profile
 from pages import scoreboard
 
-#: The profile of this date. Its cases are chosen anew only by --write, so that a nightly job compares like with like.
+#: The profile of this date. Its cases are chosen again only by --write, so that a nightly job compares like with like.
 NAME = "quick-2026.11"
 
 #: Cases that an engine with few capabilities runs; others run some more. About a minute on two cores.
@@ -26,7 +26,7 @@ CASES = 45
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Worth:
-    """What the profile finds in engines with the capabilities of one adapter."""
+    """The worth of the profile for engines with the capabilities of one adapter."""
 
     adapters: tuple[str, ...]
     cases: int
@@ -77,7 +77,7 @@ def chosen(cases: Iterable[Case], capabilities: Collection[frozenset[str]], coun
 def worth(
     cases: Collection[Case], quick: Collection[str], capabilities: Mapping[str, frozenset[str]]
 ) -> Iterator[Worth]:
-    """What the cases with the ids in `quick` find; adapters that declare the same are one."""
+    """The worth of the cases with the ids in `quick`; adapters that declare the same are one."""
     for flags in dict.fromkeys(capabilities.values()):
         runs = [case for case in candidates(cases) if _runs(case, flags)]
         yield Worth(
@@ -89,7 +89,7 @@ def worth(
 
 
 def capabilities() -> dict[str, frozenset[str]]:
-    """What each bundled adapter of a whole engine declares on the CPU."""
+    """The flags that each bundled adapter of a whole engine declares on the CPU."""
     components = {tally.name for tally in scoreboard.kept() if all("components" in run.profile for run in tally.runs)}
     return {name: declared("cpu") for name, declared in scoreboard.bundled().items() if name not in components}
 

@@ -12,7 +12,6 @@ patch torch or crash. Only ranks call `load`. This module does not import torch.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -36,6 +35,7 @@ from fsdp_conformance.adapters.allowances import BOUNDED, excesses
 from fsdp_conformance.capability import offered
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, ConformanceError
 from fsdp_conformance.plan import SIMULATED, flags_of_names
+from fsdp_conformance.suggestions import near
 from fsdp_conformance.visible import visible
 
 if TYPE_CHECKING:
@@ -328,9 +328,9 @@ def _member(family: str, name: str) -> str:
     point = _entry_points(FAMILIES)[family]
     members: Mapping[str, _Member] = point.load()
     if name not in members:
-        near = difflib.get_close_matches(name, members, n=3)
-        specs = " or ".join(repr(f"{family}:{choice}") for choice in near or sorted(members)[:3])
-        advice = f"Did you mean {specs}?" if near else f"{point.module} has {len(members)}, such as {specs}."
+        close = near(name, members, cutoff=0.6)
+        specs = " or ".join(repr(f"{family}:{choice}") for choice in close or sorted(members)[:3])
+        advice = f"Did you mean {specs}?" if close else f"{point.module} has {len(members)}, such as {specs}."
         raise AdapterNotFound(f"there is no {family} {name!r} [implementation {f'{family}:{name}'!r}]. {advice}")
     return members[name].spec
 
@@ -439,7 +439,7 @@ def _checked(adapter: Any, spec: str) -> type[Adapter]:
 
 
 def _suggest(word: str, choices: list[str], otherwise: str) -> str:
-    close = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
+    close = near(word, choices)
     return f"Did you mean {' or '.join(map(repr, close))}? {otherwise}" if close else otherwise
 
 

@@ -16,6 +16,7 @@ from fsdp_conformance.adapters.allowances import BOUNDED, excesses
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.capability import CAPABILITIES, unknown
 from fsdp_conformance.scenarios.axes import SPACE
+from fsdp_conformance.suggestions import near
 
 #: How the suite calls each method, without `self`: positional arguments, keyword arguments.
 _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
@@ -139,7 +140,7 @@ def _flags(adapter: type[Adapter]) -> Iterator[str]:
         if not _is_collection(flags, set | frozenset):
             continue
         for flag in unknown(frozenset(flags)):
-            close = difflib.get_close_matches(flag, CAPABILITIES, n=2)
+            close = near(flag, CAPABILITIES, count=2, cutoff=0.6)
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
             yield f"{adapter.__name__}.{variable} must contain only flags of capability.py, got {flag!r}{hint}"
     if "rate_limit" in adapter.declared() and not adapter.max_unsharded:

@@ -14,6 +14,7 @@ from fsdp_conformance import run_settings, status
 from fsdp_conformance.cli import messages
 from fsdp_conformance.contract.profile import INTERPRETATION
 from fsdp_conformance.diagnosis.severity import Severity
+from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
 from fsdp_conformance.report.formats import FORMATS
 from fsdp_conformance.report.last_run import with_last_failed
@@ -119,6 +120,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         # Argparse would report them for the whole program; the command's own parser knows the options that are near.
         commands[parsed.command].error(f"unrecognized arguments: {' '.join(rest)}")
     return parsed
+
+
+def named_implementation(parsed: argparse.Namespace) -> str | None:
+    """
+    The implementation that a command was given, with or without --implementation; None for none.
+
+    Raises UsageError for two different ones.
+    """
+    with_option: str | None = parsed.implementation
+    without: str | None = parsed.spec
+    if None not in (without, with_option) and without != with_option:
+        raise UsageError(
+            f"{parsed.command} takes one implementation, got {without} and --implementation {with_option}: name one"
+        )
+    return without or with_option
 
 
 def settings_of(parsed: argparse.Namespace) -> RunSettings:
@@ -320,7 +336,11 @@ def _add_readers(command: Callable[..., Parser]) -> None:
 
 
 def _add_run(parser: Parser) -> None:
-    _add_options(parser, *OPTIONS)
+    spec = OPTIONS["implementation"].help
+    parser.add_argument("spec", nargs="?", metavar="IMPLEMENTATION", help=f"same as --implementation: {spec}")
+    # Without a default, to tell whether it was given.
+    _add_options(parser, "implementation", default=None)
+    _add_options(parser, *(name for name in OPTIONS if name != "implementation"))
     parser.add_argument(
         "--no-smoke", dest="smoke", action="store_false", help="run the cases even if the adapter check fails"
     )

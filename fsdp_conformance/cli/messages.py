@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import sys
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 from fsdp_conformance.codec import encode
 from fsdp_conformance.errors import AdapterError, ConfigError
 from fsdp_conformance.report.folding import folded, terminal_width
+from fsdp_conformance.suggestions import near
 
 PROGRAM = "fsdp-conformance"
 
@@ -48,7 +48,7 @@ def complain(what: BaseException | str) -> None:
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """ ". Did you mean 'x' or 'y'?", or "" if nothing is similar."""
-    close = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.6)
+    close = near(word, choices, cutoff=0.6)
     return f". Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

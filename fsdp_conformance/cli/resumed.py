@@ -78,7 +78,8 @@ def resumed_run(arguments: argparse.Namespace) -> Resumed:
     given = {
         name: value
         for name, option in OPTIONS.items()
-        if (value := getattr(arguments, name, None)) not in (None, False, option.default)
+        if (value := getattr(arguments, name, None))
+        not in (None, False, option.default if name != "implementation" else None)
     }
     others = [OPTIONS[name].flag for name in given if name not in _NAMES_CODE]
     if others:

@@ -20,7 +20,6 @@ here that imports the suites, and only for these commands.
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import hashlib
 import importlib
@@ -39,6 +38,7 @@ from fsdp_conformance.contract.requirement import Contract, Level, load
 from fsdp_conformance.contract.scopes import BASE, scope_of
 from fsdp_conformance.errors import ConfigError, ConformanceError, SuiteError, UsageError
 from fsdp_conformance.run_settings import OWN_MODEL
+from fsdp_conformance.suggestions import near
 
 #: Increases when the *meaning* of running a case changes, not when cases are added.
 INTERPRETATION = 1
@@ -197,10 +197,10 @@ def load_profile(name: str) -> Profile:
     profile = _shipped(name) or _shipped(f"{name}-{_date(_cores()[-1])}")
     if profile is None:
         choices = [*names(), *(f"{extension}-{_date(core)}" for core in _cores() for extension in _extensions(core))]
-        near = difflib.get_close_matches(name, choices, n=1, cutoff=0.4)
+        close = near(name, choices, count=1, cutoff=0.4)
         raise UsageError(
             f"profile must be one of {', '.join(names())}, an extension such as offload, or the path of a .json file, "
-            f"got {name!r}.{f' Did you mean {near[0]!r}?' if near else ''}"
+            f"got {name!r}.{f' Did you mean {close[0]!r}?' if close else ''}"
         )
     return profile
 

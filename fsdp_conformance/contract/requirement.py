@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.resources
 import tomllib
@@ -12,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from fsdp_conformance.errors import ConfigError, UsageError
+from fsdp_conformance.suggestions import near
 
 #: Chapter letter to title, in the order of the contract.
 CHAPTERS: Mapping[str, str] = {
@@ -112,8 +112,8 @@ class Contract:
         try:
             return self.requirements[requirement_id]
         except KeyError:
-            near = difflib.get_close_matches(requirement_id, self.requirements, n=3, cutoff=0.5)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            close = near(requirement_id, self.requirements)
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
             last = max(self.requirements, default="none")
             raise UsageError(f"requirement must be one of R000 to {last}, got {requirement_id!r}{hint}") from None
 

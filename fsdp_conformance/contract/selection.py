@@ -8,7 +8,6 @@ the last run. Values of one kind add up (`--chapter A,G` selects both chapters),
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -21,6 +20,7 @@ from fsdp_conformance.contract.requirement import CHAPTERS, load
 from fsdp_conformance.contract.scopes import scope_of
 from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.run_settings import RunSettings
+from fsdp_conformance.suggestions import near
 
 #: The flag of each option that selects cases, and the field of RunSettings that holds its values.
 OPTIONS = {
@@ -160,8 +160,8 @@ def _other_profiles(profile: Profile, settings: RunSettings) -> str:
 
 
 def _near(word: str, choices: Iterable[str], *, cutoff: float = 0.5) -> str:
-    near = difflib.get_close_matches(word, sorted(choices), n=3, cutoff=cutoff)
-    return f". Did you mean {', '.join(near)}?" if near else ""
+    close = near(word, choices, cutoff=cutoff)
+    return f". Did you mean {', '.join(close)}?" if close else ""
 
 
 def _near_glob(pattern: str, ids: Sequence[str]) -> str:

@@ -18,7 +18,6 @@ every failure has an entry, every entry that applies describes what happened, an
 from __future__ import annotations
 
 import datetime as dt
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -34,6 +33,7 @@ from fsdp_conformance.diagnosis.headline import headline_of
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.run_content import RunFile
+from fsdp_conformance.suggestions import near
 from fsdp_conformance.verdict import CERTIFIABLE, Verdict
 
 #: The name of the file that `run` and `verify` look for in the working directory.
@@ -266,8 +266,8 @@ def _problems(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _near(word: str, words: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    close = near(word, words, count=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _specifier(text: str) -> SpecifierSet | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.folding import WIDTH, folded
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import SIGNS, closer, render_record
+from fsdp_conformance.suggestions import near
 from fsdp_conformance.verdict import ACCUSING, FINE, Verdict
 
 _LABEL = 12
@@ -78,8 +78,8 @@ def _is_requirement(subject: str, contract: Contract, profile: Profile, records:
     if subject in profile.by_id or any(record.case == subject for record in records):
         return False
     subjects = [*contract.requirements, *profile.by_id]
-    near = difflib.get_close_matches(subject, subjects, n=3, cutoff=0.5)
-    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    close = near(subject, subjects)
+    hint = f" Did you mean {', '.join(close)}?" if close else ""
     last = max(contract.requirements)
     raise UsageError(f"ID must be a requirement (R000 to {last}) or a case of {profile.name}, got {subject!r}.{hint}")
 

@@ -7,7 +7,6 @@ each rank, the references, and the referee. The file is the user's, not the engi
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.suggestions import near
 from fsdp_conformance.user_modules import module_of_file, module_of_name
 from fsdp_conformance.workload.definition import Workload
 
@@ -78,8 +78,8 @@ def _from_file(path: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         names = sorted(item.name for item in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        near = difflib.get_close_matches(file.name, names, n=3) or names[:5]
-        there = f"Python files there: {', '.join(near)}" if near else f"{file.parent} has no Python files"
+        likely = near(file.name, names, cutoff=0.6) or names[:5]
+        there = f"Python files there: {', '.join(likely)}" if likely else f"{file.parent} has no Python files"
         raise _problem(f"the file {path!r} does not exist (looked for {file}). {there}.")
     try:
         module = module_of_file(file, "workload")
@@ -104,9 +104,9 @@ def _functions_of(module: ModuleType, name: str) -> str:
         for key, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
     )
-    near = difflib.get_close_matches(name, defined, n=3)
-    if near:
-        return f"Did you mean {', '.join(near)}?"
+    close = near(name, defined, cutoff=0.6)
+    if close:
+        return f"Did you mean {', '.join(close)}?"
     return f"Its functions: {', '.join(defined)}." if defined else "It defines no function."
 
 

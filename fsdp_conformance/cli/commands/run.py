@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_conformance import __version__, codec, docs
 from fsdp_conformance.cli import building, chosen_cases, estimate, messages, report_dir, torchrun
-from fsdp_conformance.cli.arguments import selection_words, settings_of
+from fsdp_conformance.cli.arguments import named_implementation, selection_words, settings_of
 from fsdp_conformance.cli.expected import Expected, expected_by
 from fsdp_conformance.cli.progress import Display, Progress, RunFileTail, display_for
 from fsdp_conformance.cli.pytest_process import INTERRUPT_S, PytestProcess, command
@@ -77,6 +77,7 @@ _READABLE = 300
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the selected cases. Returns the exit status."""
+    arguments.implementation = named_implementation(arguments)
     resumed = resumed_run(arguments) if arguments.resume is not None else None
     settings = resumed.settings if resumed is not None else settings_of(arguments)
     if settings.ranks == "torchrun":

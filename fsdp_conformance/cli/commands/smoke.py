@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_conformance import codec, docs
 from fsdp_conformance.cli import messages, single
-from fsdp_conformance.cli.arguments import settings_of
+from fsdp_conformance.cli.arguments import named_implementation, settings_of
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.run_settings import DEFAULTS
@@ -28,11 +28,10 @@ _WIDTH = 64
 
 def main(arguments: argparse.Namespace) -> int:
     """Print each check and its problems. Returns 0, or 1 if the adapter has any."""
-    spec = arguments.implementation or arguments.spec
-    if spec is None or (arguments.spec and arguments.implementation and arguments.spec != arguments.implementation):
-        given = f"{arguments.spec} and {arguments.implementation}" if spec is not None else "none"
+    spec = named_implementation(arguments)
+    if spec is None:
         raise UsageError(
-            f"smoke needs exactly one implementation, got {given}. For example: fsdp-conformance smoke "
+            "smoke needs an implementation, got none. For example: fsdp-conformance smoke "
             f"my_adapter.py:MyAdapter, or an installed one, such as {DEFAULTS.implementation}"
         )
     device = settings_of(arguments).device

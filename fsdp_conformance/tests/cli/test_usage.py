@@ -41,8 +41,8 @@ def _suite(tmp_path_factory: pytest.TempPathFactory) -> mini_suite.MiniSuite:
         (["list", "--profile", "nothing.json"], "got 'nothing.json'"),
         (["explain", "R1000"], "ID must be a requirement (R000 to"),
         (["verify", "nowhere.jsonl"], "got 'nowhere.jsonl'"),
-        (["smoke"], "smoke needs exactly one implementation, got none"),
-        (["smoke", "torch-ddp", "--implementation", "torch-fsdp2"], "got torch-ddp and torch-fsdp2"),
+        (["smoke"], "smoke needs an implementation, got none"),
+        (["smoke", "torch-ddp", "--implementation", "torch-fsdp2"], "got torch-ddp and --implementation torch-fsdp2"),
     ],
     ids=" ".join,
 )
