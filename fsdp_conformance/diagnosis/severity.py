@@ -63,6 +63,8 @@ _COST = frozenset({"COMM", "MEM", "ST", "ORDER"})
 _STATE_FLAGS = frozenset({"full_state_dict", "sharded_state_dict", "optim_state_dict", "checkpoint", "reshard_load"})
 _STATE_CHAPTER = "U"
 _STATE_PHASE = "checkpoint"
+#: The end of the names of checks that compare one with the right one, tensor by tensor.
+_STATE_DICT = "state dict"
 
 
 def severity_of(record: CaseRecord) -> Severity | None:
@@ -122,7 +124,7 @@ def severities_in(text: str) -> frozenset[Severity]:
 
 def _compares_values(finding: Finding, requirement: Requirement | None) -> bool:
     """True if numbers of the training were compared, and differ."""
-    if finding.bound is not None or finding.differing is not None:
+    if finding.bound is not None or finding.differing is not None or finding.check.endswith(_STATE_DICT):
         return True
     return requirement is not None and set(requirement.observation) == {"FULL"}
 

@@ -38,6 +38,7 @@ PLAIN: dict[str, Any] = {"bound": None, "differing": None, "phase": None, "likel
         ("R140", "stepped once", {}, Severity.SILENT),
         ("R146", "state dict", {"bound": "bitwise"}, Severity.STATE),
         ("R147", "keys", {}, Severity.STATE),
+        ("R148", "state dict", {}, Severity.STATE),
         ("R144", "optimizer state dict", {}, Severity.STATE),
         ("R001", "parameters after a load", {"phase": "checkpoint", "bound": "bitwise"}, Severity.STATE),
         ("R001", "deadline", {}, Severity.HANG),
