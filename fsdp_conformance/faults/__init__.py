@@ -2,6 +2,8 @@
 Disturbances that change when things happen, but never a result of a correct implementation.
 
     fault        what every fault offers: install, remove, and whether it struck
+    recorded     faults that need recorded process groups, and see to it
+    points       points of a training loop that does not announce them
     delay        ranks that are late for a collective, at a point of the loop, or when parameters are freed
     late         asynchronous collectives that complete late and out of order
     pending      one of them, between its issue and its completion

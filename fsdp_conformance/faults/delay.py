@@ -12,15 +12,20 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.faults import points
 from fsdp_conformance.faults.fault import POINTS, QUIET_PHASES, Fault
 from fsdp_conformance.faults.pause import calibrate, device_in_use, pause
+from fsdp_conformance.faults.recorded import CollectiveFault
+from fsdp_conformance.harness import context
 from fsdp_conformance.harness.context import log
-from fsdp_conformance.harness.recording.collective_log import CollectiveObserver
 from fsdp_conformance.history.collective import CollectiveRecord, Op
+
+_QUIET = " and ".join(sorted(QUIET_PHASES))
 
 
 class Delay(Fault):
@@ -39,6 +44,7 @@ class Delay(Fault):
         self.milliseconds = milliseconds
 
     def _attach(self) -> None:
+        super()._attach()
         calibrate(device_in_use())
 
     def _strike(self, device_type: str) -> None:
@@ -49,7 +55,7 @@ class Delay(Fault):
         return f"delay of {self.milliseconds:g} ms {where} on {self._ranks_phrase()}"
 
 
-class CollectiveDelay(Delay, CollectiveObserver):
+class CollectiveDelay(CollectiveFault, Delay):
     """
     Late for a collective: before every `every`-th `op` of training on the given ranks. `op=None` is any collective.
 
@@ -78,6 +84,12 @@ class CollectiveDelay(Delay, CollectiveObserver):
         self._met += 1
 
     @property
+    def need(self) -> str:  # type: ignore[override]
+        """The collectives, and where."""
+        ops = ", ".join(sorted(self.ops)) if len(self.ops) < len(Op) else "collectives"
+        return f"the engine must issue {ops} while it is installed, outside of the phases {_QUIET} of the log"
+
+    @property
     def ops(self) -> frozenset[Op]:
         """The collectives that it delays."""
         return frozenset(Op) if self.op is None else frozenset({self.op})
@@ -98,10 +110,6 @@ class CollectiveDelay(Delay, CollectiveObserver):
     def _attach(self) -> None:
         super()._attach()
         self._met = 0
-        log().observers.append(self)
-
-    def _detach(self) -> None:
-        log().observers.remove(self)
 
 
 class ReductionDelay(CollectiveDelay):
@@ -125,21 +133,47 @@ class ReductionDelay(CollectiveDelay):
 
 
 class PointDelay(Delay):
-    """Late at a point of the training loop: after the loss, or before the optimizer step."""
+    """
+    Late at a point of the training loop: after the loss, or before the optimizer step.
+
+    A loop that neither calls `at` for this point nor labels its phases is late whenever torch begins a backward pass,
+    or an optimizer makes a step.
+    """
+
+    need = "call backward() and step() of a torch optimizer while it is installed, or its at(point, step) in the loop"
 
     def __init__(self, point: str, ranks: Iterable[int] | None, milliseconds: float) -> None:
         problems = [] if point in POINTS else [f"point must be one of {', '.join(POINTS)}, got {point!r}"]
         super().__init__(ranks, milliseconds, problems)
         self.point = point
+        self._is_called = False
 
     def at(self, point: str, step: int) -> None:
         """Strike if this is the point."""
-        if point == self.point and self._strikes_here():
-            self._strike(device_in_use())
+        if point == self.point:
+            self._is_called = True
+            if self._strikes_here():
+                self._strike(device_in_use())
 
     def describe(self) -> str:
         """E.g. "delay of 20 ms after loss on every rank"."""
         return self._phrase(self.point.replace("_", " "))
+
+    def _attach(self) -> None:
+        super()._attach()
+        self._is_called = False
+        self._context = context.current()
+        points.watch(self._notice)
+
+    def _detach(self) -> None:
+        points.unwatch(self._notice)
+        super()._detach()
+
+    def _notice(self, point: str) -> None:
+        # A loop that labels its phases announces its points, too.
+        is_announced = self._is_called or log().label[0]
+        if point == self.point and not is_announced and context.current() is self._context and self._strikes_here():
+            self._strike(device_in_use())
 
 
 class FreeDelay(Delay):
@@ -150,12 +184,16 @@ class FreeDelay(Delay):
     forward and before its gradients in backward, so that a device's kernels still read the parameters when the host has
     reached the end of the unit and reshards. After the computation it would be too late. It uses public hooks of the
     module, registered before the implementation wraps the model, so it does not depend on the implementation.
+    Without `prepare`, the first forward pass while it is installed raises ConfigError.
     """
+
+    need = "the model that prepare(model) has seen must run that module, forward and backward, while it is installed"
 
     def __init__(self, fqn: str, ranks: Iterable[int] | None, milliseconds: float) -> None:
         super().__init__(ranks, milliseconds, [] if fqn else ["fqn must name a submodule of the model, got ''"])
         self.fqn = fqn
         self._hooks: list[RemovableHandle] = []
+        self._prepared = False
 
     def prepare(self, model: nn.Module) -> None:
         """
@@ -169,6 +207,7 @@ class FreeDelay(Delay):
                 [f"fqn must name a submodule of {type(model).__name__}, got {self.fqn!r}"], where=type(self).__name__
             )
         module = modules[self.fqn]
+        self._prepared = True
 
         # Functions, not bound methods: a deep copy of the model copies the object of a bound method, and would count in
         # that copy of the fault.
@@ -192,6 +231,21 @@ class FreeDelay(Delay):
         """E.g. "delay of 20 ms before the parameters around 'layers.1' are freed on ranks [0]"."""
         return self._phrase(f"before the parameters around {self.fqn!r} are freed")
 
+    def _attach(self) -> None:
+        super()._attach()
+        self._context = context.current()
+        if not self._prepared:
+            self._hooks.append(register_module_forward_pre_hook(self._require_preparation))
+
+    def _require_preparation(self, module: nn.Module, _args: Any) -> None:
+        phase, _ = log().label
+        if not self._prepared and phase not in QUIET_PHASES and context.current() is self._context:
+            problem = (
+                f"{self.describe()} cannot strike in {type(module).__name__}: call prepare(model) when the model is "
+                "built, before the engine wraps it"
+            )
+            raise ConfigError([problem], where=type(self).__name__)
+
     def _meet(self) -> None:
         phase, _ = log().label
         if phase not in QUIET_PHASES and self._strikes_here():
@@ -201,6 +255,8 @@ class FreeDelay(Delay):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._prepared = False
+        super()._detach()
 
 
 def _is_int(value: object, *, minimum: int) -> bool:

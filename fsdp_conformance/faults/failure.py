@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError, ProcessGroup, Work
 
-from fsdp_conformance.faults.fault import QUIET_PHASES, Fault
+from fsdp_conformance.faults.fault import QUIET_PHASES
 from fsdp_conformance.faults.poison import in_engine
-from fsdp_conformance.harness.context import log
-from fsdp_conformance.harness.recording.collective_log import CollectiveObserver
+from fsdp_conformance.faults.recorded import CollectiveFault
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.stress import EXIT_CODE, Failure
 
@@ -70,13 +69,15 @@ class FailedWork(Work):
         return failed
 
 
-class FailingRank(Fault, CollectiveObserver):
+class FailingRank(CollectiveFault):
     """
     One rank fails at one of its first collectives of training.
 
     It leaves a line in the file `trace` first: a rank that is gone cannot report. The same seed and case fail at the
     same place.
     """
+
+    need = f"the engine must issue {_PLACES} collectives of training while it is installed"
 
     def __init__(self, failure: Failure, seed: int, case: str, *, world_size: int, trace: Path) -> None:
         lot = random.Random(f"{seed} {case} failure")
@@ -111,12 +112,6 @@ class FailingRank(Fault, CollectiveObserver):
     def describe(self) -> str:
         """E.g. "kill before a collective on ranks [1]"."""
         return f"{self.failure} before a collective on {self._ranks_phrase()}"
-
-    def _attach(self) -> None:
-        log().observers.append(self)
-
-    def _detach(self) -> None:
-        log().observers.remove(self)
 
 
 def _raise(where: str) -> None:

@@ -2,14 +2,16 @@
 A fault: an object that can be installed, disturbs a rank, and can be removed without a trace.
 
 A fault changes when things happen, but never the results of a correct implementation. It counts how often it struck
-(`fired`), because a fault that never strikes proves nothing: `silent(rank)` names the faults that should have struck
-and did not, and `unmet(rank, records)` those of them that had no collective to strike.
+(`fired`), because a fault that never strikes proves nothing. One that cannot strike makes itself able to when it is
+installed, or raises ConfigError; one that has not struck where it should have raises when it is removed. A loop that
+judges silence itself removes faults with `must_have_struck=False`: `silent(rank)` names the faults that should have
+struck and did not, and `unmet(rank, records)` those of them that had no collective to strike.
 
 A training loop makes these calls, in this order:
 
     faults = FaultSet(CollectiveDelay(Op.REDUCE_SCATTER, ranks=[1], milliseconds=20), ...)
     faults.prepare(model)                # when the model is built, before the implementation wraps it
-    with faults:                         # install ... remove
+    with faults:                         # install ... remove, which raises for a fault that never struck
         faults.at("after_loss", step)    # between the loss and its backward
         faults.at("before_step", step)   # between the last backward and the optimizer
     faults.silent(rank)
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.harness import context
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 
 #: Places of the training loop at which a fault can strike.
@@ -37,6 +40,9 @@ QUIET_PHASES = frozenset({"setup", "observe"})
 
 class Fault(ABC):
     """One disturbance, on the given ranks or on every rank (None)."""
+
+    need: str = "the training must reach it while it is installed"
+    """What has to happen for it to strike: the end of the message for a fault that never struck."""
 
     def __init__(self, ranks: Iterable[int] | None = None) -> None:
         self.ranks = None if ranks is None else frozenset(ranks)
@@ -61,18 +67,27 @@ class Fault(ABC):
         """
         if self._installed:
             return
-        problems = self.problems_in_world(dist.get_world_size() if dist.is_initialized() else None)
+        problems = self.problems_in_world(_world_size())
         if problems:
             raise ConfigError(problems, where=type(self).__name__)
         self._fired = 0
         self._attach()
         self._installed = True
 
-    def remove(self) -> None:
-        """Remove it completely. A second call changes nothing."""
-        if self._installed:
-            self._installed = False
-            self._detach()
+    def remove(self, *, must_have_struck: bool = True) -> None:
+        """
+        Remove it completely. A second call changes nothing.
+
+        Raises ConfigError if it should have struck on this rank and never did, unless the caller judges that itself.
+        """
+        if not self._installed:
+            return
+        self._installed = False
+        self._detach()
+        # The world may have been unknown when it was installed.
+        problems = [*self.problems_in_world(_world_size()), *self.inert(_rank())] if must_have_struck else []
+        if problems:
+            raise ConfigError(problems, where=type(self).__name__)
 
     def __enter__(self) -> Self:
         self.install()
@@ -81,7 +96,7 @@ class Fault(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.remove()
+        self.remove(must_have_struck=kind is None)
 
     def prepare(self, model: nn.Module) -> None:
         """Called with the model when it is built, before the implementation wraps it."""
@@ -100,6 +115,13 @@ class Fault(ABC):
     def silent(self, rank: int) -> list[str]:
         """Descriptions of faults that apply to `rank` but never struck there: if any, the run proved nothing."""
         return [self.describe()] if self.targets(rank) and self.fired == 0 else []
+
+    def inert(self, rank: int) -> list[str]:
+        """A sentence for each fault that is silent on `rank`, with what it needs."""
+        return [
+            f"{phrase} never struck on rank {rank}, so the test proves nothing: {self.need}"
+            for phrase in self.silent(rank)
+        ]
 
     def unmet(self, rank: int, records: Iterable[CollectiveRecord]) -> dict[str, frozenset[Op]]:
         """
@@ -121,10 +143,26 @@ class Fault(ABC):
 
     def _strikes_here(self) -> bool:
         """True if it is installed and applies to this rank."""
-        return self._installed and self.targets(dist.get_rank() if dist.is_initialized() else 0)
+        return self._installed and self.targets(_rank())
 
     def _ranks_phrase(self) -> str:
         return "every rank" if self.ranks is None else f"ranks {sorted(self.ranks)}"
+
+
+def _rank() -> int:
+    """This rank, also before the default group is made and after it has been destroyed, if it runs a case."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    run = context.current().run
+    return run.order.rank if run is not None else 0
+
+
+def _world_size() -> int | None:
+    """The number of ranks; None if there is neither a default group nor a case."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    run = context.current().run
+    return run.order.case.world_size if run is not None else None
 
 
 class FaultSet(Fault):
@@ -161,6 +199,10 @@ class FaultSet(Fault):
         """Descriptions of the members that never struck on `rank` and should have."""
         return [phrase for fault in self.faults for phrase in fault.silent(rank)]
 
+    def inert(self, rank: int) -> list[str]:
+        """The sentences of its members."""
+        return [sentence for fault in self.faults for sentence in fault.inert(rank)]
+
     def unmet(self, rank: int, records: Iterable[CollectiveRecord]) -> dict[str, frozenset[Op]]:
         """Those of its members."""
         records = list(records)
@@ -182,9 +224,10 @@ class FaultSet(Fault):
                     done.append(fault)
         except BaseException:
             for fault in reversed(done):
-                fault.remove()
+                fault.remove(must_have_struck=False)
             raise
 
     def _detach(self) -> None:
+        # The set judges for all of them.
         for fault in reversed(self.faults):
-            fault.remove()
+            fault.remove(must_have_struck=False)

@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.distributed import Work
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.faults.pending import LateWork, PendingCollective
-from fsdp_conformance.faults.poison import in_engine, is_poisoned, is_there
+from fsdp_conformance.faults.poison import in_engine, is_poisoned, is_there, uncounted
+from fsdp_conformance.faults.recorded import RecordedFault
 from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording.collective_log import Collective
 from fsdp_conformance.harness.recording.process_group import DROPS_PYTHON_WORKS
@@ -69,15 +69,17 @@ _NO_TIMEOUT = timedelta(0)
 _Promise = tuple[float, int, PendingCollective, "torch.futures.Future[Any] | None"]
 
 
-class LateCollectives(Fault):
+class LateCollectives(RecordedFault):
     """Asynchronous collectives complete late and out of order, read their inputs late, and poison their outputs."""
 
-    def __init__(self, lot: random.Random, strike: Callable[[Provocation], None]) -> None:
+    need = "the engine must issue asynchronous collectives of tensors on the CPU while it is installed"
+
+    def __init__(self, lot: random.Random, strike: Callable[[Provocation], None] = uncounted) -> None:
         super().__init__()
         if DROPS_PYTHON_WORKS:  # DDP's constructor waits in C++
             raise EnvironmentUnavailable(
-                f"--stress needs torch 2.7 or newer, got {torch.__version__}: before, torch drops the Python half of a "
-                "collective, which completes it late. Install a newer torch, or leave out --stress."
+                f"late collectives (--stress) need torch 2.7 or newer, got {torch.__version__}: before, torch drops "
+                "the Python half of a collective, which completes it late. Install a newer torch, or leave them out."
             )
         self._lot = lot
         self._count = strike
@@ -230,6 +232,7 @@ class LateCollectives(Fault):
         return None
 
     def _attach(self) -> None:
+        super()._attach()
         log().issuer = self.issue
 
     def _detach(self) -> None:
@@ -240,6 +243,7 @@ class LateCollectives(Fault):
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        super()._detach()
 
     def _strike(self, provocation: Provocation) -> None:
         self._fired += 1

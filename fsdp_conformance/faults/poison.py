@@ -6,7 +6,8 @@ Poison: values that no correct implementation reads, in outputs that are not the
     PoisonedMemory      a fault: bytes that are freed, and bytes by which a storage grows, are overwritten
 
 Memory is seen where a storage is resized, which is how torch's sharded engines free parameters and bring them back. New
-tensors are filled by torch itself, which does that only while deterministic algorithms are on, as in every rank.
+tensors are filled by torch itself, which does that only while deterministic algorithms are on, as in most ranks; where
+they are off, they are on with warnings alone while the fault is installed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from fsdp_conformance.stress import Provocation
 
 #: NaN in every floating point dtype.
 _BYTE = 0xFF
+
+
+def uncounted(_: Provocation) -> None:
+    """For a fault whose strikes are not counted by their kind."""
 
 
 def in_engine() -> bool:
@@ -77,7 +82,9 @@ def is_poisoned(tensor: Tensor) -> bool:
 class PoisonedMemory(Fault):
     """Memory of the CPU holds poison when a storage lets go of it, and when a storage grows."""
 
-    def __init__(self, strike: Callable[[Provocation], None]) -> None:
+    need = "the engine must resize storages of the CPU while it is installed, as FSDP does to free parameters"
+
+    def __init__(self, strike: Callable[[Provocation], None] = uncounted) -> None:
         super().__init__()
         self._count = strike
 
@@ -86,6 +93,10 @@ class PoisonedMemory(Fault):
         return f"freed and new memory poisoned on {self._ranks_phrase()}"
 
     def _attach(self) -> None:
+        super()._attach()
+        self._deterministic_before = torch.are_deterministic_algorithms_enabled()
+        if not self._deterministic_before:
+            torch.use_deterministic_algorithms(True, warn_only=True)
         resize = torch.UntypedStorage.resize_
         self._filled_before = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
@@ -112,6 +123,9 @@ class PoisonedMemory(Fault):
         # The original is inherited.
         del torch.UntypedStorage.resize_
         deterministic.fill_uninitialized_memory = self._filled_before  # type: ignore[attr-defined]
+        if not self._deterministic_before:
+            torch.use_deterministic_algorithms(False)
+        super()._detach()
 
     def _strike(self, provocation: Provocation) -> None:
         self._fired += 1

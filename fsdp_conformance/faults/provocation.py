@@ -33,5 +33,9 @@ class Provoked(FaultSet):
             LateCollectives(random.Random(f"{seed} {case} {rank} late"), self._strike),
         )
 
+    def inert(self, rank: int) -> list[str]:
+        """A sentence if none of its members has struck. What one of them can strike depends on engine and device."""
+        return super().inert(rank) if self.fired == 0 else []
+
     def _strike(self, provocation: Provocation) -> None:
         self.strikes[provocation.value] += 1

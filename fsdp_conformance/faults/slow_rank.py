@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.faults.pause import calibrate, device_in_use, pause
-from fsdp_conformance.faults.poison import in_engine
-from fsdp_conformance.harness.context import log
-from fsdp_conformance.harness.recording.collective_log import CollectiveObserver
+from fsdp_conformance.faults.poison import in_engine, uncounted
+from fsdp_conformance.faults.recorded import CollectiveFault
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.stress import Provocation
 
@@ -21,10 +19,12 @@ _CHANCE = 1 / 3
 _MOST = 30
 
 
-class SlowRank(Fault, CollectiveObserver):
+class SlowRank(CollectiveFault):
     """One rank sleeps before some of its collectives, wherever the code under test issues them."""
 
-    def __init__(self, rank: int, lot: random.Random, strike: Callable[[Provocation], None]) -> None:
+    need = "the engine must issue so many collectives while it is installed that the lot draws one of them"
+
+    def __init__(self, rank: int, lot: random.Random, strike: Callable[[Provocation], None] = uncounted) -> None:
         super().__init__([rank])
         self._lot = lot
         self._count = strike
@@ -41,8 +41,5 @@ class SlowRank(Fault, CollectiveObserver):
         return f"delay of {_MILLISECONDS:g} ms before one in {1 / _CHANCE:.0f} collectives on {self._ranks_phrase()}"
 
     def _attach(self) -> None:
+        super()._attach()
         calibrate(device_in_use())
-        log().observers.append(self)
-
-    def _detach(self) -> None:
-        log().observers.remove(self)

@@ -33,6 +33,7 @@ from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.order import CaseOrder, Debugged, FirstGroup, packed
 from fsdp_conformance.harness.rank import describe_error, destroy_process_group
+from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
 from fsdp_conformance.outcome.records import RankError, RankExit, RankReport
 from fsdp_conformance.run_settings import TorchrunWorker
@@ -69,6 +70,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     """Variables that must be set when the modules of `preload` are imported. Each set gets its own server."""
     reuse_ranks: bool = False
     """Reuse the ranks of the last case of this world size, if it ended well, instead of starting fresh ones."""
+    record_collectives: bool = False
+    """Record the collectives of every process group that a rank makes, in `context.log()`. Faults can strike there."""
     share_devices: bool = False
     """Let ranks share the devices that there are, without a lease, and communicate through gloo."""
     slots_per_device: int = 1
@@ -246,6 +249,12 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         """Runs in a rank before the test method: selects the rank's device. The process group is left to the test."""
         devices.activate(self.device_type)
         devices.use_device(self.device)
+        self.record_if_asked()
+
+    def record_if_asked(self) -> None:
+        """Record the process groups that are made from now on, if the class asks for it."""
+        if self.record_collectives:
+            process_group.register_recording_backend(self.device_type, shared=self.share_devices)
 
     def finish_body(self) -> None:
         """Runs in a rank after a test method that has returned."""

@@ -60,6 +60,7 @@ class MultiProcessTestCase(ShardedTrainingTestCase):
     def init_rank(self) -> None:
         """Set nothing up for the test: it has no launcher that would give it a local rank either."""
         os.environ.pop("LOCAL_RANK", None)
+        self.record_if_asked()
 
 
 class DistributedTestBase(MultiProcessTestCase, common_distributed.DistributedTestBase):
@@ -113,6 +114,7 @@ class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc
     def init_rank(self) -> None:
         """Set up device, process group, barrier and seed, as torch's class does."""
         devices.use_device(self.device)
+        self.record_if_asked()
         if self.launch_options.get("fake_pg"):
             from torch.testing._internal.distributed.fake_pg import FakeStore
 

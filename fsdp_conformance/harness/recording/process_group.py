@@ -40,6 +40,7 @@ __all__ = [
     "RecordingProcessGroup",
     "is_recording",
     "log",
+    "records_new_groups",
     "register_recording_backend",
     "require_recording",
     "unregister_recording_backend",
@@ -201,6 +202,11 @@ def unregister_recording_backend() -> None:
     if BACKEND in distributed_c10d.Backend.backend_list:
         distributed_c10d.Backend.backend_list.remove(BACKEND)
         delattr(distributed_c10d.Backend, BACKEND.upper())
+
+
+def records_new_groups() -> bool:
+    """True if the process groups that this process makes from now on are recorded."""
+    return distributed_c10d.ProcessGroup is RecordingProcessGroup
 
 
 def is_recording(group: ProcessGroup | None = None) -> bool:

@@ -226,8 +226,8 @@ def test_free_delay_leaves_no_hook() -> None:
     fault.prepare(model)
     with _no_time_passes() as sleeps:
         model(torch.ones(1, 5)).sum().backward()
-        with fault:
-            pass
+        fault.install()
+        fault.remove(must_have_struck=False)
         model(torch.ones(1, 5)).sum().backward()
 
     assert sleeps == []

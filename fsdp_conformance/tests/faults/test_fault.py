@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.faults.fault import Fault, FaultSet
 
 
@@ -41,8 +42,8 @@ def test_install_and_remove_are_idempotent() -> None:
     fault.remove()
     fault.install()
     fault.install()
-    fault.remove()
-    fault.remove()
+    fault.remove(must_have_struck=False)
+    fault.remove(must_have_struck=False)
 
     assert notes == ["+a", "-a"]
     assert not fault.installed
@@ -67,22 +68,26 @@ def test_strikes_only_while_installed() -> None:
     fault.at("after_loss", 1)
 
     assert fault.fired == 2
-    with fault:
-        assert fault.fired == 0
+    fault.install()
+    assert fault.fired == 0
+    fault.remove(must_have_struck=False)
 
 
 def test_silence_is_noticed() -> None:
     """A fault that never struck on a rank that it was meant for is named; on another rank its silence means nothing."""
     quiet, elsewhere, loud = Counted("quiet", []), Counted("elsewhere", [], ranks=[3]), Counted("loud", [])
     faults = FaultSet(quiet, elsewhere, loud)
-    with faults:
-        loud.at("after_loss", 0)
+    faults.install()
+    loud.at("after_loss", 0)
 
-        assert faults.silent(0) == ["quiet"]
-        assert faults.silent(3) == ["quiet", "elsewhere"]
-        assert faults.fired == 1
-        assert quiet.silent(0) == ["quiet"]
-        assert loud.silent(0) == []
+    assert faults.silent(0) == ["quiet"]
+    assert faults.silent(3) == ["quiet", "elsewhere"]
+    assert faults.fired == 1
+    assert quiet.silent(0) == ["quiet"]
+    assert loud.silent(0) == []
+    with pytest.raises(ConfigError, match="quiet never struck on rank 0, so the test proves nothing"):
+        faults.remove()
+    assert not any(fault.installed for fault in (faults, quiet, elsewhere, loud))
 
 
 def test_a_set_is_removed_in_reverse() -> None:

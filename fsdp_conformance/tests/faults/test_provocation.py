@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import deterministic
 
 from fsdp_conformance.engine.communication import all_gather, all_reduce
+from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.faults import late, poison
 from fsdp_conformance.faults.late import LateCollectives
 from fsdp_conformance.faults.pending import LateWork, PendingCollective
@@ -109,9 +110,10 @@ class Provoking(RecordedRanks):
     def test_one_rank_is_slow(self) -> None:
         """The ranks agree on who is slow, and that one alone sleeps."""
         provoked = self._provoked()
-        with provoked:
-            for _ in range(20):
-                dist.all_reduce(torch.ones(1))
+        provoked.install()
+        for _ in range(20):
+            dist.all_reduce(torch.ones(1))
+        provoked.remove(must_have_struck=False)
         slept = torch.tensor([0, 0])
         slept[self.rank] = provoked.strikes[Provocation.SLOW]
         dist.all_reduce(slept)
@@ -134,11 +136,14 @@ class Provoking(RecordedRanks):
 
     def test_suite_is_left_alone(self) -> None:
         """The suite's own work is not provoked."""
-        with self._provoked() as provoked:
-            with context.working(Part.SUITE):
-                async_engines.in_order(self._grads())
-                torch.ones(4).untyped_storage().resize_(0)
-            self.assertEqual(0, sum(provoked.strikes.values()))
+        provoked = self._provoked()
+        provoked.install()
+        with context.working(Part.SUITE):
+            async_engines.in_order(self._grads())
+            torch.ones(4).untyped_storage().resize_(0)
+        with self.assertRaisesRegex(ConfigError, "never struck on rank"):
+            provoked.remove()
+        self.assertEqual(0, sum(provoked.strikes.values()))
 
     def test_removed_without_a_trace(self) -> None:
         """Afterwards collectives, storages and new tensors are torch's own, and no thread is left."""
@@ -244,6 +249,8 @@ class Provoking(RecordedRanks):
     def test_what_is_passed_on(self) -> None:
         """Synchronous calls, sparse tensors, and what gloo may reject at the call are not kept back."""
         with _late() as struck:
+            all_reduce(torch.ones(1), world()).wait()
+            struck.clear()
             dist.all_reduce(torch.ones(1))
             dist.broadcast(torch.ones(1), 0)
             sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,))
