@@ -18,7 +18,8 @@ from pages.blocks import ROOT, Block, Command, blocks_of
 #: For one command, on a machine that does other work as well.
 DEADLINE_S = 400.0
 
-PROGRAM = "fsdp-conformance"
+#: The programs that a page may run, with the modules that are run in their place.
+MODULES = {"fsdp-conformance": "fsdp_conformance", "pytest": "pytest"}
 
 #: Words of a comment that give a block a file.
 FILES = ("file", "adapter", "script")
@@ -58,6 +59,8 @@ def apply_change(block: Block, directory: Path) -> None:
     """Change a file as a block of differences says. Raises ValueError unless the old lines are there exactly once."""
     file = directory / block.said
     lines = block.text.splitlines(keepends=True)
+    # The space of an empty line is gone.
+    lines = [line if line.strip() else " \n" for line in lines]
     old = "".join(line[1:] for line in lines if line[0] in " -")
     new = "".join(line[1:] for line in lines if line[0] in " +")
     text = file.read_text(encoding="utf-8")
@@ -83,7 +86,8 @@ def run_page(page: str, directory: Path) -> Iterator[Ran]:
             for number, command in enumerate(block.commands()):
                 # The status of a block is that of its last command.
                 expected_status = expected if number == len(block.commands()) - 1 else 0
-                status, output = _run([sys.executable, "-m", "fsdp_conformance", *command.words()[1:]], directory)
+                program, *arguments = command.words()
+                status, output = _run([sys.executable, "-m", MODULES[program], *arguments], directory)
                 yield Ran(block, command, status, expected_status, output, command.quoted)
     scripts = [block for block in blocks if block.word == "script"]
     if scripts:

@@ -27,6 +27,7 @@ NIGHTLY = frozenset(
     for name in (
         "engine",
         "exploring",
+        "harness",
         "own-model",
         "planner",
         "reading-a-verdict",
