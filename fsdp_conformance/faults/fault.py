@@ -42,7 +42,7 @@ class Fault(ABC):
     """One disturbance, on the given ranks or on every rank (None)."""
 
     need: str = "the training must reach it while it is installed"
-    """What has to happen for it to strike: the end of the message for a fault that never struck."""
+    """The condition for a strike, as the end of the message for a fault that never struck."""
 
     def __init__(self, ranks: Iterable[int] | None = None) -> None:
         self.ranks = None if ranks is None else frozenset(ranks)
