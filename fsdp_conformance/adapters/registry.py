@@ -367,7 +367,7 @@ def _how_to_install(adapter: type[Adapter]) -> str:
     if not extra:
         return f"{here} and try again."
     return (
-        f"{here}: pip install 'fsdp-conformance[{extra}]'. In a checkout, `ci/certify --with {extra}` installs tested "
+        f"{here}: pip install {adapter.package}. In a checkout, `ci/certify --with {extra}` installs tested "
         "versions in a separate environment."
     )
 

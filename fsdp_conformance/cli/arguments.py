@@ -64,7 +64,7 @@ Only what the implementation declares is drawn. Examples run on simulated ranks;
 """
 
 _COMPLETION_NOTES = """\
-It needs shtab: pip install 'fsdp-conformance[completion]'.
+It needs shtab: pip install shtab.
 
   bash   eval "$(fsdp-conformance completion bash)", in ~/.bashrc
   zsh    fsdp-conformance completion zsh >DIR/_fsdp-conformance, where DIR is in $fpath

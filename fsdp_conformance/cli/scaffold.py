@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 
-from fsdp_conformance import __version__
 from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
 
 TESTS = "tests/test_conformance.py"
@@ -125,7 +124,7 @@ def _rendered(template: str, adapter: Adapter) -> str:
     )
     text = (files(__package__) / "templates" / template).read_text(encoding="utf-8")
     return environment.from_string(text).render(
-        spec=adapter.spec, class_name=adapter.class_name, name=_display_name(adapter.class_name), version=__version__
+        spec=adapter.spec, class_name=adapter.class_name, name=_display_name(adapter.class_name)
     )
 
 

@@ -104,7 +104,7 @@ def _require_cryptography(option: str) -> None:
         import cryptography  # noqa: F401 - asked for its presence
     except ImportError as error:
         raise EnvironmentUnavailable(
-            f"{option} needs cryptography, which is not installed: pip install 'fsdp-conformance[sign]'"
+            f"{option} needs cryptography, which is not installed: pip install cryptography"
         ) from error
 
 

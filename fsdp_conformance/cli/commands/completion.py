@@ -20,9 +20,7 @@ def main(arguments: argparse.Namespace) -> int:
         # Only here: no other command has to wait for it.
         import shtab
     except ImportError as error:
-        raise EnvironmentUnavailable(
-            "completion needs shtab, which is not installed: pip install 'fsdp-conformance[completion]'"
-        ) from error
+        raise EnvironmentUnavailable("completion needs shtab, which is not installed: pip install shtab") from error
     whole = parser()
     for action in _actions(whole):
         if action.metavar in _FILES:

@@ -152,7 +152,7 @@ def run(
 def _check_workers(workers: str | None) -> None:
     if workers not in (None, "0") and importlib.util.find_spec("xdist") is None:
         raise EnvironmentUnavailable(
-            f"-n {workers} needs pytest-xdist, which is not installed. Install fsdp-conformance[xdist], or omit -n."
+            f"-n {workers} needs pytest-xdist, which is not installed. Run pip install pytest-xdist, or omit -n."
         )
 
 

@@ -69,6 +69,19 @@ def test_each_version_is_set_up_tried_and_removed(tmp_path: Path, versions: Vers
     assert not (tmp_path / ".venvs/torch-2.6").exists()
 
 
+def test_the_lowest_versions_run_the_tests_that_use_them(tmp_path: Path, versions: Versions) -> None:
+    """No engine is judged with them, and the table is of versions of torch."""
+    (tmp_path / ".venvs/lowest").mkdir(parents=True)
+    status, calls = versions("lowest")
+
+    assert status == 0
+    assert [call for call in calls if "ci/setup" in call] == [f"{tmp_path}/ci/setup lowest"]
+    assert ["fsdp_conformance/tests/pytest_plugin" in call for call in calls if "-m pytest" in call] == [True]
+    assert not any("fsdp-conformance run" in call for call in calls)
+    assert not (tmp_path / ".venvs/lowest").exists()
+    assert table(tmp_path / "out").startswith("| torch |")
+
+
 @pytest.mark.parametrize("version", ["2.7", "2.8"])
 def test_one_version_that_fails_does_not_stop_the_others(version: str, versions: Versions) -> None:
     """One that cannot be installed, and one whose tests fail."""
