@@ -206,12 +206,15 @@ def _requirement(everything: Results, row: Row) -> str:
 def _source(everything: Results, path: str) -> str:
     file = ROOT / path
     text = file.read_text(encoding="utf-8")
-    description = ast.get_docstring(ast.parse(text)) or ""
+    # Pages may link to any file: a changelog has no docstring, and is shown as it is.
+    is_python = path.endswith(".py") or (text.startswith("#!") and "python" in text.partition("\n")[0])
+    description = (ast.get_docstring(ast.parse(text)) if is_python else None) or ""
     is_finding = path.startswith("ci/findings/")
     return render.page(
         "source.md",
         path=path,
         text=text.rstrip("\n"),
+        language="python" if is_python else file.suffix.removeprefix(".") or "text",
         sentence=description.partition("\n\n")[0],
         script=read_script(file) if is_finding else None,
         defects=everything.scripts().get(path, []),

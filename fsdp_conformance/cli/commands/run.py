@@ -106,6 +106,10 @@ def run(
         cases = [case for case in selected if resumed is None or case.id not in resumed.judged]
         _check_workers(arguments.workers)
         expected = expected_by(arguments)
+        # At once: what follows waits for torch to be imported.
+        messages.say(
+            f"{messages.PROGRAM} {__version__} · {profile.name} · {len(cases)} of {len(profile.entries)} cases selected"
+        )
         settings = pytest.with_workload(settings, signals)
         survey = pytest.survey(settings.device, settings.implementation, signals)
         if resumed is not None:
@@ -120,7 +124,7 @@ def run(
             report_dir.prepare(report)
         else:
             messages.say(f"{len(selected) - len(cases)} of {len(selected)} cases have a verdict in {resumed.run.path}")
-        _announce(settings, profile, survey, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
+        _announce(settings, survey, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
         if any(device == SIMULATED for _, device in will_run) and not survey.machine.simulator_built:
             building.build_simulator(signals)
         remember(report)
@@ -200,7 +204,6 @@ def _check_adapter(
 
 def _announce(
     settings: RunSettings,
-    profile: Profile,
     survey: Survey,
     *,
     num_cases: int,
@@ -208,9 +211,6 @@ def _announce(
     workers: str | None,
 ) -> None:
     description, machine = survey.description, survey.machine
-    messages.say(
-        f"{messages.PROGRAM} {__version__} · {profile.name} · {num_cases} of {len(profile.entries)} cases selected"
-    )
     name = f"{description.name} {description.version}".rstrip()
     messages.say(f"implementation {name} ({settings.implementation})")
     for shim in description.shims:

@@ -137,7 +137,8 @@ std::array<bool, 3> attention_kernels(
   const Attention call{query, key, value, mask, 0.0, is_causal, std::nullopt, enable_gqa};
   const at::Context& allowed = at::globalContext();
   return {
-      allowed.userEnabledFlashSDP() && flash_accepts(call), allowed.userEnabledMemEfficientSDP() && efficient_accepts(call),
+      allowed.userEnabledFlashSDP() && flash_accepts(call),
+      allowed.userEnabledMemEfficientSDP() && efficient_accepts(call),
       allowed.userEnabledCuDNNSDP() && cudnn_accepts(call)};
 }
 

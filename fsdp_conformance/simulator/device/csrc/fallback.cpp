@@ -189,7 +189,9 @@ class Call {
     if (traits_.indices < 0) {
       return traits_.host_waits;
     }
-    const auto argument = [&](int place) -> const c10::IValue& { return (*stack_)[first_ + static_cast<size_t>(place)]; };
+    const auto argument = [&](int place) -> const c10::IValue& {
+      return (*stack_)[first_ + static_cast<size_t>(place)];
+    };
     bool masks = false;
     for (const c10::IValue& index : argument(traits_.indices).toListRef()) {
       if (!index.isTensor() || !index.toTensor().defined()) {

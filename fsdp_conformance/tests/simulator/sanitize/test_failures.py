@@ -165,7 +165,7 @@ def test_what_cannot_be_simulated_says_so(tmp_path: Path) -> None:
         "torch.cuda.MemPool",
         *(["torch.cuda.get_stream_from_external"] if hasattr(torch.cuda, "get_stream_from_external") else []),
         "torch.cuda.utilization",
-        "torch.nn.DataParallel",
+        "torch.nn.parallel.comm.scatter",
         "a CUDA kernel of torch.utils.cpp_extension.load",
     ]
     assert "NotSimulated: torch.cuda.ExternalStream has no counterpart" in run.verdict
