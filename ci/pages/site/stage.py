@@ -85,8 +85,9 @@ def write(folder: Path) -> int:
 def all_pages() -> Iterator[tuple[str, str]]:
     """Path and text of every page."""
     everything = results()
-    yield "index.md", _landing(everything)
-    sources = {str(path.relative_to(ROOT)) for path in scripts()}
+    index, linked = _from_docs("docs/index.md")
+    yield "index.md", _landing(everything, index)
+    sources = {str(path.relative_to(ROOT)) for path in scripts()} | linked
     for page in pages():
         if page.startswith("docs/") and page not in _REPLACED:
             text, linked = _from_docs(page)
@@ -118,7 +119,7 @@ def navigation() -> list[dict[str, object]]:
     """The groups of docs/index.md, and the scoreboard with its pages."""
     replaced = {PurePosixPath(page).name for page in _REPLACED}
     groups: list[dict[str, object]] = [
-        {title: [{name: page} for name, page in _PAGE.findall(members) if page not in replaced]}
+        {title: [{name: page} for name, page in _PAGE.findall(members) if page not in replaced and "/" not in page]}
         for title, members in _GROUP.findall(text_of("docs/index.md"))
     ]
     board: list[dict[str, object]] = [
@@ -141,9 +142,9 @@ def _from_docs(page: str) -> tuple[str, set[str]]:
     return prose.converted(text_of(page), source_page), linked
 
 
-def _landing(everything: Results) -> str:
+def _landing(everything: Results, index: str) -> str:
     failure = next(block for block in blocks_of("README.md") if block.language == "console" and "✗" in block.text)
-    contents = "".join(f"**{title}**\n\n{members}\n" for title, members in _GROUP.findall(text_of("docs/index.md")))
+    contents = "".join(f"**{title}**\n\n{members}\n" for title, members in _GROUP.findall(index))
     return render.page(
         "landing.md",
         results=everything,
