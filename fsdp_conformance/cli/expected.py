@@ -87,11 +87,10 @@ class Expected:
         today = dt.datetime.now(dt.UTC).date()
         return listed.judge(verification.run, self.expectations, profile_cases=known_cases(profile), today=today)
 
-    def page(self, verification: Verification, profile: Profile, selected: Collection[str]) -> str:
-        """The run as an HTML page, next to the list and its baseline."""
+    def page(self, verification: Verification, judged: Judged, selected: Collection[str]) -> str:
+        """The run as an HTML page, next to the list, as `judged` has it, and to its baseline."""
         baseline = str(self.baseline.path) if self.baseline is not None else ""
         changes = self.changes(verification, selected)
-        judged = self.judged(verification, profile)
         return page(verification.run, verification.certificate, judged, changes=changes, baseline=baseline)
 
     def _differences(self, judged: Judged) -> list[str]:

@@ -360,7 +360,7 @@ def _write_pages(
     texts = {
         report / SUMMARY: markdown.summary(run, certificate, judged),
         report / TESTS: junit.text(run, certificate, judged),
-        report / PAGE: expected.page(verification, profile, selected),
+        report / PAGE: expected.page(verification, judged, selected),
     }
     with contextlib.suppress(OSError):  # a full disk is reported with the run file
         for path, text in texts.items():

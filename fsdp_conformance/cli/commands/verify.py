@@ -29,10 +29,11 @@ def main(arguments: argparse.Namespace) -> int:
     profile = verification.profile
     settings = settings_from_json(run.header.get("settings") or {})
     selected = {entry.id for entry in profile.entries if not left_out_by(entry.case(), settings)}
+    judged = expected.judged(verification, profile)
     if arguments.html:
-        report_dir.write_text(Path(arguments.html), expected.page(verification, profile, selected), option="--html")
+        report_dir.write_text(Path(arguments.html), expected.page(verification, judged, selected), option="--html")
     if arguments.markdown:
-        print(markdown.summary(run, certificate, expected.judged(verification, profile)), end="")
+        print(markdown.summary(run, certificate, judged), end="")
         return verification.status
     if arguments.json:
         compared: list[str] = []
