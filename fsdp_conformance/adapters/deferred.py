@@ -1,4 +1,4 @@
-"""Materialises a model on the meta device, for engines whose users do so themselves after wrapping it."""
+"""Models of which modules are on the meta device: moved as they are, or materialised after an engine wrapped them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ def materialise(
         module.to_empty(device=device, recurse=False)
     for module in ready:
         initialise(module, init_fn)
+
+
+def move_values(model: nn.Module, device: torch.device) -> None:
+    """
+    Move a model to the device except for its tensors on meta, such as those of ignored modules.
+
+    `Module.to` refuses a model that has any.
+    """
+    if any(map(_has_meta, model.modules())):
+        # Module.to goes this way too, and engines override it to follow their parameters.
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        model.to(device)
 
 
 def allocating(init_fn: Any, device: torch.device) -> Any:

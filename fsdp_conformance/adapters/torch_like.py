@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.base import Adapter, CommunicationHook, ModelFn, OptimFn
+from fsdp_conformance.adapters.deferred import move_values
 from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.sharded import (
     full_copies,
@@ -157,14 +158,14 @@ class TorchAdapter(Adapter):
         model = model_fn()
         self.names = OriginalNames(model)
         if plan.init_mode is InitMode.BEFORE and not plan.meta_init:
-            model.to(self.device)
+            move_values(model, self.device)
         wrapped: object = self.wrap(model, plan)
         if not isinstance(wrapped, nn.Module):
             raise AdapterError(
                 f"{self.display_name()}.wrap() must return the wrapped nn.Module, got {type(wrapped).__name__}"
             )
         if plan.init_mode is InitMode.AFTER:
-            wrapped.to(self.device)
+            move_values(wrapped, self.device)
         self.model = wrapped
         self._optim_fn = optim_fn
         self._make_optimizer()

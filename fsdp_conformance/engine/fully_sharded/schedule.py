@@ -388,7 +388,8 @@ class UnitSchedule:
         for unit in self.units:
             unit.reset()
         for pool in self._pools(self.units):
-            pool.settle()
+            # Also the cached blocks that gradients were collected in: the end of backward, which frees them, never came.
+            pool.trim()
 
     def recover_if_interrupted(self) -> None:
         """`recover`, if an exception ended a backward."""
