@@ -186,9 +186,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     def _join_processes(self, fn: Any) -> None:
         """Wait for the ranks, and conclude from their reports and exits."""
         if self._launch is None:  # in torch's classes, too, a test that started no ranks is skipped
-            raise unittest.SkipTest(
-                f"no ranks were started, so nothing was tested: call self._spawn_processes() in {type(self).__name__}.setUp"
-            )
+            starts = f"self._spawn_processes() in {type(self).__name__}.setUp"
+            raise unittest.SkipTest(f"no ranks were started, so nothing was tested: call {starts}")
         self._test_function = fn
         began = time.monotonic()
         try:

@@ -164,10 +164,12 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
     )
     check_members(found.members)
     inner = _units_below(modules)
-    device = compute_device_of(found.members, device_id)
-    found.members += _join_shared(found, inner)
+    # Before parameters that inner units share join this one: those are wherever their former units keep their shards.
     if not found.members and device_id is None and inner:
         device = inner[-1].device
+    else:
+        device = compute_device_of(found.members, device_id)
+    found.members += _join_shared(found, inner)
     tensors: list[Tensor] = [*(member.parameter for member in found.members), *found.buffers]
     place_tensors(tensors, device)
     verify_unit(found.members, groups, device, ignores=bool(options.ignored_modules or options.ignored_parameters))

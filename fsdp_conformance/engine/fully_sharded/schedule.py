@@ -388,7 +388,7 @@ class UnitSchedule:
         for unit in self.units:
             unit.reset()
         for pool in self._pools(self.units):
-            # Also the cached blocks that gradients were collected in: the end of backward, which frees them, never came.
+            # Also the cached blocks that gradients were collected in: the end of backward would have freed them.
             pool.trim()
 
     def recover_if_interrupted(self) -> None:
