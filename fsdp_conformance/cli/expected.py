@@ -62,7 +62,8 @@ class Expected:
             verdicts.append(judged.as_expected)
         changes = self.changes(verification, selected)
         if self.baseline is not None and changes is not None:
-            say("\n".join([f"since {self.baseline.path}:", *(f"  {line}" for line in changes.lines())]))
+            path = self.baseline.path
+            say("\n".join([f"since {path}:", *(f"  {line}" for line in changes.lines())]), path)
             verdicts.append(not changes.worse)
         if self.fail_on:
             counting = self._counting(verification.run, judged)

@@ -18,16 +18,18 @@ PROGRAM = "fsdp-conformance"
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
 
-def say(text: str) -> None:
+def say(text: str, *whole: object) -> None:
     """
     Print text for people: on a terminal, lines that are too long are folded. Programs such as grep get whole lines.
+
+    `whole`: the paths in the text that may have spaces. They stay on one line.
 
     Not for commands, which are copied: they are printed as they are, on a separate line.
     """
     width = terminal_width()
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        print("\n".join(folded(line, width, indent=indent)) if width else line, flush=True)
+        print("\n".join(folded(line, width, indent=indent, whole=whole)) if width else line, flush=True)
 
 
 def say_json(content: Mapping[str, Any]) -> None:

@@ -228,15 +228,17 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
 
     def took(self, line: dict[str, Any], chapter: Chapter | None) -> None:
         if chapter is not None and Verdict(line["verdict"]) in ALARMING:
-            self._console.print(
-                f"{line['verdict']}  {line['case']}: {line.get('reason', '')}", style="red", markup=False
-            )
+            self._print(f"{line['verdict']}  {line['case']}: {line.get('reason', '')}", style="red")
 
     def tick(self) -> None:
         """Rich redraws the table in a thread."""
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        self._print(text, highlight=False)
+
+    def _print(self, text: str, **options: Any) -> None:
+        # The terminal itself breaks a long line, and copies it as one: paths and ids stay whole.
+        self._console.print(text, markup=False, soft_wrap=True, **options)
 
     def _table(self) -> Any:
         from rich.console import Group

@@ -50,7 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
 
     messages.say(
         f"{bound.case.id} on {arguments.implementation}: rank {rank} of {bound.case.world_size} has this terminal; "
-        "no deadline runs. Ctrl-C interrupts that rank."
+        "no deadline runs. Ctrl-C interrupts that rank.",
+        arguments.implementation,
     )
     test = bound.owner(bound.method)
     test.debugged = Debugged(rank=rank, post_mortem=arguments.pdb)

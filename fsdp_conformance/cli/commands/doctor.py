@@ -13,10 +13,10 @@ import os
 import platform
 import shutil
 import tempfile
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from fsdp_conformance import __version__, docs
@@ -29,6 +29,7 @@ from fsdp_conformance.contract.profile import INTERPRETATION, load_profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome.records import ABSENT
 from fsdp_conformance.plan import SIMULATED
+from fsdp_conformance.report.folding import folded
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.status import Status
@@ -65,15 +66,15 @@ class Findings:
         self.entries: list[dict[str, str]] = []
         self._printed = printed
 
-    def line(self, what: str, text: str, state: str = "ok") -> None:
+    def line(self, what: str, text: str, state: str = "ok", *, path: Path | str = "") -> None:
         """
-        Print one finding.
+        Print one finding. `path`: one in the text that may have spaces.
 
         `state` is ok; failed (no case can run); absent (not every run needs it); or found (should be cleaned up).
         """
         self.failed = self.failed or state == "failed"
         self.entries.append({"what": what, "text": text, "state": state})
-        first, *rest = textwrap.wrap(text, _TEXT_WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
+        first, *rest = folded(text, _TEXT_WIDTH, whole=[path] if path else ()) or [""]
         self.say("\n".join([f"  {what:<16} {first:<{_TEXT_WIDTH}}  {state}", *(f"{'':19}{line}" for line in rest)]))
 
     def quote(self, output: str) -> None:
@@ -142,7 +143,7 @@ def _compiler(findings: Findings) -> None:
     names = [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name]
     compiler = next((path for name in names if (path := shutil.which(name))), None)
     if compiler:
-        findings.line("C++ compiler", compiler)
+        findings.line("C++ compiler", compiler, path=compiler)
     else:
         findings.line(
             "C++ compiler",
@@ -163,7 +164,7 @@ def _temporary_files(findings: Findings) -> None:
         return
     little = room < _LITTLE_ROOM
     text = f"{place}, {room / 1e9:.1f} GB free" + ("; set TMPDIR" if little else "")
-    findings.line("temporary files", text, "failed" if little else "ok")
+    findings.line("temporary files", text, "failed" if little else "ok", path=place)
 
 
 def _earlier_runs(findings: Findings) -> None:
@@ -175,7 +176,7 @@ def _earlier_runs(findings: Findings) -> None:
         findings.line("earlier runs", text, "found")
     if paths:
         text = f"{len(paths)} leftover files or directories in {paths[0].parent}, such as {paths[0].name}"
-        findings.line("earlier runs", text, "found")
+        findings.line("earlier runs", text, "found", path=paths[0].parent)
 
 
 def _launches(findings: Findings, launches: Iterable[dict[str, Any]], settings: RunSettings) -> Machine | None:

@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
         messages.complain(f"the command {why} before it had trained")
         return Status.SCRIPT_FAILED
     ranks, steps = messages.plural(run.world_size, "rank"), messages.plural(len(run.steps), "step")
-    messages.say(f"recorded {steps} of {ranks} in {directory}, {elapsed(began)}")
+    messages.say(f"recorded {steps} of {ranks} in {directory}, {elapsed(began)}", directory)
     if status is None:
         messages.complain(f"the command was ended after {timeout_s:g} s (--timeout)")
     return Status.SCRIPT_FAILED if status or status is None else Status.CERTIFIED

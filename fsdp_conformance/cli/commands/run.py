@@ -123,7 +123,10 @@ def run(
         if resumed is None:
             report_dir.prepare(report)
         else:
-            messages.say(f"{len(selected) - len(cases)} of {len(selected)} cases have a verdict in {resumed.run.path}")
+            messages.say(
+                f"{len(selected) - len(cases)} of {len(selected)} cases have a verdict in {resumed.run.path}",
+                resumed.run.path,
+            )
         _announce(settings, survey, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
         if any(device == SIMULATED for _, device in will_run) and not survey.machine.simulator_built:
             building.build_simulator(signals)
@@ -212,11 +215,11 @@ def _announce(
 ) -> None:
     description, machine = survey.description, survey.machine
     name = f"{description.name} {description.version}".rstrip()
-    messages.say(f"implementation {name} ({settings.implementation})")
+    messages.say(f"implementation {name} ({settings.implementation})", settings.implementation)
     for shim in description.shims:
         messages.say(f"  shim: {shim}")
     if settings.workload:
-        messages.say(f"model, batches and loss of {settings.workload}: nothing is certified")
+        messages.say(f"model, batches and loss of {settings.workload}: nothing is certified", settings.workload)
     backend = machine.backend_of(settings)
     messages.say(f"device {machine.device} · backend {backend} · torch {machine.torch}")
     if settings.share_devices:

@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
         return status
     implementation = run.header.get("implementation") or {}
     name, version = implementation.get("name", "an unknown implementation"), implementation.get("version", "")
-    messages.say(f"{path}: {name} {version}".rstrip())
+    messages.say(f"{path}: {name} {version}".rstrip(), path)
     messages.say(terminal.summary_line(certificate, seconds=run.seconds))
     text = terminal.certificate_text(certificate, width=screen_width())
     if text:

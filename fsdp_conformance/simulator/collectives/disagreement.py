@@ -146,8 +146,9 @@ class Disagreement:
             lines.append(f"  rank {party.rank}: {party.words}")
             lines.append(f"      {party.place or '(no line of the script)'}")
         lines += textwrap.wrap(
-            f"to do: {self.advice()}", _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
-        )
+            f"to do: {self.advice()}", _WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False,
+            break_on_hyphens=False,
+        )  # fmt: skip
         return "\n".join(lines)
 
 

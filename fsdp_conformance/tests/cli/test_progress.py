@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.cli.progress import PlainDisplay, Progress, RunFileTail
+from fsdp_conformance.cli.progress import LiveDisplay, PlainDisplay, Progress, RunFileTail
 from fsdp_conformance.contract.case import Case
 
 
@@ -118,3 +118,20 @@ def test_lines_for_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert "2/2 " in lines[1]
     assert "1/3 " in lines[2]
+
+
+def test_a_narrow_terminal_gets_whole_paths_and_ids(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The terminal breaks lines itself, so that what is copied from it has no break."""
+    monkeypatch.setenv("COLUMNS", "60")
+    progress = Progress(CASES, CASES)
+    reason = "no such file: /home/me/my own runs/of today/" + "x" * 40 + "/checkpoint.pt"
+    line = {**verdict("a", "FAIL"), "reason": reason}
+    with LiveDisplay(progress) as display:
+        display.took(line, progress.take(line))
+        display.say(f"report: {reason}")
+    printed = capsys.readouterr().out
+
+    assert f"FAIL  a: {reason}\n" in printed
+    assert f"report: {reason}\n" in printed

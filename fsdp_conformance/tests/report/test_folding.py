@@ -64,6 +64,28 @@ def test_words_and_inner_spaces_stay() -> None:
     assert folded("  R001  two   words", 60) == ["  R001  two   words"]
 
 
+def test_paths_stay_on_one_line() -> None:
+    """A path that is named, and one in quotation marks, keep their spaces; other quoted words are folded."""
+    path = "/home/me/my own runs/of today/" + "x" * 40 + "/run.jsonl"
+    text = f"3 of 4 cases have a verdict in {path}, after several words"
+
+    assert path in folded(text, 60, whole=[path])[1]
+    assert not any(path in line for line in folded(text, 60))
+    (quoted,) = [line for line in folded(f"FileNotFoundError: [Errno 2] No such file: '{path}'", 60) if "home" in line]
+    assert quoted == f"'{path}'"
+    words = "the ranks' and the engine's words 'that are quoted, but are no path' are folded here"
+    assert max(map(len, folded(words, 60))) <= 60
+
+
+def test_a_path_is_printed_whole(columns: Columns, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a narrow terminal, too."""
+    columns("60")
+    path = "/tmp/my own recordings of today/first"
+    messages.say(f"recorded 3 steps of 2 ranks in {path}, 0.4 s", path)
+
+    assert f"{path}," in capsys.readouterr().out
+
+
 def test_reports_fit_a_narrow_terminal() -> None:
     """Failures, the certificate and explanations; the same words as in a wide one."""
     records = [failed(), hung(), failed("R004/adam-a-model-with-a-long-name-and-several-regimes-ws4", fqn="x" * 20)]
