@@ -29,7 +29,7 @@ Completions = Callable[..., list[list[str]]]
 
 @pytest.fixture(name="completions")
 def _completions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Completions:
-    """What bash suggests for the last word of each line."""
+    """The suggestions of bash for the last word of each line."""
     if shutil.which("bash") is None:
         pytest.skip("bash is not installed")
     assert main(["completion", "bash"]) == 0

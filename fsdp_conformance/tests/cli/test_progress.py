@@ -126,7 +126,7 @@ def test_a_narrow_terminal_gets_whole_paths_and_ids(
     """The terminal breaks lines itself, so that what is copied from it has no break."""
     monkeypatch.setenv("COLUMNS", "60")
     progress = Progress(CASES, CASES)
-    reason = "no such file: /home/me/my own runs/of today/" + "x" * 40 + "/checkpoint.pt"
+    reason = "no such file: /data/my own runs/of today/" + "x" * 40 + "/checkpoint.pt"
     line = {**verdict("a", "FAIL"), "reason": reason}
     with LiveDisplay(progress) as display:
         display.took(line, progress.take(line))
