@@ -6,9 +6,9 @@ A profile: the frozen list of cases from which a certificate is computed, with i
     python -m fsdp_conformance.contract.profile --write components-2026.11
     python -m fsdp_conformance.contract.profile --write quick-2026.11     (the cases that ci/quick has chosen)
     python -m fsdp_conformance.contract.profile --write own-model-2026.11
-    python -m fsdp_conformance.contract.profile --write smoke --only R001/exact-probe-ws2 ... --not-certifying
+    python -m fsdp_conformance.contract.profile --write sample --only R001/exact-probe-ws2 ... --not-certifying
 
-Shipped are `core` and `components`, which certify, and `smoke`, `quick` and `own-model`, which do not. From the first
+Shipped are `core` and `components`, which certify, and `sample`, `quick` and `own-model`, which do not. From the first
 follow `base`, `full` (core and components) and a profile for each extension (the base and that extension). A name
 without a date means the newest: `base` is base-2026.11.
 
@@ -58,6 +58,9 @@ QUICK = "quick-"
 
 #: The kind of profile that has the cases of both.
 FULL = "full"
+
+#: New names of profiles by the old ones. `smoke` is only the command that checks an adapter.
+RENAMED = {"smoke": "sample"}
 
 #: Profiles that are derived from a core, besides those of its extensions.
 _DERIVED = (BASE[0], FULL)
@@ -194,6 +197,11 @@ def load_profile(name: str) -> Profile:
     """
     if name.endswith(".json"):
         return _read(Path(name), named=name)
+    if name in RENAMED:
+        raise UsageError(
+            f"the profile {name} is called {RENAMED[name]} now: use --profile {RENAMED[name]}. To check an adapter "
+            "alone, use the command `fsdp-conformance smoke`"
+        )
     profile = _shipped(name) or _shipped(f"{name}-{_date(_cores()[-1])}")
     if profile is None:
         choices = [*names(), *(f"{extension}-{_date(core)}" for core in _cores() for extension in _extensions(core))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_conformance.contract.profile import Profile, load_profile, shipped
+from fsdp_conformance.contract.profile import RENAMED, Profile, load_profile, shipped
 from fsdp_conformance.contract.scopes import title
 from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.report.certificate import Certificate, State, certify
@@ -64,6 +64,11 @@ def verify(path: Path, profile: Profile | None = None) -> Verification:
 def profile_of(run: RunFile) -> Profile:
     """The profile that the run names. Raises RunFileError if the suite does not ship it: no file is opened for it."""
     name = str((run.header.get("profile") or {}).get("name"))
+    if name in RENAMED:
+        raise RunFileError(
+            f"{run.path} is a run of the profile {name!r}, which is called {RENAMED[name]} now: to read it, add "
+            f"--profile {RENAMED[name]}"
+        )
     if name.endswith(".json") or shipped(name) is None:
         raise RunFileError(
             f"{run.path} is a run of the profile {name!r}, which is not shipped with the suite: give its file with "

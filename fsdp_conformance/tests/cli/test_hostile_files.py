@@ -100,8 +100,8 @@ def test_what_is_no_run_file_is_a_usage_error(tmp_path: Path, file: str, command
 
 def a_run(directory: Path, change: Callable[[list[dict[str, Any]]], object]) -> str:
     """A run of one case that failed, with changed lines and right hashes."""
-    settings = RunSettings(implementation=DESCRIBED["spec"], profile="smoke", report_dir=str(directory))
-    run = Recorder(settings, load_profile("smoke"), DESCRIBED, directory)
+    settings = RunSettings(implementation=DESCRIBED["spec"], profile="sample", report_dir=str(directory))
+    run = Recorder(settings, load_profile("sample"), DESCRIBED, directory)
     run.start(CASE, world_size=2)
     run.case(a_record(CASE, Verdict.FAIL, a_finding("R001")))
     run.note("a note")

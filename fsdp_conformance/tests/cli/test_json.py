@@ -26,7 +26,7 @@ from fsdp_conformance.tests.cli.test_plan import MODEL
 from fsdp_conformance.tests.report.test_tally import ran
 from fsdp_conformance.verdict import Verdict
 
-SMOKE = load_profile("smoke")
+SAMPLE = load_profile("sample")
 
 #: Commands that report something, with what they need besides.
 REPORTING = {
@@ -98,8 +98,8 @@ def test_list_of_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_explain_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A requirement and a case with their records; the certificate that the text names."""
-    failing = SMOKE.entries[0]
-    ran(tmp_path, cases=tuple(SMOKE.by_id), profile=SMOKE, **{failing.primary: Verdict.FAIL})
+    failing = SAMPLE.entries[0]
+    ran(tmp_path, cases=tuple(SAMPLE.by_id), profile=SAMPLE, **{failing.primary: Verdict.FAIL})
     of_case, text = both(capsys, "explain", failing.id, "--report", str(tmp_path))
     of_requirement, _ = both(capsys, "explain", "R003", "--report", str(tmp_path))
     certificate, stated = both(capsys, "verify", str(tmp_path))
@@ -117,7 +117,7 @@ def test_explain_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_verify_tells_of_an_edited_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Differences from a list of expectations do not disturb the JSON."""
-    ran(tmp_path, cases=tuple(SMOKE.by_id), profile=SMOKE, **{SMOKE.entries[0].primary: Verdict.FAIL})
+    ran(tmp_path, cases=tuple(SAMPLE.by_id), profile=SAMPLE, **{SAMPLE.entries[0].primary: Verdict.FAIL})
     file, listed = tmp_path / "run.jsonl", tmp_path / "known.toml"
     listed.touch()
     expected, _ = both(capsys, "verify", str(tmp_path), "--expectations", str(listed))

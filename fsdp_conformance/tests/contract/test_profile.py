@@ -54,7 +54,7 @@ def test_every_shipped_profile_has_the_cases_of_a_certifying_one(name: str) -> N
     assert profile.entries
     strangers = [entry.id for entry in profile.entries if whole.get(entry.id) != entry]
     assert strangers == ([*profile.by_id] if name == OWN_MODEL else [])
-    assert profile.certifies == (not profile.name.startswith(("smoke", "quick-", "own-model-")))
+    assert profile.certifies == (not profile.name.startswith(("sample", "quick-", "own-model-")))
 
 
 def test_profiles_that_follow_from_the_core() -> None:
@@ -69,6 +69,13 @@ def test_profiles_that_follow_from_the_core() -> None:
         profile.sha256 for profile in (base, full, offload)
     ]
     assert (load_profile("base-2026.11"), shipped("base-2025.01"), shipped("nothing")) == (base, None, None)
+
+
+def test_a_renamed_profile_is_refused_with_its_new_name() -> None:
+    """`smoke` is only the command that checks an adapter."""
+    with pytest.raises(UsageError, match="the profile smoke is called sample now: use --profile sample"):
+        load_profile("smoke")
+    assert not load_profile("sample").certifies
 
 
 def test_the_quick_profile_stays_as_it_was_chosen(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_titles() -> None:
     assert (title(BASE), title(("hybrid", "offload"))) == ("base", "hybrid + offload")
 
 
-@pytest.mark.parametrize("name", ["core-2026.11", "components-2026.11", "smoke"])
+@pytest.mark.parametrize("name", ["core-2026.11", "components-2026.11", "sample"])
 def test_shipped_profiles_have_the_scopes_of_their_cases(name: str) -> None:
     """The stored scopes are still right."""
     requirements = contract.load()

@@ -20,7 +20,7 @@ from pages import failures, scoreboard
 
 pytestmark = [checkout.required, pytest.mark.slow]
 
-SMOKE = load_profile("smoke")
+SAMPLE = load_profile("sample")
 
 
 def test_no_row_is_empty_without_a_reason() -> None:
@@ -63,12 +63,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_of(directory: Path, name: str, **verdicts: Verdict) -> str:
     """The run of an engine."""
-    return ran(directory, cases=tuple(SMOKE.by_id), profile=SMOKE, name=name, **verdicts).run.path
+    return ran(directory, cases=tuple(SAMPLE.by_id), profile=SAMPLE, name=name, **verdicts).run.path
 
 
 def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Other engines keep their lines. A failure without an entry is a problem."""
-    primary = SMOKE.entries[0].primary
+    primary = SAMPLE.entries[0].primary
     paths = [run_of(elsewhere / name, name) for name in ("reference", "torch-fsdp2")]
     assert scoreboard.main(paths) == 0
     first = (elsewhere / "scoreboard.md").read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureF
     assert [line.split()[1] for line in first.split("## What ran")[1].splitlines()[4:6]] == ["reference", "torch-fsdp2"]
     accused = f"| [{primary}](requirements.md#{primary.lower()}) "
     assert (accused in first, accused in second) == (False, True)
-    assert f"| reference | {len(SMOKE.by_id) - 1} | 0 | 1 | hang 1 | 0 | 1 | 0 |" in second
+    assert f"| reference | {len(SAMPLE.by_id) - 1} | 0 | 1 | hang 1 | 0 | 1 | 0 |" in second
     assert (elsewhere / "verdicts/torch-fsdp2.json").read_text(encoding="utf-8") == other
     assert sorted(path.name for path in (elsewhere / "verdicts").iterdir()) == ["reference.json", "torch-fsdp2.json"]
 
@@ -91,13 +91,13 @@ def test_cases_that_are_gone_are_dropped(elsewhere: Path, monkeypatch: pytest.Mo
     """Removed cases are dropped even if no run file is given."""
     assert scoreboard.main([run_of(elsewhere / "a", "reference")]) == 0
     tally = scoreboard.kept()[0]
-    left = SMOKE.entries[1:]
+    left = SAMPLE.entries[1:]
     monkeypatch.setattr(scoreboard, "load_profile", lambda name: type("Fewer", (), {"entries": left}))
 
     assert scoreboard.table().stale[0][1] == 1
     scoreboard.main([])
 
-    assert tally.cases.keys() - scoreboard.kept()[0].cases.keys() == {SMOKE.entries[0].id}
+    assert tally.cases.keys() - scoreboard.kept()[0].cases.keys() == {SAMPLE.entries[0].id}
 
 
 def test_what_was_edited_by_hand_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_what_was_edited_by_hand_is_refused(elsewhere: Path, capsys: pytest.Capt
 
 def test_failures_of_one_script_are_one_defect() -> None:
     """A failure is counted with its entry only if the case is still what it was, and the verdict the one foretold."""
-    first, second, third, fourth, fifth = SMOKE.entries[:5]
+    first, second, third, fourth, fifth = SAMPLE.entries[:5]
     shown = {
         first: Verdict.FAIL,
         second: Verdict.FAIL,
@@ -128,7 +128,7 @@ def test_failures_of_one_script_are_one_defect() -> None:
         fifth: Verdict.PASS,
     }
     cases = {entry.id: Shown(verdict=verdict, digest=digest_of(entry)) for entry, verdict in shown.items()}
-    changed = SMOKE.entries[5]
+    changed = SAMPLE.entries[5]
     cases[changed.id] = Shown(verdict=Verdict.FAIL, digest="00000000")
     script = "ci/findings/torch-fsdp2/units_differ_between_ranks.py"
     expectations = [
@@ -137,7 +137,7 @@ def test_failures_of_one_script_are_one_defect() -> None:
     ]
     tally = replace(scoreboard.kept()[0], name="torch-fsdp2", cases=cases)
 
-    summary = failures.failures(tally, SMOKE.entries, expectations)
+    summary = failures.failures(tally, SAMPLE.entries, expectations)
     text = failures.markdown([summary])
 
     assert (summary.passed, summary.declined, summary.failed, summary.left) == (1, 1, 3, 0)
@@ -150,11 +150,11 @@ def test_failures_of_one_script_are_one_defect() -> None:
 
 def test_what_is_by_design_or_not_settled_is_no_defect() -> None:
     """Neither needs a script; what is not settled is counted as such."""
-    entries = SMOKE.entries[:3]
+    entries = SAMPLE.entries[:3]
     reasons = ["By design: it replicates.", "Not settled: it may be the simulator.", "It is wrong, they say."]
     expectations = [Expectation(case=e.id, verdict="FAIL", reason=r) for e, r in zip(entries, reasons, strict=True)]
     cases = {entry.id: Shown(verdict=Verdict.FAIL, digest=digest_of(entry)) for entry in entries}
-    summary = failures.failures(replace(scoreboard.kept()[0], name="mine", cases=cases), SMOKE.entries, expectations)
+    summary = failures.failures(replace(scoreboard.kept()[0], name="mine", cases=cases), SAMPLE.entries, expectations)
     text = failures.markdown([summary])
 
     assert (summary.failed, summary.proven, summary.unsettled, summary.unknown) == (3, 0, 2, (entries[2].id,))

@@ -89,7 +89,7 @@ def test_profiles_hold_the_cases_as_they_are() -> None:
         theirs = profile.profile_of(name, cases(), only=only, certifies=ours.certifies)
         problems += [f"{name}: {problem}" for problem in profile.difference(ours, theirs)]
 
-    assert {RunSettings().profile, "smoke"} <= set(profile.names())
+    assert {RunSettings().profile, "sample"} <= set(profile.names())
     assert problems == []
 
 

@@ -30,7 +30,7 @@ def test_everything_typed_is_taken() -> None:
     """Numbers from words, lists from commas and repetition, each once."""
     made = run_settings.from_words(
         implementation="my.py:Mine",
-        profile="smoke",
+        profile="sample",
         device="cuda",
         world_sizes=["2,4", "3", "2"],
         cases=["R001", " R002 , R001/a-ws2"],
@@ -46,7 +46,7 @@ def test_everything_typed_is_taken() -> None:
 
     assert made == RunSettings(
         implementation="my.py:Mine",
-        profile="smoke",
+        profile="sample",
         device="cuda",
         world_sizes=(2, 4, 3),
         cases=("R001", "R002", "R001/a-ws2"),

@@ -189,15 +189,15 @@ def test_runs_of_components_have_a_separate_table() -> None:
 def test_the_command_shows_runs_beside_the_contract(tmp_path: Path) -> None:
     """Each requirement with a case; a run of a private profile is refused, because no other run has its cases."""
     own = answered("scoreboard", "--coverage", str(test_tally.ran(tmp_path / "own").run.path))
-    smoke = load_profile("smoke")
-    path = str(test_tally.ran(tmp_path / "smoke", cases=tuple(smoke.by_id), profile=smoke).run.path)
+    sample = load_profile("sample")
+    path = str(test_tally.ran(tmp_path / "sample", cases=tuple(sample.by_id), profile=sample).run.path)
 
     text, data = (answered("scoreboard", "--coverage", path, *more) for more in ((), ("--json",)))
 
     assert (own.status, "give its file with --profile" in own.err) == (2, True)
     assert (text.status, text.out.splitlines()[0]) == (0, "| engine | one |")
     table = json.loads(data.out)
-    entry = smoke.entries[0]
+    entry = sample.entries[0]
     assert table["requirements"].keys() == contract.load().requirements.keys()
     assert table["requirements"][entry.primary]["shown"]["one"].startswith("✓")
     assert table["requirements"]["R131"]["reason"] == contract.uncovered()["R131"]

@@ -352,8 +352,8 @@ def _everything_is_an_extension() -> Profile:
 
 
 def _selection_that_certifies() -> Profile:
-    """The smoke profile with its flag turned."""
-    return replace(load_profile("smoke"), certifies=True)
+    """The sample profile with its flag turned."""
+    return replace(load_profile("sample"), certifies=True)
 
 
 @pytest.mark.slow

@@ -282,7 +282,7 @@ class TestTrace:
 
 def smoke_run(directory: Path) -> Verification:
     """A finished run of a profile that everybody has."""
-    profile = load_profile("smoke")
+    profile = load_profile("sample")
     return test_tally.ran(directory, cases=tuple(profile.by_id), profile=profile)
 
 

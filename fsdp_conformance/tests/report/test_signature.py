@@ -47,8 +47,8 @@ def keys(directory: Path, key: Key | None = None, *, passphrase: str = "") -> tu
 
 def a_run(directory: Path, *, of: str = "R001/exact-probe-ws2") -> Path:
     """A finished run."""
-    settings = RunSettings(implementation=DESCRIBED["spec"], profile="smoke", report_dir=str(directory))
-    run = Recorder(settings, load_profile("smoke"), DESCRIBED, directory)
+    settings = RunSettings(implementation=DESCRIBED["spec"], profile="sample", report_dir=str(directory))
+    run = Recorder(settings, load_profile("sample"), DESCRIBED, directory)
     run.start(of, world_size=2)
     run.case(a_record(of))
     run.finish()
@@ -154,7 +154,7 @@ def test_without_cryptography_the_extra_is_named(tmp_path: Path, monkeypatch: py
 def test_a_key_is_checked_before_the_run_starts(tmp_path: Path) -> None:
     """A mistake must not cost a whole run."""
     said = answered(
-        "run", "--profile", "smoke", "--sign", str(tmp_path / "absent.pem"), "--report", str(tmp_path / "r")
+        "run", "--profile", "sample", "--sign", str(tmp_path / "absent.pem"), "--report", str(tmp_path / "r")
     )
 
     assert (said.status, (tmp_path / "r" / NAME).exists()) == (Status.USAGE, False)

@@ -165,6 +165,15 @@ def test_a_run_file_names_no_profile_that_is_opened(tmp_path: Path, profile: Pro
             verify(each)
 
 
+def test_a_run_of_a_renamed_profile_says_how_to_read_it(tmp_path: Path, profile: Profile) -> None:
+    """The error has the new name."""
+    run = Recorder(settings(tmp_path), replace(profile, name="smoke"), DESCRIBED, tmp_path)
+    run.finish()
+
+    with pytest.raises(RunFileError, match="called sample now: to read it, add --profile sample"):
+        verify(run.path)
+
+
 def test_what_is_no_run_file_is_refused(tmp_path: Path) -> None:
     """The error has its path."""
     with pytest.raises(RunFileError, match=NAME):
