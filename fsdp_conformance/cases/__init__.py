@@ -20,5 +20,6 @@ The parts, which exist only in a rank:
     places         the devices of this machine that cases can run on
     device         bytes and allocations on the rank's device
     bystanders     watching what an engine must leave alone
+    default_methods  exceptions of the methods that an adapter inherits from this suite
     refusal        how a deliberate refusal differs from a breakdown
 """

@@ -43,6 +43,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cases.checks import CaseChecks
 from fsdp_conformance.cases.declaration import DeclaresCases
+from fsdp_conformance.cases.default_methods import as_adapter_error
 from fsdp_conformance.cases.device import CaseDevice
 from fsdp_conformance.cases.observed import Observations, ObservedTraining, SilentChecks, comes_from_engine
 from fsdp_conformance.cases.rank import CaseRank
@@ -417,6 +418,12 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         if self.role is Role.OBSERVED and isinstance(error, OF_SUITE) and comes_from_engine(error):
             # Code under test says nothing about the suite or the machine.
             return replace(described, blame="adapter" if self.here.blame == "adapter" else "implementation")
+        if self.role is not Role.REFEREE and self.here.blame == "implementation":
+            name = self.here.subjects[-1].display_name() if self.here.subjects else "the adapter"
+            own = as_adapter_error(error, declares=self.declares, adapter=name)
+            if own is not None:
+                mine = super().describe_error(own)
+                return replace(mine, traceback=described.traceback, time=described.time)
         if isinstance(error, ConformanceError):
             return described
         # An exception between two calls of the implementation is the suite's fault, and so is any of the referee's own.
