@@ -16,6 +16,7 @@ The files of `init`:
 The steps of `run`:
     chosen_cases    the selected cases, and the verdicts that are known before they run
     estimate        how long a run will take
+    pace            how fast this machine was in earlier runs
     expected        known failures and an earlier run, which a run is compared with
     report_dir      the directory of a run
     building        compiling the simulated accelerator beforehand

@@ -1,4 +1,8 @@
-"""How long a run will take, roughly: from what the last run took, or from what cases usually take."""
+"""
+How long a run will take, roughly: from what the last run took, or from what cases usually take.
+
+The latter is scaled by how fast this machine was in earlier runs (`pace`).
+"""
 
 from __future__ import annotations
 
@@ -17,31 +21,46 @@ SECONDS_PER_RANK: Mapping[str, float] = {"cpu": 0.3, "sim": 0.45}
 START_S = 4.0
 
 
+def typical_s(case: Case, device: str) -> float:
+    """Seconds that a case takes where the typical durations were measured."""
+    return case.world_size * SECONDS_PER_RANK.get(device, SECONDS_PER_RANK["sim"])
+
+
+def seconds_of(
+    cases: Sequence[tuple[Case, str]], *, last: RunFile | None = None, pace: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """
+    The seconds that each case, with its device, will take, by id.
+
+    Measured in `last`, a run of the same implementation; else typical ones, times this machine's `pace` by device.
+    """
+    pace = pace or {}
+    measured = {record.case: record.seconds for record in last.records if record.seconds} if last is not None else {}
+    return {case.id: measured.get(case.id) or typical_s(case, device) * pace.get(device, 1.0) for case, device in cases}
+
+
 def estimate(
     cases: Sequence[tuple[Case, str]],
     *,
     workers: int = 1,
     last: RunFile | None = None,
+    pace: Mapping[str, float] | None = None,
     slots: Slots | None = None,
 ) -> tuple[float, str]:
     """
     Seconds that a run of these cases, each with its device, will take, and where the figure comes from.
 
-    `last` is a run of the same implementation; `slots` are those of devices that ranks own.
+    `last` and `pace` are those of `seconds_of`; `slots` are those of devices that ranks own.
     """
-    measured = {record.case: record.seconds for record in last.records if record.seconds} if last is not None else {}
-    seconds = [
-        measured.get(case.id) or case.world_size * SECONDS_PER_RANK.get(device, SECONDS_PER_RANK["sim"])
-        for case, device in cases
-    ]
-    timed = [case.id for case, _ in cases if case.id in measured]
-    others = [case.id for case, _ in cases if case.id not in measured]
-    if not others:
+    seconds = list(seconds_of(cases, last=last, pace=pace).values())
+    measured = {record.case for record in last.records if record.seconds} if last is not None else set()
+    num_timed = sum(case.id in measured for case, _ in cases)
+    if num_timed == len(cases):
         source = "measured in the last run"
-    elif not timed:
-        source = "estimated from typical durations on 2 cores"
+    elif not num_timed:
+        source = "estimated from typical durations"
     else:
-        source = f"{len(timed)} measured in the last run, {len(others)} estimated from typical durations"
+        source = f"{num_timed} measured in the last run, {len(cases) - num_timed} estimated from typical durations"
     workers = max(1, min(workers, len(cases)))
     if slots is None:
         return START_S + sum(seconds) / workers, source

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,12 +87,15 @@ class Running:
 class Progress:
     """The cases that are finished, that run, and that are left."""
 
-    def __init__(self, cases: Sequence[Case], will_run: Sequence[Case], clock: Any = time.monotonic) -> None:
+    def __init__(self, cases: Sequence[Case], expected: Mapping[str, float], clock: Any = time.monotonic) -> None:
+        """`expected`: the seconds that each case will take, by id, of those that will run."""
         self._clock = clock
         self._began = clock()
         self._chapter_of = {case.id: case.chapter for case in cases}
-        self._to_run = {case.id for case in will_run}
-        self._ran: list[float] = []
+        self._expected = dict(expected)
+        self._to_run = set(expected)
+        self.seconds: dict[str, float] = {}
+        """The seconds of each case that has run, by id."""
         self._first_start: float | None = None
         self.running: dict[str, Running] = {}
         self.done: set[str] = set()
@@ -137,15 +140,20 @@ class Progress:
         chapter.seconds += float(line.get("seconds", 0.0))
         if case in self._to_run:
             self._to_run.discard(case)
-            self._ran.append(float(line.get("seconds", 0.0)))
+            self.seconds[case] = float(line.get("seconds", 0.0))
         return chapter
 
     def left_s(self) -> float | None:
-        """Seconds until the end at the current pace; None if too few cases have run to tell."""
-        if len(self._ran) < _ENOUGH or self._first_start is None:
+        """
+        Seconds until the end, if this machine is as fast as in the cases that have run, compared with what they should
+        have taken; None if too few cases have run to tell.
+        """
+        expected = sum(map(self._expected.__getitem__, self.seconds))
+        if len(self.seconds) < _ENOUGH or self._first_start is None or not expected:
             return None
         # Wall-clock time, not the cases' own seconds, so that it holds for any number of workers.
-        return float(self._clock() - self._first_start) / len(self._ran) * len(self._to_run)
+        pace = float(self._clock() - self._first_start) / expected
+        return pace * sum(map(self._expected.__getitem__, self._to_run))
 
     def words(self) -> str:
         """Everything in one line."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_conformance import __version__, codec, docs
-from fsdp_conformance.cli import building, chosen_cases, estimate, messages, report_dir, torchrun
+from fsdp_conformance.cli import building, chosen_cases, estimate, messages, pace, report_dir, torchrun
 from fsdp_conformance.cli.arguments import named_implementation, selection_words, settings_of
 from fsdp_conformance.cli.expected import Expected, expected_by
 from fsdp_conformance.cli.progress import Display, Progress, RunFileTail, display_for
@@ -127,13 +127,18 @@ def run(
                 f"{len(selected) - len(cases)} of {len(selected)} cases have a verdict in {resumed.run.path}",
                 resumed.run.path,
             )
-        _announce(settings, survey, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
+        last, learned = last_run_of(settings), pace.known()
+        num_workers = _num_workers(arguments.workers, will_run, survey.machine, settings)
+        slots = _slots(survey.machine, settings)
+        _announce(settings, survey, num_cases=len(cases), will_run=will_run, slots=slots)
+        duration = estimate.estimate(will_run, workers=num_workers, last=last, pace=learned, slots=slots)
+        _announce_duration(will_run, survey.machine, *duration)
         if any(device == SIMULATED for _, device in will_run) and not survey.machine.simulator_built:
             building.build_simulator(signals)
         remember(report)
         if signals:
             raise Stopped(signals[0])
-        progress = Progress(cases, [case for case, _ in will_run])
+        progress = Progress(cases, estimate.seconds_of(will_run, last=last, pace=learned))
         words = command(workers=arguments.workers, suites=arguments.suites)
         order = RunOrder(
             # A run that goes on has its seeds, and its other settings as well.
@@ -146,6 +151,12 @@ def run(
         pytest.begin(words, log=report / "pytest.log", order=order)
         with display_for(progress) as display:
             _follow(pytest, report / runfile.NAME, progress, display, signals)
+        if arguments.suites is None:
+            pace.learn(
+                (device, estimate.typical_s(case, device), progress.seconds[case.id])
+                for case, device in will_run
+                if case.id in progress.seconds
+            )
     compared = partial(expected.status, profile=profile, selected={case.id for case in selected})
     pages = partial(_write_pages, report, arguments.html, expected, profile, {case.id for case in selected})
     status, reason = _conclude(report, profile, pytest, compared, pages, signum=signals[0] if signals else 0)
@@ -211,7 +222,7 @@ def _announce(
     *,
     num_cases: int,
     will_run: Sequence[tuple[Case, str]],
-    workers: str | None,
+    slots: Slots | None,
 ) -> None:
     description, machine = survey.description, survey.machine
     name = f"{description.name} {description.version}".rstrip()
@@ -238,13 +249,14 @@ def _announce(
         not_run = messages.plural(num_cases - len(will_run), "case")
         messages.say(f"{not_run} cannot run here; for the reasons:")
         print(f"  fsdp-conformance list --not-run {options}")
-    simulated = sum(device == SIMULATED for _, device in will_run)
-    where = f", {simulated} of them on the simulated accelerator" if simulated and machine.device != SIMULATED else ""
-    num_workers = _num_workers(workers, will_run, machine, settings)
-    slots = _slots(machine, settings)
     if slots is not None and slots.slots_per_device > 1:
         print(f"up to {slots.slots_per_device} cases use a device at the same time")
-    seconds, source = estimate.estimate(will_run, workers=num_workers, last=last_run_of(settings), slots=slots)
+
+
+def _announce_duration(will_run: Sequence[tuple[Case, str]], machine: Machine, seconds: float, source: str) -> None:
+    """Print how many cases will run, and how long they will take, with the source of that figure."""
+    simulated = sum(device == SIMULATED for _, device in will_run)
+    where = f", {simulated} of them on the simulated accelerator" if simulated and machine.device != SIMULATED else ""
     to_run = messages.plural(len(will_run), "case")
     messages.say(
         f"running {to_run}{where}: {estimate.in_words(seconds)} ({source})" if will_run else "no case can run here"

@@ -38,6 +38,7 @@ def verdict(name: str, what: str = "PASS", seconds: float = 1.0) -> dict[str, An
 
 
 CASES = [a_case("a"), a_case("b", world_size=4), a_case("c", chapter="B"), a_case("d", chapter="B"), a_case("e")]
+EXPECTED = {case.id: 1.0 for case in CASES}
 
 
 def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
 
 def test_chapters_count_their_cases_by_verdict() -> None:
     """In the order of the contract, with the world sizes of their cases."""
-    progress = Progress(CASES, CASES)
+    progress = Progress(CASES, EXPECTED)
     for line in (start("a"), verdict("a"), verdict("b", "FAIL"), verdict("c", "UNSUPPORTED")):
         progress.take(line)
 
@@ -72,7 +73,7 @@ def test_chapters_count_their_cases_by_verdict() -> None:
 
 def test_a_case_counts_once_and_only_if_it_was_asked_for() -> None:
     """Cases that were left out come by as DISABLED, and are not counted."""
-    progress = Progress(CASES[:1], CASES[:1])
+    progress = Progress(CASES[:1], {"a": 1.0})
 
     assert progress.take(verdict("b", "DISABLED")) is None
     assert progress.take(start("b")) is None
@@ -89,7 +90,7 @@ def test_time_left_is_told_from_what_has_run() -> None:
     The cases' own seconds do not count, because several may run at a time; nor do cases that were never to be run.
     """
     clock = Clock()
-    progress = Progress([*CASES, a_case("gated")], CASES, clock)
+    progress = Progress([*CASES, a_case("gated")], EXPECTED, clock)
     progress.take(verdict("gated", "UNSUPPORTED"))
     clock.now += 50.0  # until the first case begins
     progress.take(start("a"))
@@ -102,9 +103,21 @@ def test_time_left_is_told_from_what_has_run() -> None:
     assert progress.words() == "4/6 cases · 3 PASS · 1 UNSUPPORTED · 1 min 20 s · about 20 s left"
 
 
+def test_a_slow_machine_is_slow_for_what_is_left_as_well() -> None:
+    """Three cases that should have taken 6 s took 12 s, so the last two, of 20 s together, will take 40 s."""
+    clock = Clock()
+    progress = Progress(CASES, {"a": 1.0, "b": 2.0, "c": 3.0, "d": 5.0, "e": 15.0}, clock)
+    progress.take(start("a"))
+    clock.now += 12.0
+    for name in "abc":
+        progress.take(verdict(name))
+
+    assert progress.left_s() == 40.0
+
+
 def test_lines_for_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     """A failure at once, a chapter when it is through or when the run ends; nothing for a pass."""
-    progress = Progress(CASES, CASES)
+    progress = Progress(CASES, EXPECTED)
     with PlainDisplay(progress) as display:
         for line in (verdict("c"), verdict("a", "HANG"), verdict("d")):
             display.took(line, progress.take(line))
@@ -125,7 +138,7 @@ def test_a_narrow_terminal_gets_whole_paths_and_ids(
 ) -> None:
     """The terminal breaks lines itself, so that what is copied from it has no break."""
     monkeypatch.setenv("COLUMNS", "60")
-    progress = Progress(CASES, CASES)
+    progress = Progress(CASES, EXPECTED)
     reason = "no such file: /data/my own runs/of today/" + "x" * 40 + "/checkpoint.pt"
     line = {**verdict("a", "FAIL"), "reason": reason}
     with LiveDisplay(progress) as display:
