@@ -1,8 +1,8 @@
 """
 How long cases take on this machine, compared with typical durations: learned from each run, for the next one.
 
-A file in the user's cache has two sums for each type of device: what cases should have taken, and what they took. Each run halves the
-earlier sums, so that the last runs count most.
+A file in the user's cache has two sums for each type of device: what cases should have taken, and what they took. Each
+run halves the earlier sums, so that the last runs count most.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cli import arguments
-from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.driver.smoke import CHECKS
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.report import expectations
@@ -31,7 +30,7 @@ from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 from fsdp_conformance.verdict import Verdict
 from pages.blocks import WORDS, blocks_of, pages, prose_of, text_of
-from pages.generated import COMPONENTS, CORE, GENERATED, with_tables
+from pages.generated import GENERATED, with_tables
 from pages.transcript import MODULES, is_run
 
 pytestmark = checkout.required
@@ -373,23 +372,6 @@ def test_every_class_variable_is_described() -> None:
     described = {row[0].strip("`") for row in rows(section("docs/writing-an-adapter.md", "Class variables"))[1:]}
 
     assert described == set(Adapter.__annotations__)
-
-
-def test_figures_are_todays() -> None:
-    """Numbers of cases and requirements that the pages name."""
-    core, components = load_profile(CORE), load_profile(COMPONENTS)
-    bound = {name for entry in core.entries for name in entry.requirements}
-    readme, adapter = text_of("README.md"), text_of("docs/writing-an-adapter.md")
-    gpus = {row[0]: row[1].split()[0] for row in rows(section("docs/gpus-and-clusters.md", "What a machine needs"))[1:]}
-
-    assert f"{len(contract.load().requirements)} requirements" in text_of("docs/requirements.md")
-    assert f"{len(bound)} requirements in {len(core.entries)} cases" in readme
-    assert f"`--profile {COMPONENTS}` ({len(components.entries)} cases)" in adapter
-    assert gpus == {
-        # The simulated accelerator has as many devices as it is asked for.
-        size: str(sum(entry.world_size <= int(size) or "stream_order" in entry.environment for entry in core.entries))
-        for size in ("1", "2", "4", "8")
-    }
 
 
 def test_messages_link_to_pages_that_exist() -> None:
