@@ -21,6 +21,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cli import arguments
+from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.driver.smoke import CHECKS
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.report import expectations
@@ -321,7 +322,7 @@ def test_reasons_against_a_certificate_are_those_of_the_code() -> None:
         words
         for row in rows(section("docs/reading-a-verdict.md", "Why a run is not certified"))[1:]
         for text in re.findall(r"`([^`]+)`", row[0])
-        for words in re.split(r"\.\.\.|\bN\b|\bM\b|\bR\b|--case|smoke|[A-Z_]+:", text)
+        for words in re.split(r"\.\.\.|\bN\b|\bM\b|\bR\b|--case|sample|[A-Z_]+:", text)
         if len(words.strip(" )")) > 3
     ]
 
@@ -358,6 +359,26 @@ def test_every_method_of_an_adapter_is_described() -> None:
     }
 
     assert public - methods - set(TorchAdapter.__annotations__) - {"capabilities", "optional"} == set()
+
+
+def test_every_default_of_torch_adapters_is_described() -> None:
+    """Each method of `TorchAdapter`, and each attribute that changes one, is in the table; no other."""
+    text = section("docs/writing-an-adapter.md", "What `TorchAdapter` does by default")
+    named = {name for row in rows(text)[1:] for name in re.findall(r"`(\w+)`", row[2])}
+    hooks = {name for row in rows(text)[1:] for name in re.findall(r"`(\w+)\(", row[1])} & vars(TorchAdapter).keys()
+    own = {name for name, value in vars(TorchAdapter).items() if not name.startswith("_") and inspect.isfunction(value)}
+
+    assert own - named - hooks == set()
+    assert [name for name in named - {"TorchCheckpoints"} if not hasattr(TorchAdapter, name)] == []
+
+
+def test_what_orig_params_obliges_to_is_listed() -> None:
+    """Each requirement with a case that needs the flag."""
+    listed = section("docs/writing-an-adapter.md", "What declaring `orig_params` obliges an engine to")
+    needing = {entry.primary for entry in load_profile("core").entries if "orig_params" in entry.needs}
+
+    assert needing
+    assert [name for name in needing if f"\n- [{name}]" not in listed] == []
 
 
 def test_every_check_of_smoke_is_described() -> None:
