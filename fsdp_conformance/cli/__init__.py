@@ -24,6 +24,7 @@ The steps of `run`:
     progress        how far the run is, on a terminal or in a log
     torchrun        `run` as a worker of torchrun
     resumed         `run --resume`: go on with a run that was interrupted
+    named_code      settings of a run file that name code or files, which the user has to name again
 
 Child processes. They import torch; the command itself, except for `smoke` and those about one case, does not:
     child           starting, asking and ending a child, and its own side of the pipe

@@ -266,6 +266,7 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
         default=None,
         help="the implementation (default: that of the run, if it is installed under its name)",
     )
+    _add_options(replay, "workload", help="the run's model, batches and loss, named again if it had its own")
 
 
 def _add_readers(command: Callable[..., Parser]) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fsdp_conformance import codec
-from fsdp_conformance.adapters import registry
 from fsdp_conformance.cli import report_dir
+from fsdp_conformance.cli.named_code import NAMES_CODE, check_named
 from fsdp_conformance.cli.survey import Survey
 from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.errors import ConfigError, RunFileError, UsageError
@@ -29,13 +29,6 @@ from fsdp_conformance.run_settings import OPTIONS, RunSettings, settings_from_js
 
 #: Of the environment, what a verdict can depend on.
 _VERSIONS = ("torch", "python")
-
-#: Options that can name files, which are then imported or read, and whether a value names none.
-_NAMES_CODE: Mapping[str, Callable[[str | None], bool]] = {
-    "implementation": lambda value: registry.is_installed(str(value)),
-    "profile": lambda value: not str(value).endswith(".json"),
-    "workload": lambda value: not value,
-}
 
 #: A line that the end of the run has cut off is no damage.
 _TORN = "is incomplete"
@@ -81,7 +74,7 @@ def resumed_run(arguments: argparse.Namespace) -> Resumed:
         if (value := getattr(arguments, name, None))
         not in (None, False, option.default if name != "implementation" else None)
     }
-    others = [OPTIONS[name].flag for name in given if name not in _NAMES_CODE]
+    others = [OPTIONS[name].flag for name in given if name not in NAMES_CODE]
     if others:
         problem = f"--resume goes on with the options of the run: leave out {', '.join(others)}"
         raise ConfigError([problem], where="run")
@@ -97,13 +90,9 @@ def resumed_run(arguments: argparse.Namespace) -> Resumed:
     if run.footer is not None:
         raise UsageError(f"{path} is the file of a run that has finished, so there is nothing to continue")
     settings = settings_from_json(run.header.get("settings") or {})
-    for name, is_ours in _NAMES_CODE.items():
+    check_named(settings, {name: given.get(name) for name in NAMES_CODE}, path=path)
+    for name in NAMES_CODE:
         flag, recorded, named = OPTIONS[name].flag, getattr(settings, name), given.get(name)
-        if named is None and not is_ours(recorded):
-            raise UsageError(
-                f"{path} is a run with {flag} {recorded}. Nothing is read or imported because a run file names it, so "
-                f"add {flag} {shlex.quote(recorded)}"
-            )
         if named not in (None, recorded):
             raise UsageError(f"{path} is a run with {flag} {recorded}, so it cannot go on with {named}")
     return Resumed(run=run, settings=replace(settings, report_dir=str(path.parent)))
@@ -112,8 +101,8 @@ def resumed_run(arguments: argparse.Namespace) -> Resumed:
 def resume_command(run: RunFile) -> str:
     """The command that continues a run, complete as it is."""
     settings = settings_from_json(run.header.get("settings") or {})
-    recorded = ((name, getattr(settings, name)) for name in _NAMES_CODE)
-    options = [word for name, value in recorded if not _NAMES_CODE[name](value) for word in (OPTIONS[name].flag, value)]
+    recorded = ((name, getattr(settings, name)) for name in NAMES_CODE)
+    options = [word for name, value in recorded if not NAMES_CODE[name](value) for word in (OPTIONS[name].flag, value)]
     return shlex.join(["fsdp-conformance", "run", "--resume", str(Path(run.path).parent), *options])
 
 

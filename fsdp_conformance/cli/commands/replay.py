@@ -9,7 +9,6 @@ written.
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.cli import messages, report_dir, single
+from fsdp_conformance.cli.named_code import check_named
 from fsdp_conformance.contract import selection
 from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.errors import ConfigError, RunFileError, UsageError
@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError([f"--times must be a positive number, got {arguments.times!r}"], where="replay")
     run = _read(runs[0] if runs else None)
     then = _record(run, case)
-    settings = _settings(run, arguments.implementation)
+    settings = _settings(run, implementation=arguments.implementation, workload=arguments.workload)
     single.prepare(settings.device, settings.implementation)
     bound = single.bound(case)
     from fsdp_conformance.selftest.cases import record_of
@@ -75,20 +75,16 @@ def _record(run: RunFile, case: str) -> CaseRecord:
     raise UsageError(f"CASE must be a case that {run.path} has a verdict on, got {case!r}{hint or '.'}")
 
 
-def _settings(run: RunFile, implementation: str | None) -> RunSettings:
+def _settings(run: RunFile, **named: str | None) -> RunSettings:
     """
-    Those of the run, without its selection, and with the implementation that was given.
+    Those of the run, without its selection, and with the options that the user has `named`.
 
-    Raises UsageError for ranks that only torchrun can start, and for an implementation that only the run file names by
-    a path or a module: it would be imported.
+    Raises UsageError for ranks that only torchrun can start, and for an implementation or a workload that only the run
+    file names by a path or a module: it would be imported.
     """
     settings = settings_from_json(run.header.get("settings") or {})
-    if implementation is None and not registry.is_installed(settings.implementation):
-        raise UsageError(
-            f"{run.path} is a run of {settings.implementation}, which is not installed under that name, and nothing is "
-            f"imported because a file names it: add --implementation {shlex.quote(settings.implementation)}"
-        )
-    settings = replace(settings, implementation=implementation or settings.implementation)
+    check_named(settings, named, path=run.path)
+    settings = replace(settings, **{name: value for name, value in named.items() if value is not None})
     if settings.ranks == "torchrun":
         raise UsageError(
             f"{run.path} is a run of torchrun's workers, which replay cannot start. Run the case again with "

@@ -155,6 +155,21 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path, monkeypatch: pytest.
         replay.main(parse(["replay", path, _CASE, "--times", "0"]))
 
 
+def test_code_that_only_the_file_names_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All such options are asked for at once; what the user names is used, whatever the file says."""
+    path = _run(tmp_path, implementation="engines/mine.py", workload="my model.py:build")
+    asked = "--implementation engines/mine.py --workload 'my model.py:build'"
+
+    with pytest.raises(UsageError, match=f"so add {asked}$"):
+        replay.main(parse(["replay", path, _CASE]))
+    with pytest.raises(UsageError, match=r"so add --workload 'my model.py:build'$"):
+        replay.main(parse(["replay", path, _CASE, "--implementation", "torch-ddp"]))
+
+    words = (path, _CASE, "--implementation", "torch-ddp", "--workload", "other.py:build")
+    _, used = _replayed(monkeypatch, [_FAIL], *words)
+    assert [(each.implementation, each.workload) for each in used] == [("torch-ddp", "other.py:build")]
+
+
 @pytest.mark.nightly
 def test_a_failure_that_is_gone_is_told(tmp_path: Path) -> None:
     """On real ranks, torch's DDP passes a case that it failed according to the run."""
