@@ -73,7 +73,7 @@ _ASIDE = {"nothing": "", "a frozen module": "frozen", "a trained module": "train
 
 _OPTIMIZERS = {
     "sgd": "sgd",
-    "adam": "adam",
+    "adam, foreach": "adam-foreach",
     "adamw, fused": "adamw-fused",
     "sgd, in groups": "sgd-groups",
     "sgd, two of them": "sgd-two",
@@ -261,7 +261,7 @@ class _Builder:
             extent.steps > EXACT_STEPS
             or extent.blocks > _EXACT_BLOCKS
             or self._ranks > _EXACT_RANKS
-            or self.choice["optimizer"] in ("adam", "adamw, fused")
+            or self.choice["optimizer"] in ("adam, foreach", "adamw, fused")
             or self.choice["clipping"] in ("2-norm", "1-norm", "largest element")
             or self.choice["clipping by the user"] == "norm of some"
         )

@@ -142,7 +142,7 @@ _TRAINING: tuple[Axis, ...] = (
         "optimizer",
         "training",
         "sgd",
-        "adam",
+        "adam, foreach",
         "adamw, fused",
         value("sgd, in groups", "orig_params"),
         value("sgd, two of them", "orig_params"),
@@ -538,7 +538,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         reason="a parameter that steps in backward has its own optimizer",
         of={
             "update": ("in backward",),
-            "optimizer": ("adam", "adamw, fused", "sgd, in groups", "sgd, two of them"),
+            "optimizer": ("adam, foreach", "adamw, fused", "sgd, in groups", "sgd, two of them"),
         },
     ),
     Conflict(
@@ -749,7 +749,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         reason="the rounding of a square root in low precision is not determined",
-        of={"precision": _LOW, "optimizer": ("adam", "adamw, fused")},
+        of={"precision": _LOW, "optimizer": ("adam, foreach", "adamw, fused")},
     ),
     Conflict(
         reason="the rounding of a norm in low precision is not determined",
@@ -761,11 +761,11 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         reason="clipping by a norm is not exact, and Adam hides it",
-        of={"clipping by the user": ("norm of some",), "optimizer": ("adam", "adamw, fused")},
+        of={"clipping by the user": ("norm of some",), "optimizer": ("adam, foreach", "adamw, fused")},
     ),
     Conflict(
         reason="clipping by a norm is not exact, and Adam hides it",
-        of={"clipping": ("2-norm", "1-norm", "largest element"), "optimizer": ("adam", "adamw, fused")},
+        of={"clipping": ("2-norm", "1-norm", "largest element"), "optimizer": ("adam, foreach", "adamw, fused")},
     ),
     Conflict(
         reason="no contract says whether parameters that are still gathered see a write",

@@ -74,7 +74,7 @@ _MANDATORY = MappingProxyType({
     "hooks of modules": ("before forward", "after forward", "in backward"),
     "checkpointing": ("around blocks", "inside blocks"),
     "dropout": ("in each block",),
-    "optimizer": ("adam", "adamw, fused"),
+    "optimizer": ("adam, foreach", "adamw, fused"),
     "accumulation": ("two reduced",),
     "batches": ("shape by step", "shape by rank", "shape by micro-batch"),
     "evaluation": ("before steps",),

@@ -50,7 +50,7 @@ class TorchCheckpoints(TorchAdapter):
         *({"frozen": "later", "checkpoints": loaded} for loaded in LOADS),
         # It steps an optimizer that has no state yet, and so Adam's first step counts twice:
         # ci/findings/torch-fsdp2/optimizer_state_before_first_step.py, pytorch#164929.
-        *({"optimizer": adam, "checkpoints": "second one loaded"} for adam in ("adam", "adamw, fused")),
+        *({"optimizer": adam, "checkpoints": "second one loaded"} for adam in ("adam, foreach", "adamw, fused")),
         # In the same way, parameters that have had no gradient get a state.
         {"use": "one never", "checkpoints": "second one loaded"},
         {"inputs": "detached", "checkpoints": "second one loaded"},

@@ -103,7 +103,7 @@ def test_only_what_is_declared_is_drawn() -> None:
 @pytest.mark.parametrize("sizes", [(1,), (2,), pytest.param((3, 4), marks=pytest.mark.nightly)])
 def test_only_the_given_numbers_of_ranks_are_used(sizes: tuple[int, ...]) -> None:
     """Also where a failure is shrunk, and where a known failure is avoided by making its values plain."""
-    engine = _Engine(lambda scenario: _wrong(scenario) if _has("optimizer: adam")(scenario) else None)
+    engine = _Engine(lambda scenario: _wrong(scenario) if _has("optimizer: adam, foreach")(scenario) else None)
     known = [frozenset({"ranks: 3", "buffers: counter"}), frozenset({"ranks: 4"})]
     Explorer(engine, ALL, Budget(max_examples=30), world_sizes=sizes, known=known).explore()
 
@@ -169,7 +169,7 @@ def _item(feature: str) -> tuple[str, str]:
 
 def test_whatever_is_left_is_needed() -> None:
     """For a failure by one of several values, a smaller scenario passes."""
-    fails = lambda scenario: bool(scenario.features & {"optimizer: adam", "dropout: in each block"})  # noqa: E731
+    fails = lambda scenario: bool(scenario.features & {"optimizer: adam, foreach", "dropout: in each block"})  # noqa: E731
     for row in rows.pairs()[:20]:
         if fails(row):
             last, _ = shrunk(row, fails)
@@ -192,7 +192,7 @@ PAIRS = [
     ("accumulation: two reduced", "rows: uneven"),
     ("learning rate: new", "accumulation: three, two deferred"),
     ("ranks: 3", "checkpoints: loaded later"),
-    ("exception: in backward", "optimizer: adam"),
+    ("exception: in backward", "optimizer: adam, foreach"),
 ]
 
 
@@ -215,7 +215,7 @@ def test_a_second_defect_neither_hides_the_first_nor_gets_into_it() -> None:
     pair = ("accumulation: two reduced", "rows: uneven")
 
     def judged(scenario: Scenario) -> Outcome | None:
-        if _has("optimizer: adam")(scenario):
+        if _has("optimizer: adam, foreach")(scenario):
             return _wrong(scenario, check="parameter parity", likely="the update is lost")
         return _wrong(scenario) if _has(*pair)(scenario) else None
 
@@ -223,7 +223,7 @@ def test_a_second_defect_neither_hides_the_first_nor_gets_into_it() -> None:
 
     assert {failure.signature.check: failure.needs for failure in result.failures} == {
         "gradient parity": set(pair),
-        "parameter parity": {"optimizer: adam"},
+        "parameter parity": {"optimizer: adam, foreach"},
     }
     assert result.left_out > 0
 
@@ -250,7 +250,7 @@ def test_two_causes_of_one_signature_hide_nothing() -> None:
 
 def test_known_failures_are_neither_drawn_nor_reported() -> None:
     """And one that is not known is reported all the same."""
-    known = frozenset({"optimizer: adam"}), frozenset({"accumulation: two reduced", "rows: uneven"})
+    known = frozenset({"optimizer: adam, foreach"}), frozenset({"accumulation: two reduced", "rows: uneven"})
 
     def judged(scenario: Scenario) -> Outcome | None:
         if any(each <= scenario.features for each in known):

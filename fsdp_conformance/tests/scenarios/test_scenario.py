@@ -11,7 +11,7 @@ from fsdp_conformance.scenarios import rows
 from fsdp_conformance.scenarios.axes import SPACE
 from fsdp_conformance.scenarios.scenario import FORMAT, Scenario, scenario_from_json
 
-_SCENARIO = Scenario.of({"ranks": "4", "sharding": "hybrid", "optimizer": "adam"}, salt=3)
+_SCENARIO = Scenario.of({"ranks": "4", "sharding": "hybrid", "optimizer": "adam, foreach"}, salt=3)
 
 
 def _json(**changes: object) -> str:
@@ -27,7 +27,7 @@ def test_json_gives_back_the_same_scenario() -> None:
 
 def test_plain_values_are_left_out_and_the_order_does_not_matter() -> None:
     """Equal trainings are equal scenarios, with the same digest."""
-    same = Scenario.of({"optimizer": "adam", "sharding": "hybrid", "ranks": "4", "mode": "training"}, salt=3)
+    same = Scenario.of({"optimizer": "adam, foreach", "sharding": "hybrid", "ranks": "4", "mode": "training"}, salt=3)
 
     assert same == _SCENARIO
     assert same.digest == _SCENARIO.digest
@@ -44,11 +44,11 @@ def test_the_digest_is_of_the_content() -> None:
 
 def test_what_a_scenario_says_of_itself() -> None:
     """Its values in words, its ranks and what it needs."""
-    assert _SCENARIO.describe() == "ranks: 4, sharding: hybrid, optimizer: adam"
-    assert _SCENARIO.features == {"ranks: 4", "sharding: hybrid", "optimizer: adam"}
+    assert _SCENARIO.describe() == "ranks: 4, sharding: hybrid, optimizer: adam, foreach"
+    assert _SCENARIO.features == {"ranks: 4", "sharding: hybrid", "optimizer: adam, foreach"}
     assert _SCENARIO.needs == {"hsdp"}
     assert _SCENARIO.world_size == 4
-    assert _SCENARIO.choice == {**SPACE.plain, "ranks": "4", "sharding": "hybrid", "optimizer": "adam"}
+    assert _SCENARIO.choice == {**SPACE.plain, "ranks": "4", "sharding": "hybrid", "optimizer": "adam, foreach"}
     assert Scenario().describe() == "nothing special"
     assert Scenario().features == frozenset()
 
@@ -76,7 +76,7 @@ def test_what_a_scenario_says_of_itself() -> None:
         _json(salt=True),
         _json(world_size=2),
         _json(values={"ranks": "2", "sharding": "hybrid"}),
-        _json(values={"update": "in backward", "optimizer": "adam"}),
+        _json(values={"update": "in backward", "optimizer": "adam, foreach"}),
     ],
 )
 def test_other_text_is_refused(text: str) -> None:
