@@ -11,7 +11,7 @@ import ast
 import enum
 import inspect
 from abc import ABC
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import CodeType
 from typing import Any, Generic
@@ -20,7 +20,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.repro.refused import NoScript
-from fsdp_conformance.repro.sources import LEFT_OUT, Sources
+from fsdp_conformance.repro.sources import LEFT_OUT, SHORT, Sources
 
 #: What a script calls of an adapter.
 CALLED = ("setup", "train", "microbatch", "forward", "backward", "step", "full_params", "close")
@@ -162,9 +162,9 @@ PROVIDED = {
 }
 
 
-def sources_for_adapters() -> Sources:
-    """Sources for a script that has BASES."""
-    return Sources(provided=PROVIDED, refused=("fsdp_conformance.engine", "fsdp_conformance.harness"))
+def sources_for_adapters(provided: Mapping[tuple[str, str], str] = SHORT) -> Sources:
+    """Sources for a script that has BASES, and what else is `provided`."""
+    return Sources(provided={**provided, **PROVIDED}, refused=("fsdp_conformance.engine", "fsdp_conformance.harness"))
 
 
 def beyond_code(capabilities: frozenset[str]) -> list[str]:

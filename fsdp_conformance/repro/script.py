@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import builtins
+import math
+import re
 import symtable
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
@@ -15,10 +17,11 @@ from fsdp_conformance.adapters.vendors.torch_calls import Calls, beyond_calls, e
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.harness.single_process_world import imaginary_world
 from fsdp_conformance.plan import Plan
-from fsdp_conformance.repro.capture import Training, capture
+from fsdp_conformance.repro.capture import Captured, Training, capture
 from fsdp_conformance.repro.carried import beyond_code, carried, sources_for_adapters
 from fsdp_conformance.repro.refused import NoScript
-from fsdp_conformance.repro.sources import Sources, names_of
+from fsdp_conformance.repro.sources import SHORT, Sources, names_of
+from fsdp_conformance.repro.workloads import written
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest.cases import BoundCase
 from fsdp_conformance.workload.definition import Regime
@@ -43,147 +46,97 @@ _ENGINES = {"fully_shard": "FSDP2", "FullyShardedDataParallel": "FSDP1", "Distri
 _READING = {
     "fully_shard": """\
 def full_parameters(model):
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        parameters[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-    return parameters
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in tensors.items()}
 
-
-@contextlib.contextmanager
-def no_sync(model):
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+@contextlib.contextmanager  #? deferral
+def no_sync(model):  #? deferral
+    model.set_requires_gradient_sync(False)  #? deferral
+    yield  #? deferral
+    model.set_requires_gradient_sync(True)  #? deferral
 """,
     "FullyShardedDataParallel": """\
 def full_parameters(model):
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
-            for name, parameter in model.named_parameters()
-        }
+        named = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name.replace("_fsdp_wrapped_module.", ""): parameter for name, parameter in named.items()}
 
-
-def no_sync(model):
-    return model.no_sync()
-
+def no_sync(model):  #? deferral
+    return model.no_sync()  #? deferral
 
 def wrap_unit(model, name, **options):
     module = model.get_submodule(name)
     wrapped = FullyShardedDataParallel(module, **options)
     for parent in list(model.modules()):
-        if parent is not wrapped:
-            for key, child in list(parent._modules.items()):
-                if child is module:
-                    setattr(parent, key, wrapped)
+        parent._modules.update({key: wrapped for key, child in parent._modules.items() if child is module})
 """,
     "DistributedDataParallel": """\
 def full_parameters(model):
     return {name.removeprefix("module."): parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-
-def no_sync(model):
-    return model.no_sync()
+def no_sync(model):  #? deferral
+    return model.no_sync()  #? deferral
 """,
 }
 
+_PLAIN_CLIPPING = "torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, NORM_TYPE)"
 _CLIPPING = {
-    "fully_shard": "torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, NORM_TYPE)",
-    "FullyShardedDataParallel": "model.clip_grad_norm_(MAX_NORM, NORM_TYPE)",
-    "DistributedDataParallel": "torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, NORM_TYPE)",
+    "fully_shard": _PLAIN_CLIPPING,
+    "FullyShardedDataParallel": f"model.clip_grad_norm_(MAX_NORM, NORM_TYPE) if sharded else {_PLAIN_CLIPPING}",
+    "DistributedDataParallel": _PLAIN_CLIPPING,
 }
 
 #: Of torch's engines: the calls that wrap the model, and a training as a user would write it.
-_TORCH = '''\
-# --- the engine -----------------------------------------------------------------------------------
-
-
+_TORCH = """\
+# The engine.
 def wrap(model):
 {calls}
 
-
-{reading}
-
-def train(rank, extra):
-    """The losses of this rank and the full parameters after each step."""
-    model = wrap(WORKLOAD.build(rank))
-    parameters = list(model.parameters())
-    optimizer = WORKLOAD.optimizers[OPTIMIZER](parameters) if parameters else None
-
-    def forwards(moment, step, micro=0):
-        for (kind,) in extra.get((moment, step, micro), ()):
-            forward(model, batch_of(WORKLOAD, step, micro, rank), kind)
-
-    model.train()
-    for step in range(STEPS):
-        losses = []
-        forwards("before the step", step)
-        for micro in range(MICRO_BATCHES):
-            forwards("before the forward", step, micro)
-            with contextlib.nullcontext() if REDUCED[micro] else no_sync(model):
-                batch = batch_of(WORKLOAD, step, micro, rank)
-                loss = WORKLOAD.loss(model(*batch.args, **batch.kwargs), batch)
-                losses.append(loss.detach().clone())
-                forwards("between forward and backward", step, micro)
-                loss.backward()
-            forwards("after the backward", step, micro)
-        forwards("before the optimizer", step)
-        if MAX_NORM is not None:
-            {clipping}
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        forwards("after the optimizer", step)
-        yield losses, full_parameters(model)
-'''
+{reading}"""
 
 #: Of other engines: their adapter's code, and a training through it.
-_CARRIED = '''\
-# --- the engine, with the code of its adapter -----------------------------------------------------
-
+_CARRIED = """\
+# The engine, with the code of its adapter.
 {definitions}
 
+def full_parameters(model):
+    return {{name: parameter.detach().clone() for name, parameter in model.named_parameters()}}
 
-def train(rank, extra):
-    """The losses of this rank and the full parameters after each step."""
+def train_engine(rank, extra):
     engine = {adapter}()
-    engine.setup(lambda: WORKLOAD.build(rank), WORKLOAD.optimizers[OPTIMIZER], PLAN)
-
-    def happen(moment, step, micro=0):
-        for kind, *names in extra.get((moment, step, micro), ()):
-            if kind in ("freeze", "drop"):
-                (engine.set_requires_grad if kind == "freeze" else engine.drop_grads)(names)
-                continue
-            batch = batch_of(WORKLOAD, step, micro, rank)
-            engine.train(kind == "train")
-            with torch.no_grad() if kind == "eval" else contextlib.nullcontext():
-                engine.forward(*batch.args, **batch.kwargs)
-            engine.train(True)
-
+    engine.setup(lambda: WORKLOAD.build(rank), WORKLOAD.optimizers[{optimizer!r}], PLAN)
+    def happen(moment, step, micro=0):  #? events
+        for kind, *names in extra.get((moment, step, micro), ()):  #? events
+            if kind in ("freeze", "drop"):  #? freeze
+                (engine.set_requires_grad if kind == "freeze" else engine.drop_grads)(names)  #? freeze
+                continue  #? freeze
+            batch = batch_of(WORKLOAD, step, micro, rank)  #? events
+            engine.train(kind == "train")  #? events
+            with torch.no_grad() if kind == "eval" else contextlib.nullcontext():  #? events
+                engine.forward(*batch.args, **batch.kwargs)  #? events
+            engine.train(True)  #? events
     engine.full_params()  # read before training, too, as in the case
     engine.train(True)
     for step in range(STEPS):
-        losses = []
-        happen("before the step", step)
+        losses = {{}}
+        happen("before the step", step)  #? before the step
         for micro in range(MICRO_BATCHES):
-            happen("before the forward", step, micro)
-            with engine.microbatch(micro == MICRO_BATCHES - 1, reduced=REDUCED[micro]):
+            happen("before the forward", step, micro)  #? before the forward
+            with engine.microbatch(micro == MICRO_BATCHES - 1, reduced={reduced}):
                 batch = batch_of(WORKLOAD, step, micro, rank)
                 loss = WORKLOAD.loss(engine.forward(*batch.args, **batch.kwargs), batch)
-                losses.append(loss.detach().clone())
-                happen("between forward and backward", step, micro)
+                losses[f"loss of micro-batch {{micro}}"] = loss.detach().clone()
+                happen("between forward and backward", step, micro)  #? between forward and backward
                 engine.backward(loss)
-            happen("after the backward", step, micro)
-        happen("before the optimizer", step)
+            happen("after the backward", step, micro)  #? after the backward
+        happen("before the optimizer", step)  #? before the optimizer
         engine.step({clipping})
-        happen("after the optimizer", step)
+        happen("after the optimizer", step)  #? after the optimizer
         yield losses, engine.full_params()
     engine.close()
-'''
+"""
 
+#: Lines that end in `#? FEATURE` are left out of a script without that feature; a moment of an event is one.
 _SCRIPT = '''\
 """
 {engine}: {title}
@@ -192,125 +145,95 @@ Expected: losses and full parameters are those of a plain training of the same m
 Run: torchrun --nproc-per-node {world_size} {name}
 Written by fsdp-conformance {version} from {case} ({implementation}), with torch {torch}.{changes}
 """
-
-from __future__ import annotations
-
-import contextlib
-import sys
-from datetime import timedelta
 {imports}
 
-# --- the model, its batches, its loss -------------------------------------------------------------
-
+# The model, its batches, its loss.
 {sources}
 
-
+WORLD_SIZE, STEPS, MICRO_BATCHES = {world_size}, {steps}, {micro_batches}
 WORKLOAD = {workload}
 REFERENCE = {reference}
-WORLD_SIZE = {world_size}
-OPTIMIZER = {optimizer!r}
-STEPS = {steps}
-MICRO_BATCHES = {micro_batches}
-REDUCED = {reduced!r}  # whether a micro-batch's gradients are reduced at once
-MAX_NORM, NORM_TYPE = {max_norm!r}, {norm_type!r}
-# What else happens in each training, by (moment, step, micro-batch): a forward in eval mode under no_grad ("eval"), or
-# in training mode without a backward ("train"); "freeze": from now on exactly these parameters are frozen; "drop":
-# their gradients are set to None.
+REDUCED = {reduced!r}  # whether a micro-batch's gradients are reduced at once  #? later
+MAX_NORM, NORM_TYPE = {max_norm}, {norm_type}  #? clipping
+# Besides training, by (moment, step, micro-batch): "eval": a forward in eval mode under no_grad;  #? events
+# "train": one without a backward; "freeze": from now on exactly these; "drop": gradients set to None  #? events
 TRAININGS = {trainings}
 
-
 {engine_section}
-
-# --- the reference: every rank's batch through a plain model, in this process ---------------------
-
-
-def reference(rank, extra):
-    """The same for a plain model: one copy per rank, their gradients averaged by hand."""
-    models = [REFERENCE.build(each).train() for each in range(WORLD_SIZE)]
-    optimizers = [REFERENCE.optimizers[OPTIMIZER](list(model.parameters())) for model in models]
-
-    def happen(moment, step, micro=0):
-        for kind, *names in extra.get((moment, step, micro), ()):
-            for each, model in enumerate(models):
-                if kind == "freeze":
-                    for name, parameter in model.named_parameters():
-                        parameter.requires_grad_(name not in names)
-                elif kind == "drop":
-                    for name in names:
-                        model.get_parameter(name).grad = None
-                else:
-                    forward(model, batch_of(REFERENCE, step, micro, each), kind)
-
+# One loop for the engine, and for plain copies of the model with every rank's batch, whose gradients are averaged.
+def train(models, ranks, workload, extra, *, sharded):
+    parameters = [list(model.parameters()) for model in models]
+    optimizers = [workload.optimizers[{optimizer!r}](each) for each in parameters if each]
+    def happen(moment, step, micro=0):  #? events
+        for kind, *names in extra.get((moment, step, micro), ()):  #? events
+            for rank, model in zip(ranks, models):  #? events
+                if kind == "freeze":  #? freeze
+                    for name, parameter in model.named_parameters():  #? freeze
+                        parameter.requires_grad_(name not in names)  #? freeze
+                if kind == "drop":  #? freeze
+                    for name in names:  #? freeze
+                        model.get_parameter(name).grad = None  #? freeze
+                if kind in ("eval", "train"):  #? events
+                    batch = batch_of(workload, step, micro, rank)  #? events
+                    with torch.set_grad_enabled(kind == "train"):  #? events
+                        model.train(kind == "train")(*batch.args, **batch.kwargs)  #? events
+                    model.train()  #? events
     for step in range(STEPS):
-        losses = []
-        happen("before the step", step)
+        losses = {{}}
+        happen("before the step", step)  #? before the step
         for micro in range(MICRO_BATCHES):
-            happen("before the forward", step, micro)
-            for each, model in enumerate(models):
-                batch = batch_of(REFERENCE, step, micro, each)
-                loss = REFERENCE.loss(model(*batch.args, **batch.kwargs), batch)
-                losses += [loss.detach().clone()] if each == rank else []
-                loss.backward()
-            happen("after the backward", step, micro)
-        happen("before the optimizer", step)
-        for copies in zip(*(model.parameters() for model in models)):
+            happen("before the forward", step, micro)  #? before the forward
+            for rank, model in zip(ranks, models):
+                batch = batch_of(workload, step, micro, rank)
+                with no_sync(model) if sharded and not REDUCED[micro] else contextlib.nullcontext():  #? deferral
+                    loss = workload.loss(model(*batch.args, **batch.kwargs), batch)  #? deferral
+                    happen("between forward and backward", step, micro)  #? between and deferral
+                    loss.backward()  #? deferral
+                loss = workload.loss(model(*batch.args, **batch.kwargs), batch)  #? at once
+                happen("between forward and backward", step, micro)  #? between and at once
+                loss.backward()  #? at once
+                if rank == dist.get_rank():
+                    losses[f"loss of micro-batch {{micro}}"] = loss.detach().clone()
+            happen("after the backward", step, micro)  #? after the backward
+        happen("before the optimizer", step)  #? before the optimizer
+        for copies in () if sharded else zip(*(model.parameters() for model in models)):
             gradients = [copy.grad for copy in copies if copy.grad is not None]
             for copy in copies:
                 copy.grad = sum(gradients) / WORLD_SIZE if gradients else None
         for model, optimizer in zip(models, optimizers):
-            if MAX_NORM is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, NORM_TYPE)
+            {clipping}  #? clipping
             optimizer.step()
             optimizer.zero_grad()
-        happen("after the optimizer", step)
-        yield losses, {{name: parameter.detach().clone() for name, parameter in models[rank].named_parameters()}}
-
-
-# --- both, step by step ---------------------------------------------------------------------------
-
+        happen("after the optimizer", step)  #? after the optimizer
+        yield losses, full_parameters(models[list(ranks).index(dist.get_rank())])
 
 def batch_of(workload, step, micro, rank):
     return workload.batch(BatchKey(step=step, micro=micro, rank=rank, world_size=WORLD_SIZE))
 
-
-def forward(model, batch, kind):
-    model.train(kind == "train")
-    with torch.no_grad() if kind == "eval" else contextlib.nullcontext():
-        model(*batch.args, **batch.kwargs)
-    model.train()
-
-
 def differences(rank, extra):
-    """Where the engine differs from the reference, in order."""
-    for step, (got, expected) in enumerate(zip(train(rank, extra), reference(rank, extra))):
-        for micro, (ours, theirs) in enumerate(zip(got[0], expected[0])):
-            if not torch.equal(ours, theirs):
-                values = f"expected {{theirs.item()!r}}, got {{ours.item()!r}}"
-                yield f"step {{step}}, loss of micro-batch {{micro}}: {{values}}"
-        if got[1].keys() != expected[1].keys():
-            yield f"step {{step}}: expected the parameters {{sorted(expected[1])}}, got {{sorted(got[1])}}"
-        for name, theirs in expected[1].items():
-            ours = got[1].get(name)
-            if ours is not None and (ours.shape != theirs.shape or not torch.equal(ours, theirs)):
-                yield f"step {{step}}, parameter {{name}}: expected {{some(theirs, ours)}}, got {{some(ours, theirs)}}"
-
+    got = train([wrap(WORKLOAD.build(rank)).train()], [rank], WORKLOAD, extra, sharded=True)  #? torch
+    got = train_engine(rank, extra)  #? adapter
+    copies = [REFERENCE.build(each).train() for each in range(WORLD_SIZE)]
+    expected = train(copies, range(WORLD_SIZE), REFERENCE, extra, sharded=False)
+    for step, both in enumerate(zip(got, expected)):
+        for kind, ours, theirs in zip(("", "parameter "), *both):
+            for name in dict.fromkeys([*theirs, *ours]):
+                one, other = ours.get(name), theirs.get(name)
+                if one is None or other is None or not torch.equal(one, other):
+                    yield f"step {{step}}, {{kind}}{{name}}: expected {{some(other, one)}}, got {{some(one, other)}}"
 
 def some(tensor, other):
-    """The shape, or the first element that differs and where."""
-    if tensor.shape != other.shape:
-        return f"shape {{tuple(tensor.shape)}}"
+    if tensor is None or other is None or tensor.shape != other.shape:
+        return "nothing" if tensor is None else f"shape {{tuple(tensor.shape)}}"
     place = tuple((tensor != other).nonzero()[0].tolist())
-    return f"{{tensor[place].item()!r}} at {{list(place)}}"
-
+    return f"{{tensor[place].item()!r}}" + (f" at {{list(place)}}" if place else "")
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-rank = dist.get_rank()
 if dist.get_world_size() != WORLD_SIZE:
     sys.exit(f"this script is for {{WORLD_SIZE}} ranks, got {{dist.get_world_size()}}")
-found = [line for extra in TRAININGS for line in differences(rank, extra)]
 everywhere = [None] * WORLD_SIZE
-dist.all_gather_object(everywhere, found)
-if rank == 0:
+dist.all_gather_object(everywhere, [line for extra in TRAININGS for line in differences(dist.get_rank(), extra)])
+if dist.get_rank() == 0:
     for each, lines in enumerate(everywhere):
         if lines:
             print(f"rank {{each}}, {{lines[0]}} ({{len(lines)}} differences in all)")
@@ -331,6 +254,8 @@ class _Section:
     imports: Set[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that are set before anything is imported."""
+    clipping: str = _PLAIN_CLIPPING
+    """The statement that clips, in the loop for the engine and for plain copies."""
     changes: tuple[str, ...] = ()
     """The changes that the adapter makes to the engine or to torch."""
 
@@ -346,17 +271,17 @@ def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
     by_calls = engine_of(adapter)
     followed = _FORWARDS if by_calls else _FORWARDS | _THROUGH_ADAPTERS
     first = _the_same_but_for_events(bound, captured.trainings, followed)
-    sources = Sources() if by_calls else sources_for_adapters()
-    made = [captured.maker(workload) for workload in (first.workload, first.reference or first.workload)]
-    for each in made:
-        sources.need(each.module, each.function)
-    sources.need("fsdp_conformance.workload.definition", "BatchKey")
+    sources, workloads = _workloads(captured, first, SHORT, of_adapter=not by_calls)
+    if "from dataclasses import replace" in sources.imports:
+        # It takes no other kind of class.
+        sources, workloads = _workloads(captured, first, {}, of_adapter=not by_calls)
     definitions = list(sources.definitions)
     if by_calls:
         section = _by_calls(bound, by_calls, first, chosen)
     else:
         section = _by_code(bound, adapter, captured.trainings, sources)
     regime = first.regime
+    trainings = [_extra(each.regime) for each in captured.trainings]
     text = _SCRIPT.format(
         engine=section.title,
         title=bound.case.title,
@@ -368,21 +293,74 @@ def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
         implementation=chosen.implementation,
         torch=torch.__version__,
         changes="".join(f"\nTo run here: {each}." for each in section.changes),
-        imports=_imported({*sources.imports, *section.imports} - _PRESENT, section.environment),
-        sources="\n\n\n".join(definitions),
-        workload=made[0].expression,
-        reference=made[1].expression,
+        imports="{imports}",
+        sources=_constants_first(definitions),
+        workload=workloads[0],
+        reference="WORKLOAD" if workloads[0] == workloads[1] else workloads[1],
         optimizer=regime.optimizer,
         steps=regime.steps,
         micro_batches=regime.micro_batches,
         reduced=tuple(regime.is_reduced(micro) for micro in range(regime.micro_batches)),
-        max_norm=regime.max_norm,
-        norm_type=regime.norm_type,
-        trainings="[\n" + "".join(f"    {_extra(each.regime)!r},\n" for each in captured.trainings) + "]",
+        max_norm=_number(regime.max_norm),
+        norm_type=_number(regime.norm_type),
+        clipping=section.clipping,
+        trainings="[\n" + "".join(f"    {each!r},\n" for each in trainings) + "]" if any(trainings) else "[{}]",
         engine_section=section.text,
+    )
+    used = {moment for each in trainings for moment, _, _ in each}
+    later = not all(map(regime.is_reduced, range(regime.micro_batches)))
+    deferral = later and by_calls is not None
+    kinds = {kind for each in trainings for happens in each.values() for kind, *_ in happens}
+    text = _without_unused(
+        text,
+        used
+        | {"torch" if by_calls else "adapter", "deferral" if deferral else "at once"}
+        | ({"events"} if used else set())
+        | ({"later"} if later else set())
+        | ({"freeze"} if kinds & {"freeze", "drop"} else set())
+        | ({"clipping"} if regime.max_norm is not None else set())
+        | ({f"between and {'deferral' if deferral else 'at once'}"} if _MOMENTS["LOSS"] in used else set()),
+    )
+    text = text.replace(
+        "{imports}", _imported({*sources.imports, *section.imports} | _USUAL, text, section.environment)
     )
     _refuse_what_cannot_stand_alone(text)
     return text
+
+
+def _workloads(
+    captured: Captured, first: Training, short: Mapping[tuple[str, str], str], *, of_adapter: bool
+) -> tuple[Sources, list[str]]:
+    """The engine's workload and the reference's as expressions, and what they need, some of it in a `short` form."""
+    sources = sources_for_adapters(short) if of_adapter else Sources(provided=short)
+    workloads = [
+        written(workload, captured.maker(workload), first.regime.optimizer, sources)
+        for workload in (first.workload, first.reference or first.workload)
+    ]
+    sources.need("fsdp_conformance.workload.definition", "BatchKey")
+    return sources, workloads
+
+
+def _constants_first(definitions: Sequence[str]) -> str:
+    """The definitions, with the constants that need no other definition in a block at the beginning."""
+    constants = [each for each in definitions if re.fullmatch(r"[A-Z_]+ = [-\d.e]+", each)]
+    others = [each for each in definitions if each not in constants]
+    return "\n\n".join(["\n".join(constants), *others] if constants else others)
+
+
+def _number(value: float | None) -> str:
+    """A number as source: `repr` of an infinite one is a name that nothing defines."""
+    return f'float("{value}")' if value is not None and not math.isfinite(value) else repr(value)
+
+
+def _without_unused(text: str, features: Set[str]) -> str:
+    """The text without the lines of other features, and without more than one blank line in a row."""
+    lines = []
+    for line in text.split("\n"):
+        kept, _, feature = line.partition("  #? ")
+        if not feature or feature in features:
+            lines.append(kept)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
 def _by_calls(bound: BoundCase, engine: type[Adapter], first: Training, chosen: RunSettings) -> _Section:
@@ -390,12 +368,10 @@ def _by_calls(bound: BoundCase, engine: type[Adapter], first: Training, chosen: 
     _refuse_beyond(first, beyond_calls(engine, first.plan.capabilities() | first.workload.capabilities & _NEVER))
     calls = _calls(bound, first, chosen)
     function = calls.made[-1][0]
-    text = _TORCH.format(
-        calls="\n".join(f"    {line}" for line in _wrapping(calls)),
-        reading=_READING[function],
-        clipping=_CLIPPING[function],
+    text = _TORCH.format(calls="\n".join(f"    {line}" for line in _wrapping(calls)), reading=_READING[function])
+    return _Section(
+        title=_ENGINES[function], text=text, imports=_imports(function, calls), clipping=_CLIPPING[function]
     )
-    return _Section(title=_ENGINES[function], text=text, imports=_imports(function, calls))
 
 
 def _by_code(bound: BoundCase, adapter: type[Adapter], trainings: Sequence[Training], sources: Sources) -> _Section:
@@ -415,8 +391,10 @@ def _by_code(bound: BoundCase, adapter: type[Adapter], trainings: Sequence[Train
     if clipping and regime.norm_type != 2.0:
         clipping.append("norm_type=NORM_TYPE")
     text = _CARRIED.format(
-        definitions="\n\n\n".join([*sources.definitions[before:], classes]),
+        definitions="\n\n".join([*sources.definitions[before:], classes]),
         adapter=adapter.__name__,
+        optimizer=regime.optimizer,
+        reduced="True" if all(map(regime.is_reduced, range(regime.micro_batches))) else "REDUCED[micro]",
         clipping=", ".join(clipping),
     )
     version = adapter.version()
@@ -429,11 +407,23 @@ def _by_code(bound: BoundCase, adapter: type[Adapter], trainings: Sequence[Train
     )
 
 
-def _imported(imports: Set[str], environment: Mapping[str, str]) -> str:
-    """The imports, after the variables that must be set before them."""
-    lines = sorted(imports - {"import os"} if environment else imports)
-    before = ["import os", "", f"os.environ.update({dict(environment)!r})", ""] if environment else []
-    return "\n".join([*before, *lines])
+def _imported(imports: Set[str], text: str, environment: Mapping[str, str]) -> str:
+    """The imports that the text uses, a line for each module, after the variables that must be set before them."""
+    modules: list[str] = []
+    names: dict[str, list[str]] = {}
+    for line in sorted(imports - {"import os"} if environment else imports):
+        source, _, name = line.removeprefix("from ").partition(" import ")
+        bound = (name or line.removeprefix("import ")).rpartition(" as ")[2].partition(".")[0]
+        if not re.search(rf"\b{bound}\b", text):
+            continue
+        if name:
+            names.setdefault(source, []).append(name)
+        else:
+            modules.append(line)
+    before = ["import os", f"os.environ.update({dict(environment)!r})"] if environment else []
+    return "\n".join(
+        [*before, *modules, *(f"from {source} import {', '.join(each)}" for source, each in names.items())]
+    )
 
 
 def _refuse_what_cannot_stand_alone(text: str) -> None:
@@ -474,8 +464,11 @@ def _global_names(scope: symtable.SymbolTable) -> set[str]:
 #: Capabilities of a model that the script's loop cannot provide.
 _NEVER = frozenset({"subgroups", "move_inputs"})
 
-#: Imports of every script.
-_PRESENT = frozenset({"from __future__ import annotations", "import contextlib", "import sys"})
+#: What the script's own text and the short forms may use.
+_USUAL = frozenset({
+    "import contextlib", "import sys", "import torch", "from datetime import timedelta",
+    "from collections import namedtuple",
+})  # fmt: skip
 
 
 def _the_same_but_for_events(bound: BoundCase, trainings: list[Training], followed: Container[Action]) -> Training:
@@ -535,14 +528,26 @@ def _planned(training: Training) -> Plan:
 
 def _wrapping(calls: Calls) -> Iterator[str]:
     """The body of `wrap`."""
-    root = "model"
-    for function, names, given in calls.made:
+    root, units = "model", list[str]()
+    for number, (function, names, given) in enumerate(calls.made):
         written = "".join(f", {name}={value}" for name, value in given.items())
+        if function != "DistributedDataParallel" and len(names) == 1 and names != ("",):
+            units.append(names[0])
+            following = calls.made[number + 1] if number + 1 < len(calls.made) else None
+            if (
+                following is not None
+                and (following[0], len(following[1]), following[2]) == (function, 1, given)
+                and (following[1] != ("",))
+            ):
+                continue
+            called = "fully_shard(model.get_submodule(name)" if function == "fully_shard" else "wrap_unit(model, name"
+            yield f"for name in {units!r}:"
+            yield f"    {called}{written})"
+            units = []
+            continue
         modules = ["model" if not name else f"model.get_submodule({name!r})" for name in names]
         target = modules[0] if len(modules) == 1 else f"[{', '.join(modules)}]"
-        if function == "FullyShardedDataParallel" and names != ("",):
-            yield f"wrap_unit(model, {names[0]!r}{written})"
-        elif function == "fully_shard":
+        if function == "fully_shard":
             yield f"fully_shard({target}{written})"
         else:
             root = f"{function}({target}{written})"
@@ -554,8 +559,7 @@ def _imports(function: str, calls: Calls) -> set[str]:
     fsdp = sorted(calls.types | ({function} - {"DistributedDataParallel"}))
     if any("init_device_mesh" in value for _, _, given in calls.made for value in given.values()):
         imports.add("from torch.distributed.device_mesh import init_device_mesh")
-    if fsdp:
-        imports.add(f"from torch.distributed.fsdp import {', '.join(fsdp)}")
+    imports |= {f"from torch.distributed.fsdp import {name}" for name in fsdp}
     if function == "fully_shard":
         imports.add("from torch.distributed.tensor import DTensor")
     if function == "DistributedDataParallel":

@@ -1,16 +1,19 @@
 """
 The source of a function, with all that it uses of this package: classes, functions, constants, in an order that runs.
 
-Text is copied as it stands; only `module.name` becomes `name` where the module is one of ours. Annotations are not
-followed, because `from __future__ import annotations` leaves them alone.
+It is printed from the syntax tree, without docstrings, annotations and comments, and `module.name` is `name` where
+the module is one of ours.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 
 from fsdp_conformance.repro.refused import NoScript
@@ -19,6 +22,27 @@ _PACKAGE = "fsdp_conformance"
 
 #: Calls that a script leaves out: they refuse a plan or a kind of ranks, both of which a script has settled.
 LEFT_OUT = frozenset({"refuse_undeclared", "refuse_other_norm", "refuse_gpus_and_simulated_ranks"})
+
+
+#: Short forms of what most scripts need; `dataclasses.replace` cannot take these tuples.
+SHORT = {
+    ("fsdp_conformance.fixtures.data", "seed_torch"): "def seed_torch(seed):\n    torch.manual_seed(seed)",
+    ("fsdp_conformance.fixtures.data", "pure_build"): """\
+def pure_build(build):
+    def built(rank):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of("init", build.__qualname__))
+            return build(rank)
+    return built""",
+    (
+        "fsdp_conformance.workload.definition",
+        "Batch",
+    ): 'Batch = namedtuple("Batch", "args kwargs target", defaults=[(), {}, None])',
+    (
+        "fsdp_conformance.workload.definition",
+        "BatchKey",
+    ): 'BatchKey = namedtuple("BatchKey", "step micro rank world_size", defaults=[0, 0, 1])',
+}
 
 
 class Sources:
@@ -36,13 +60,16 @@ class Sources:
         self._refused = refused
         self._owners: dict[str, str] = {}
         self._begun: set[tuple[str, int]] = set()
-        self._modules: dict[str, tuple[str, dict[str, ast.stmt]]] = {}
+        self._modules: dict[str, dict[str, ast.stmt]] = {}
 
     def need(self, module: str, name: str) -> None:
         """Add what a module calls `name`, after what it uses itself. Raises NoScript if that cannot be copied."""
         if (module, name) in self._provided:
             if text := self._provided[module, name]:
                 self.provide(module, name)
+                for used, _ in _uses(ast.parse(text)):
+                    if used in self._read(module) and used != name:
+                        self.need(module, used)
                 self.definitions.append(text)
             return
         node = self.definition(module, name)
@@ -67,21 +94,22 @@ class Sources:
 
     def definition(self, module: str, name: str) -> ast.stmt | None:
         """The statement at the top of a module that defines a name."""
-        return self._read(module)[1].get(name)
+        return self._read(module).get(name)
 
     def text_of(self, module: str, node: ast.stmt) -> str:
         """The text of a module's statement, or of one in a class; what it uses is added first."""
-        text, defined = self._read(module)
+        defined = self._read(module)
         ours = self._our_modules(defined)
-        left_out = [each for each in ast.walk(node) if _is_left_out(each)]
-        for used, attribute in _uses(node, left_out):
+        short = _Short(ours).visit(copy.deepcopy(node))
+        for used, attribute in _uses(node):
             if used in ours and attribute:
                 self.need(ours[used], attribute)
             elif used in ours:
                 raise NoScript(f"a definition at line {node.lineno} of {module} uses the module {used} as a value")
             elif used in defined:
                 self.need(module, used)
-        return _without_prefixes(text, node, ours, left_out)
+        # Without the blank lines that separate methods.
+        return textwrap.indent(re.sub(r"\n\n+", "\n", ast.unparse(short)), " " * node.col_offset)
 
     def _follow_import(self, node: ast.Import | ast.ImportFrom, name: str) -> None:
         alias = next(each for each in node.names if (each.asname or each.name.partition(".")[0]) == name)
@@ -109,11 +137,11 @@ class Sources:
                     modules[name] = inside.__name__
         return modules
 
-    def _read(self, module: str) -> tuple[str, dict[str, ast.stmt]]:
+    def _read(self, module: str) -> dict[str, ast.stmt]:
+        """The statements at the top of a module that define a name."""
         if module not in self._modules:
             text = inspect.getsource(importlib.import_module(module))
-            defined = {name: node for node in ast.parse(text).body for name in names_of(node)}
-            self._modules[module] = text, defined
+            self._modules[module] = {name: node for node in ast.parse(text).body for name in names_of(node)}
         return self._modules[module]
 
 
@@ -133,12 +161,11 @@ def names_of(node: ast.stmt) -> Iterator[str]:
 class _Uses(ast.NodeVisitor):
     """Names that a definition reads, with the attribute that is read of them, without annotations."""
 
-    def __init__(self, left_out: Sequence[ast.AST]) -> None:
+    def __init__(self) -> None:
         self.names: dict[tuple[str, str], None] = {}
-        self._left_out = {id(each) for each in left_out}
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        if id(node) not in self._left_out:
+        if not _is_left_out(node):
             self.visit(node.value)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -169,24 +196,52 @@ def _is_left_out(node: ast.AST) -> bool:
     return name in LEFT_OUT
 
 
-def _uses(node: ast.AST, left_out: Sequence[ast.AST] = ()) -> list[tuple[str, str]]:
-    visitor = _Uses(left_out)
+def _uses(node: ast.AST) -> list[tuple[str, str]]:
+    visitor = _Uses()
     visitor.visit(node)
     return list(visitor.names)
 
 
-def _without_prefixes(text: str, node: ast.stmt, ours: dict[str, str], left_out: Sequence[ast.AST]) -> str:
-    """The statement's text without some calls, with `name` for `module.name` where the module is one of ours."""
-    decorators = getattr(node, "decorator_list", [])
-    first = min([node.lineno, *(each.lineno for each in decorators)]) - 1
-    lines = text.encode().split(b"\n")[first : node.end_lineno]
-    places = sorted(
-        ((each.lineno - 1 - first, each.col_offset, each.value.id) for each in ast.walk(node)
-        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in ours),
-        reverse=True,
-    )  # fmt: skip
-    for line, column, prefix in places:
-        lines[line] = lines[line][:column] + lines[line][column + len(prefix) + 1 :]
-    gone = {line - 1 - first for each in left_out if isinstance(each, ast.stmt)
-            for line in range(each.lineno, (each.end_lineno or each.lineno) + 1)}  # fmt: skip
-    return b"\n".join(line for number, line in enumerate(lines) if number not in gone).decode()
+class _Short(ast.NodeTransformer):
+    """Takes out docstrings, annotations and calls that a script leaves out, and modules of ours before a name."""
+
+    def __init__(self, ours: Mapping[str, str]) -> None:
+        self._ours = ours
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if isinstance(node.value, ast.Name) and node.value.id in self._ours:
+            return ast.Name(node.attr, node.ctx)
+        self.generic_visit(node)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | None:
+        if _is_left_out(node) or isinstance(node.value, ast.Constant):
+            return None
+        self.generic_visit(node)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.returns = None
+        self.generic_visit(node)
+        node.body = node.body or [ast.Pass()]
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt | None:
+        self.generic_visit(node)
+        return None if node.value is None else ast.Assign([node.target], node.value, lineno=node.lineno)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        # The fields of a dataclass are its annotations, whatever they say.
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        is_data = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+        self.generic_visit(node)
+        if is_data:
+            kept = [ast.AnnAssign(each.target, ast.Name("object"), self.visit(each.value) if each.value else None, 1)
+                    for each in fields]  # fmt: skip
+            node.body = [*kept, *(each for each in node.body if not isinstance(each, ast.Assign))]
+        node.body = node.body or [ast.Pass()]
+        return node
