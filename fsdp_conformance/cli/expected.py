@@ -62,8 +62,7 @@ class Expected:
             verdicts.append(judged.as_expected)
         changes = self.changes(verification, selected)
         if self.baseline is not None and changes is not None:
-            path = self.baseline.path
-            say("\n".join([f"since {path}:", *(f"  {line}" for line in changes.lines())]), path)
+            say("\n".join([f"since {self.baseline.path}:", *(f"  {line}" for line in changes.lines())]))
             verdicts.append(not changes.worse)
         if self.fail_on:
             counting = self._counting(verification.run, judged)

@@ -1,4 +1,4 @@
-"""What a default method of the suite's own base class raises is a problem of the adapter, and not the engine's."""
+"""An exception of a default method of the suite itself is a problem of the adapter, and not the engine's."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _problem(call: object, *, declared: frozenset[str]) -> str | None:
 def test_whose_code_raised_decides() -> None:
     """Neither what an engine raises below our method, nor a helper that it calls, is ours."""
     engine = _Engine()
-    engine.module = nn.Linear(2, 2).train  # type: ignore[method-assign, assignment]
+    engine.module = nn.Linear(2, 2).train  # type: ignore[method-assign]
     every = frozenset({"frozen_dynamic", "clip_grad_norm", "no_sync"})
 
     assert "TorchAdapter.no_sync, the default of this suite" in str(_problem(engine.no_sync, declared=every))

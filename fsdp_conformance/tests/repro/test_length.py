@@ -30,7 +30,7 @@ SAMPLE = (
 
 
 def _undefined(directory: Path) -> str:
-    """What ruff says of names in the scripts of a directory."""
+    """The complaints of ruff about names in the scripts of a directory."""
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F811,F401,E9", "-q", str(directory)]
     return subprocess.run(ruff, capture_output=True, text=True, timeout=120, check=False).stdout
 
