@@ -448,6 +448,21 @@ def _add_sanitize(parser: Parser) -> None:
         help="compute each kind of operation once, and leave out all later ones whose results are only numbers: large "
         "models take a fraction of the time, and races do not depend on numbers",
     )
+    parser.add_argument(
+        "--suppressions",
+        metavar="FILE",
+        help="findings that are known: they are listed, and do not change the exit status; a line is KIND:PATTERN, "
+        "with a glob for the function or the file of any frame",
+    )
+    parser.add_argument(
+        "--strict-suppressions", action="store_true", help="exit with 1 if a line of --suppressions matches nothing"
+    )
+    parser.add_argument(
+        "--rank",
+        metavar="N",
+        help="give this rank the terminal, so that breakpoint() in it can be used; the others pass over breakpoints, "
+        "and no deadline runs",
+    )
     parser.add_argument("--timeout", metavar="S", default="600", help="end the ranks after S seconds (default: 600)")
     parser.add_argument("--json", metavar="FILE", help="also write the findings to a file")
     parser.add_argument("--sarif", metavar="FILE", help="also write them as code-scanning alerts (SARIF)")

@@ -164,6 +164,11 @@ class ScriptLaunch:
         self._resources.callback(self._close)
         self._followers = [_Follower(order.rank, Path(order.files.output), self._say) for order in self._orders]
 
+    def pid(self) -> int | None:
+        """The process of the rank that has the terminal; None if there is none (yet)."""
+        rank = self.order.foreground
+        return self._supervisor.seats[rank].pid if rank is not None and self._supervisor is not None else None
+
     def wait(self) -> tuple[list[Any], list[Any]]:
         """Wait for all ranks; returns the RankReport (None if it sent none) and the RankExit of each."""
         self._supervisor.run()
@@ -207,7 +212,7 @@ def held_port() -> Iterator[int]:
 def _case_order(payload: ScriptPayload, directory: Path) -> Any:
     """The order in the harness's words."""
     from fsdp_conformance.harness.environment import Determinism
-    from fsdp_conformance.harness.order import CaseOrder, packed
+    from fsdp_conformance.harness.order import CaseOrder, Debugged, packed
 
     order = payload.order
     return CaseOrder(
@@ -223,6 +228,7 @@ def _case_order(payload: ScriptPayload, directory: Path) -> Any:
         determinism=Determinism(num_threads=_num_threads(), algorithms="off"),
         variables={"FSDP_CONFORMANCE_SIM_DEVICES": str(order.num_devices)},
         payload=packed(payload),
+        debugged=Debugged(rank=order.foreground) if order.foreground is not None else None,
     )
 
 

@@ -18,14 +18,17 @@ from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness import rank as harness_rank
 from fsdp_conformance.harness.context import log, running
+from fsdp_conformance.harness.processes.foreground import ignore_breakpoints
 from fsdp_conformance.harness.recording.collective_log import CollectiveObserver
 from fsdp_conformance.harness.recording.process_group import register_recording_backend
 from fsdp_conformance.outcome.records import RankError
 from fsdp_conformance.script_ranks import recorded_calls
 from fsdp_conformance.script_ranks.launch import OBSERVED_SUFFIX, ScriptPayload
+from fsdp_conformance.script_ranks.patience import wait_patiently
 from fsdp_conformance.simulator.checker.labels import caller_of_backward
 from fsdp_conformance.simulator.collectives.agreement import Agreement, CollectiveMismatch
 from fsdp_conformance.simulator.collectives.new_groups import compare_new_groups
+from fsdp_conformance.simulator.frames import calling_frame
 from fsdp_conformance.simulator.replacements import Replacements
 from fsdp_conformance.simulator.sanitize import observer, script
 from fsdp_conformance.simulator.sanitize.forked_process import report_forks
@@ -67,6 +70,18 @@ class ScriptRank:
         log().observers.append(_Forgetful())
         log().issuer = functools.partial(recorded_calls.issue, agreement, rank)
         compare_new_groups(lambda: agreement, Replacements())
+        if case.debugged is not None:
+            wait_patiently(Replacements())
+        elif os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):  # another debugger may need no terminal
+            ignore_breakpoints(self._note_breakpoint)
+
+    def _note_breakpoint(self) -> None:
+        place = calling_frame()
+        at = f" at {place}" if place is not None else ""
+        if self._observer is not None:
+            self._observer.notes[
+                f"the breakpoint{at} was passed over, because no rank has the terminal: --rank 0 gives it to rank 0"
+            ] = None
 
     def finish_body(self) -> None:
         """A script has no referee to be told."""

@@ -27,4 +27,5 @@ Next to them:
     frames                stack frames, and whose code they run
     import_hook           runs a function once a module has been imported
     replacements          attributes of torch that are replaced for a while
+    suppressions          findings that a project does not want to see
 """

@@ -8,6 +8,7 @@ output is passed on line by line, and the ranks' findings are merged: a hazard t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.machinery
 import importlib.util
 import json
@@ -28,12 +29,16 @@ from fsdp_conformance.script_ranks.launch import ScriptLaunch
 from fsdp_conformance.simulator.sanitize.alerts import alerts_of
 from fsdp_conformance.simulator.sanitize.order import ScriptOrder
 from fsdp_conformance.simulator.sanitize.report import ScriptReport
+from fsdp_conformance.simulator.suppressions import NO_SUPPRESSIONS, Suppressions
 
 MODES = ("record", "raise", "poison")
 
 #: A size in bytes: "80GiB", "512 MB", "1.5g". Without "i" the units are powers of 1000, as usual.
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+#: Seconds that a script may take of which one rank is debugged.
+_DEBUGGED_S = 3 * 86400.0
 
 #: More processes than this on one machine are a typing error.
 _MAX_RANKS = 127
@@ -45,6 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     output = Path(arguments.json) if arguments.json else None
     sarif = Path(arguments.sarif) if arguments.sarif else None
     _check(order, {"--json": output, "--sarif": sarif})
+    from fsdp_conformance.harness.processes.foreground import passing_on_interrupts
     from fsdp_conformance.simulator.device import build
     from fsdp_conformance.simulator.sanitize.rank_children import RankChildren
 
@@ -66,7 +72,8 @@ def main(arguments: argparse.Namespace) -> int:
             extension = {build.EXTENSION: str(build.require())}
             children = RankChildren(order, run_id=launch.run_id, directory=launch.directory)
             launch.start(children.told(extension), before_files_go=children.look)
-            reports, exits = launch.wait()
+            with passing_on_interrupts(launch.pid) if order.foreground is not None else contextlib.nullcontext():
+                reports, exits = launch.wait()
         except KeyboardInterrupt as error:
             interrupted = error
     report = ScriptReport(
@@ -110,11 +117,21 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
     timeout_s = _number(arguments.timeout, "--timeout", float, problems)
     if not 0 < timeout_s < float("inf"):
         problems.append(f"--timeout must be a positive number of seconds, got {arguments.timeout}")
+    foreground = None if arguments.rank is None else _number(arguments.rank, "--rank", int, problems)
+    if foreground is not None and not 0 <= foreground < world_size:
+        problems.append(f"--rank must be a rank, from 0 to {world_size - 1}, got {foreground}")
     memory = _bytes(arguments.memory, problems) if arguments.memory is not None else None
     if arguments.ordering_only and arguments.mode == "poison":
         problems.append("give either --ordering-only or --mode poison: NaN does not flow where nothing is computed")
+    if arguments.suppressions is not None and arguments.mode != "record":
+        problems.append(
+            f"give either --suppressions or --mode {arguments.mode}: ranks do not know which findings are suppressed"
+        )
+    if arguments.strict_suppressions and arguments.suppressions is None:
+        problems.append("--strict-suppressions needs --suppressions FILE")
     if problems:
         raise ConfigError(problems, where="sanitize")
+    suppressions = NO_SUPPRESSIONS if arguments.suppressions is None else Suppressions.read(arguments.suppressions)
     return ScriptOrder(
         target=words[0],
         is_module=arguments.module_words is not None,
@@ -122,12 +139,15 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
         world_size=world_size,
         mode=arguments.mode,
         as_cuda=arguments.as_cuda,
-        timeout_s=timeout_s,
+        timeout_s=timeout_s if foreground is None else _DEBUGGED_S,
+        foreground=foreground,
         reuse=arguments.reuse.replace("-", "_"),
         waits="explicit" if arguments.ignore_implicit_syncs else "all",
         ordering_only=arguments.ordering_only,
         memory=memory,
         devices=devices,
+        suppressions=suppressions,
+        strict_suppressions=arguments.strict_suppressions,
     )
 
 
@@ -171,6 +191,8 @@ def _announcement(order: ScriptOrder) -> str:
     parts += [f"mode {order.mode}"] + (["cuda simulated"] if order.as_cuda else [])
     if order.num_devices != order.world_size:
         parts.append(messages.plural(order.num_devices, "device"))
+    if order.foreground is not None:
+        parts.append(f"rank {order.foreground} has the terminal")
     if order.memory is not None:
         parts.append(f"{order.memory / 2**30:.4g} GiB per device")
     if order.reuse != "exact":

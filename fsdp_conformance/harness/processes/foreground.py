@@ -61,14 +61,19 @@ def announce_prompts(tell: Callable[[bool], object]) -> None:
     pdb.Pdb.interaction = announced  # type: ignore[method-assign]
 
 
-def ignore_breakpoints() -> None:
-    """In a rank without the terminal, which runs the same code: pdb would find no input, and end it."""
+def ignore_breakpoints(note: Callable[[], object] = lambda: None) -> None:
+    """
+    In a rank without the terminal, which runs the same code: pdb would find no input, and end it.
+
+    `note` is called at each breakpoint that is passed over.
+    """
 
     def go_on(*args: object, **kwargs: object) -> None:
-        pass
+        note()
 
     sys.breakpointhook = go_on
-    pdb.set_trace = go_on
+    # breakpoint(), pdb.set_trace() and torch.distributed.breakpoint() come here, if a script has changed the hook.
+    pdb.Pdb.set_trace = go_on  # type: ignore[method-assign]
 
 
 def examine(error: BaseException) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_conformance.simulator.checker.options import CheckerOptions
+from fsdp_conformance.simulator.suppressions import NO_SUPPRESSIONS, Suppressions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,12 @@ class ScriptOrder:
     """The memory of each device in bytes; None for no limit."""
     devices: int | None = None
     """How many devices there are; None for one for each rank."""
+    foreground: int | None = None
+    """The rank that has the terminal, for a debugger; None for none."""
+    suppressions: Suppressions = NO_SUPPRESSIONS
+    """The findings that are not reported."""
+    strict_suppressions: bool = False
+    """A suppression that matches nothing makes the run fail."""
 
     @property
     def num_devices(self) -> int:

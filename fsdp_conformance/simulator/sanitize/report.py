@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -15,6 +15,7 @@ from fsdp_conformance.simulator.collectives.disagreement import Disagreement, di
 from fsdp_conformance.simulator.frames import Owner, owner
 from fsdp_conformance.simulator.sanitize.order import ScriptOrder
 from fsdp_conformance.simulator.sanitize.rank_children import ChildOfRank
+from fsdp_conformance.simulator.suppressions import Suppressed
 
 #: Patterns in the text of a failure, and what they mean here.
 _HINTS: Mapping[str, str] = {
@@ -28,6 +29,7 @@ _HINTS: Mapping[str, str] = {
     r"requested and \d+ written|Bad address": (
         "a file or a socket may have been given pinned memory that a copy is still writing: wait for the copy first"
     ),
+    r"\bBdbQuit\b": "the debugger was left with quit, which ends the script: continue lets it go on",
     r"Distributed package doesn't have NCCL": (
         "NCCL is simulated only with --as-cuda; without it, omit the backend or use 'sim:simccl'"
     ),
@@ -148,9 +150,28 @@ class ScriptReport:
         self.calls = calls
         self.children = children
         """By rank, the observations of the processes that it has started."""
-        self.hazards = folded(observed, children)
+        known = order.suppressions
+        self.hazards = folded(observed, children, accepts=lambda hazard: not known.of_hazard(hazard))
         of_children = [{"collectives": child.collectives} for of_rank in children for child in of_rank]
-        self.disagreements = folded_disagreements([*observed, *of_children])
+        disagreements = folded_disagreements([*observed, *of_children])
+        self.disagreements = [one for one in disagreements if not known.of_disagreement(one.disagreement)]
+        self.suppressed = [
+            *(
+                Suppressed(
+                    f"{one.hazard.sentence()}, seen {_times(one.count)} on {_ranks(one.ranks)}",
+                    tuple(sorted({line for place in one.places.values() for line in known.of_hazard(place)})),
+                )
+                for one in folded(observed, children, accepts=lambda hazard: bool(known.of_hazard(hazard)))
+            ),
+            *(
+                Suppressed(one.disagreement.sentence(), lines)
+                for one in disagreements
+                if (lines := known.of_disagreement(one.disagreement))
+            ),
+        ]
+        """The findings that are not reported."""
+        self.unmatched = known.unmatched(self.suppressed) if not interrupted else []
+        """The suppressions that match nothing."""
         self.failure = end.first_failure if end is not None else None
 
     @property
@@ -192,6 +213,8 @@ class ScriptReport:
             return ExitStatus.FINDINGS
         if self.failed:
             return ExitStatus.SCRIPT_FAILED
+        if self.unmatched and self.order.strict_suppressions and self.accesses:
+            return ExitStatus.FINDINGS
         return ExitStatus.CLEAN if self.accesses else ExitStatus.NOTHING_CHECKED
 
     def paragraphs(self) -> Iterator[tuple[str, str]]:
@@ -210,6 +233,11 @@ class ScriptReport:
             yield f"{rest}\n", ""
         if self.failed and not self.failed_by_finding:
             yield from self._failure()
+        if self.suppressed:
+            words = [self.order.suppressions.words(one) for one in self.suppressed]
+            yield "\n  ".join([f"suppressed: {_plural(len(words), 'finding')}", *words]), ""
+        if self.unmatched:
+            yield f"matched nothing: {', '.join(self.unmatched)}", "yellow"
         checked = self._checked()
         if checked:
             yield checked, ""
@@ -232,6 +260,9 @@ class ScriptReport:
         if self.missing:
             return f"not run: {self.missing} {exit_words}"
         failure = f"{self._who_failed}: {self.failure.sentence}" if self.failure is not None else ""
+        if self.status is ExitStatus.FINDINGS and not (self.hazards or self.disagreements):
+            number = _plural(len(self.unmatched), "suppression")
+            return f"nothing new, but {number} matched nothing: remove {_it(self.unmatched)} {exit_words}"
         if self.status is ExitStatus.FINDINGS:
             has_failed = failure and not self.failed_by_finding
             return f"{self._found_words()}{'; the script failed' if has_failed else ''} {exit_words}"
@@ -242,7 +273,8 @@ class ScriptReport:
                 "nothing was checked: the script put no tensor on the device 'sim'. Use that device, or the device "
                 f"of torch.accelerator; if the script uses 'cuda', pass --as-cuda {exit_words}"
             )
-        return f"clean: {self._amount()}, 0 hazards {exit_words}"
+        besides = f", {len(self.suppressed)} suppressed" if self.suppressed else ""
+        return f"clean: {self._amount()}, 0 hazards{besides} {exit_words}"
 
     def _number_of_findings(self) -> str:
         words = _plural(len(self.hazards), "hazard")
@@ -301,6 +333,8 @@ class ScriptReport:
                 }
                 for one in self.disagreements
             ],
+            "suppressed": [{"sentence": one.sentence, "lines": list(one.lines)} for one in self.suppressed],
+            "unmatched_suppressions": self.unmatched,
             "unanswered": list(self._unanswered()),
             "failure": self.failure.sentence if self.failure is not None else "",
             "traceback": self.failure.traceback if self.failure is not None else "",
@@ -387,10 +421,13 @@ class ScriptReport:
 
 
 def folded(
-    observed: Sequence[Mapping[str, Any] | None], children: Sequence[Sequence[ChildOfRank]] = ()
+    observed: Sequence[Mapping[str, Any] | None],
+    children: Sequence[Sequence[ChildOfRank]] = (),
+    *,
+    accepts: Callable[[Hazard], bool] = lambda _: True,
 ) -> list[FoldedHazard]:
     """
-    The hazards of all ranks, and of the processes that they have started.
+    The hazards of all ranks, and of the processes that they have started; those that `accepts` selects.
 
     Hazards of one kind between the same two lines of the script are merged, however the program reaches these lines,
     and whatever the devices, streams, blocks and sizes.
@@ -401,6 +438,8 @@ def folded(
         of_rank += [(child.name, data) for child in (children[rank] if children else ()) for data in child.hazards]
         for process, data in of_rank:
             hazard = hazard_from_json(data)
+            if not accepts(hazard):
+                continue
             key = (hazard.kind, hazard.pinned, _line(hazard.then), _line(hazard.now))
             same = by_key.setdefault(key, FoldedHazard(hazard))
             same.places.setdefault((_way(hazard.then), _way(hazard.now)), hazard)
@@ -478,6 +517,10 @@ def _duration(seconds: float) -> str:
 def _plural(count: int, noun: str) -> str:
     """ "1 rank", "2 ranks"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _it(things: Sequence[object]) -> str:
+    return "it" if len(things) == 1 else "them"
 
 
 def _times(count: int) -> str:

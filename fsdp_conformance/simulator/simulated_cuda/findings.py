@@ -16,6 +16,7 @@ from typing import Any
 from fsdp_conformance.simulator.checker.hazard import Access, Hazard, hazard_from_json
 from fsdp_conformance.simulator.collectives.disagreement import Disagreement, disagreement_from_json
 from fsdp_conformance.simulator.device import SIMULATED
+from fsdp_conformance.simulator.suppressions import NO_SUPPRESSIONS, Suppressed, Suppressions
 
 __all__ = ["Inbox", "MergedHazard", "Observations", "hazards_in_words", "saved_files"]
 
@@ -34,8 +35,7 @@ class MergedHazard:
 
     def text(self) -> str:
         """The explanation: both accesses with the lines that issued them, the memory, and the missing wait."""
-        # The program knows the devices by CUDA's name.
-        lines = [_DEVICE.sub("cuda:", self.hazard.explain())]
+        lines = [_named(self.hazard.explain())]
         if self.processes:
             lines.append(f"  in {', '.join(self.processes)}")
         return "\n".join(lines)
@@ -50,6 +50,8 @@ class Observations:
     notes: list[str] = field(default_factory=list)
     disagreements: dict[Hashable, Disagreement] = field(default_factory=dict)
     """Findings about the collectives of several processes that have stopped none of them, by their keys."""
+    suppressed: list[Suppressed] = field(default_factory=list)
+    """Those that are not reported."""
 
     def joined(self, later: Observations) -> Observations:
         """These observations joined with later ones."""
@@ -59,6 +61,7 @@ class Observations:
             self.accesses + later.accesses,
             list(self.notes),
             {**later.disagreements, **self.disagreements},
+            list(dict.fromkeys([*self.suppressed, *later.suppressed])),
         )
         both.notes += [note for note in later.notes if note not in both.notes]
         for one in later.findings:
@@ -83,8 +86,9 @@ class Observations:
 class Inbox:
     """The files of child processes. A process that is still running writes its file again, with everything so far."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, suppressions: Suppressions = NO_SUPPRESSIONS) -> None:
         self._directory = directory
+        self._suppressions = suppressions
         self._read: dict[str, _Read] = {}
 
     def collect(self, own: Mapping[str, Any]) -> Observations:
@@ -92,17 +96,25 @@ class Inbox:
         seen = [("", own), *sorted(self._news(), key=lambda one: (one[0], json.dumps(one[1], sort_keys=True)))]
         merged = Observations()
         by_key: dict[Hashable, MergedHazard] = {}
+        suppressed: dict[Suppressed, None] = {}
         for process, one in seen:
             merged.accesses += one["accesses"]
             merged.notes += [note for note in one["notes"] if note not in merged.notes]
             for disagreement in map(disagreement_from_json, one["collectives"]["found"]):
-                merged.disagreements.setdefault(disagreement.key, disagreement)
+                if lines := self._suppressions.of_disagreement(disagreement):
+                    suppressed[Suppressed(disagreement.sentence(), lines)] = None
+                else:
+                    merged.disagreements.setdefault(disagreement.key, disagreement)
             for hazard in map(hazard_from_json, one["hazards"]):
+                if lines := self._suppressions.of_hazard(hazard):
+                    suppressed[Suppressed(_named(hazard.sentence()), lines)] = None
+                    continue
                 finding = by_key.setdefault(_key(hazard), MergedHazard(hazard))
                 finding.count += hazard.count
                 if process and process not in finding.processes:
                     finding.processes.append(process)
         merged.findings = list(by_key.values())
+        merged.suppressed = list(suppressed)
         return merged
 
     def _news(self) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -153,6 +165,11 @@ def hazards_in_words(hazards: Sequence[str]) -> str:
     """Hazards in a text for people, with how many there are."""
     number = "1 hazard" if len(hazards) == 1 else f"{len(hazards)} hazards"
     return "\n\n".join([f"{number} on the simulated accelerator", *hazards])
+
+
+def _named(text: str) -> str:
+    """The text with CUDA's name for the devices, by which the program knows them."""
+    return _DEVICE.sub("cuda:", text)
 
 
 def _key(hazard: Hazard) -> Hashable:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +20,7 @@ import pytest
 if TYPE_CHECKING:
     from fsdp_conformance.simulator.simulated_cuda.findings import Observations
     from fsdp_conformance.simulator.simulated_cuda.session import CudaSession, SimulatedCuda
+    from fsdp_conformance.simulator.suppressions import Suppressed, Suppressions
 
 #: torch's test harness computes constants (TEST_CUDA, ...) when it is imported.
 _CONSTANTS = "torch.testing._internal.common_utils"
@@ -47,6 +48,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="with --simulate-cuda: what a race on a GPU does to the test that has it (default: fail); "
         "off turns the race checker off",
     )
+    group.addoption(
+        "--hazard-suppressions",
+        metavar="FILE",
+        help="with --simulate-cuda: findings that are known, one KIND:PATTERN a line; they fail no test and are listed "
+        "at the end (default: the ini value hazard_suppressions)",
+    )
+    group.addoption(
+        "--strict-hazard-suppressions",
+        action="store_true",
+        help="fail the run if a line of --hazard-suppressions matches nothing: for runs of all tests",
+    )
+    parser.addini("hazard_suppressions", "the file of --hazard-suppressions, from the ini file's directory on")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -124,6 +137,7 @@ def _begin(config: pytest.Config, options: Any) -> None:
     has_workers = not in_worker and bool(getattr(options, "numprocesses", None) or getattr(options, "tx", None))
     try:
         count = CudaSettings.checked_count(options.simulate_cuda, where="--simulate-cuda")
+        suppressions = _suppressions(config, options)
         session, late = None, False
         if has_workers:
             # Compile once, where the user sees it.
@@ -134,14 +148,26 @@ def _begin(config: pytest.Config, options: Any) -> None:
             from fsdp_conformance.simulator.simulated_cuda.session import CudaSession
 
             late = _CONSTANTS in sys.modules
-            session = CudaSession(count, checks=options.hazards != "off")
+            session = CudaSession(count, checks=options.hazards != "off", suppressions=suppressions)
     except (ConfigError, EnvironmentUnavailable) as error:
         raise pytest.UsageError(f"--simulate-cuda: {error}") from error
-    running = Running(count, options.hazards, session, in_worker=in_worker)
+    is_strict = options.strict_hazard_suppressions
+    running = Running(count, options.hazards, session, suppressions, is_strict=is_strict, in_worker=in_worker)
     if late:
         running.notes[f"{_CONSTANTS} was imported too early: its constants say that there are no GPUs"] = None
     config.pluginmanager.register(running, _PLUGIN)
     config.add_cleanup(_closing(session))
+
+
+def _suppressions(config: pytest.Config, options: Any) -> Suppressions:
+    """The findings that are not reported. Raises ConfigError for a file with mistakes."""
+    from fsdp_conformance.simulator.suppressions import NO_SUPPRESSIONS, Suppressions
+
+    if options.hazard_suppressions:
+        return Suppressions.read(options.hazard_suppressions)
+    name = str(config.getini("hazard_suppressions"))
+    root = config.inipath.parent if config.inipath is not None else config.rootpath
+    return Suppressions.read(os.path.relpath(root / name)) if name else NO_SUPPRESSIONS
 
 
 def _closing(session: CudaSession | None) -> Any:
@@ -151,11 +177,23 @@ def _closing(session: CudaSession | None) -> Any:
 class Running:
     """A run of tests with simulated GPUs."""
 
-    def __init__(self, count: int, hazards: str, session: CudaSession | None, *, in_worker: bool) -> None:
+    def __init__(
+        self,
+        count: int,
+        hazards: str,
+        session: CudaSession | None,
+        suppressions: Suppressions,
+        *,
+        is_strict: bool,
+        in_worker: bool,
+    ) -> None:
         self.count = count
         self.session = session
         """None in the controller of pytest-xdist."""
         self._hazards = hazards
+        self._suppressions = suppressions
+        self._is_strict = is_strict
+        """A suppression that matches nothing fails the run."""
         self._in_worker = in_worker
         self._observed: Observations | None = None
         """The observations in the current phase of a test."""
@@ -164,6 +202,7 @@ class Running:
         """Sentences for the summary."""
         self._reported: dict[str, list[str]] = {}
         """Hazards that failed no test: by test, and those outside of tests."""
+        self._suppressed: dict[Suppressed, None] = {}
         self._num_failed = 0
 
     def pytest_report_header(self) -> str:
@@ -234,7 +273,12 @@ class Running:
         report = yield
         observed, self._observed = self._observed, None
         if observed is not None:
-            summary = {"accesses": observed.accesses, "notes": observed.notes, "hazards": observed.texts()}
+            summary = {
+                "accesses": observed.accesses,
+                "notes": observed.notes,
+                "hazards": observed.texts(),
+                "suppressed": [(one.sentence, list(one.lines)) for one in observed.suppressed],
+            }
             setattr(report, _REPORTED, summary)
         return report
 
@@ -244,8 +288,12 @@ class Running:
 
     def _outside(self, when: str) -> None:
         """Hazards that no test has."""
-        if self.session is not None and (texts := self.session.take().texts()):
+        if self.session is None:
+            return
+        observed = self.session.take()
+        if texts := observed.texts():
             self._reported.setdefault(when, []).extend(texts)
+        self._suppressed.update(dict.fromkeys(observed.suppressed))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -253,8 +301,11 @@ class Running:
         self._outside("after the last test")
         if self._in_worker:
             output: dict[str, Any] = getattr(session.config, "workeroutput", {})
-            output[_REPORTED] = self._reported
-        elif self._reported and self._hazards == "fail" and session.exitstatus == pytest.ExitCode.OK:
+            suppressed = [(one.sentence, list(one.lines)) for one in self._suppressed]
+            output[_REPORTED] = {"hazards": self._reported, "suppressed": suppressed}
+            return
+        fails = (self._reported and self._hazards == "fail") or (self._is_strict and self._unmatched)
+        if fails and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     # --- the process that reports ------------------------------------------------------------------------------------
@@ -266,6 +317,7 @@ class Running:
             return
         self._accesses += summary["accesses"]
         self.notes.update(dict.fromkeys(summary["notes"]))
+        self._add_suppressed(summary["suppressed"])
         if summary["hazards"] and report.failed:
             self._num_failed += 1
         elif summary["hazards"]:
@@ -274,8 +326,20 @@ class Running:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """A worker of pytest-xdist has ended: the hazards that it had outside of tests."""
-        for when, texts in getattr(node, "workeroutput", {}).get(_REPORTED, {}).items():
+        output = getattr(node, "workeroutput", {}).get(_REPORTED, {"hazards": {}, "suppressed": ()})
+        for when, texts in output["hazards"].items():
             self._reported.setdefault(when, []).extend(texts)
+        self._add_suppressed(output["suppressed"])
+
+    def _add_suppressed(self, described: Iterable[tuple[str, Sequence[int]]]) -> None:
+        from fsdp_conformance.simulator.suppressions import Suppressed
+
+        self._suppressed.update({Suppressed(sentence, tuple(lines)): None for sentence, lines in described})
+
+    @property
+    def _unmatched(self) -> list[str]:
+        """The suppressions that match nothing in this run."""
+        return self._suppressions.unmatched(self._suppressed) if self._hazards != "off" else []
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """The hazards that failed no test, and how much was checked: a run that checks little proves little."""
@@ -285,6 +349,10 @@ class Running:
         terminalreporter.section("simulated CUDA", sep="-")
         for note in self.notes:
             terminalreporter.write_line(note)
+        for one in self._suppressed:
+            terminalreporter.write_line(f"suppressed: {self._suppressions.words(one)}")
+        if self._unmatched:
+            terminalreporter.write_line(f"matched nothing: {', '.join(self._unmatched)}", yellow=True)
         terminalreporter.write_line(self._summary())
 
     def _summary(self) -> str:

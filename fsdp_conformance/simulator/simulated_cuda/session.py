@@ -13,6 +13,7 @@ from fsdp_conformance.simulator.checker.hazard import Hazard
 from fsdp_conformance.simulator.simulated_cuda import simulation
 from fsdp_conformance.simulator.simulated_cuda.findings import Inbox, Observations
 from fsdp_conformance.simulator.simulated_cuda.settings import Children
+from fsdp_conformance.simulator.suppressions import NO_SUPPRESSIONS, Suppressions
 
 __all__ = ["CudaSession", "SimulatedCuda", "opened"]
 
@@ -22,7 +23,7 @@ _open: CudaSession | None = None
 class CudaSession:
     """While it is open there are `num_devices` GPUs. There is at most one session at a time in a process."""
 
-    def __init__(self, num_devices: int, *, checks: bool) -> None:
+    def __init__(self, num_devices: int, *, checks: bool, suppressions: Suppressions = NO_SUPPRESSIONS) -> None:
         global _open
         self._simulation = simulation.begin(num_devices, checks=checks)
         try:
@@ -30,7 +31,7 @@ class CudaSession:
         except BaseException:
             simulation.end()
             raise
-        self._inbox = Inbox(self._children.directory)
+        self._inbox = Inbox(self._children.directory, suppressions)
         self._taken = Observations()
         self._checks = checks
         _open = self

@@ -22,6 +22,7 @@ from fsdp_conformance.simulator.frames import Frame
 from fsdp_conformance.simulator.sanitize.order import ScriptOrder
 from fsdp_conformance.simulator.sanitize.rank_children import ChildOfRank
 from fsdp_conformance.simulator.sanitize.report import ExitStatus, ScriptReport, folded
+from fsdp_conformance.simulator.suppressions import Suppression, Suppressions
 from fsdp_conformance.status import Status
 
 ORDER = ScriptOrder(
@@ -71,10 +72,11 @@ def report(
     errors: Sequence[RankError | None] = (None, None),
     not_run: str | None = None,
     children: Sequence[Sequence[ChildOfRank]] = (),
+    order: ScriptOrder = ORDER,
 ) -> ScriptReport:
     """A run in which each rank observed that; both ranks said a word."""
     return ScriptReport(
-        ORDER,
+        order,
         observed=ranks,
         end=script_end(
             [RankReport(rank=rank, error=error, not_run=not_run) for rank, error in enumerate(errors)],
@@ -311,3 +313,61 @@ def test_words_that_the_simulator_shares_with_the_suite() -> None:
     """The device's name and the kinds of hazards: each side has its own definition, and they are equal."""
     assert plan.SIMULATED == device.SIMULATED
     assert [str(kind) for kind in HistoryHazardKind] == [str(kind) for kind in HazardKind]
+
+
+def suppressing(*lines: str, strict: bool = False) -> ScriptOrder:
+    """An order with a file of suppressions with these lines."""
+    entries = [Suppression(number, *line.split(":")) for number, line in enumerate(lines, 1)]
+    return replace(ORDER, suppressions=Suppressions("known.supp", tuple(entries)), strict_suppressions=strict)
+
+
+def with_a_race(order: ScriptOrder) -> ScriptReport:
+    """A run with a race on both ranks."""
+    return report(observed(hazard(count=3)), observed(hazard(device=1)), order=order)
+
+
+def test_a_suppressed_finding_does_not_change_the_status() -> None:
+    """It is named, with the line that matches it."""
+    judged = with_a_race(suppressing("race:main", "deadlock:main"))
+    text = "\n".join(text for text, _ in judged.paragraphs())
+
+    assert (judged.status, judged.hazards) == (ExitStatus.CLEAN, [])
+    assert "suppressed: 1 finding\n  read after write on sim:0" in text
+    assert "seen 4 times on ranks 0, 1 [known.supp:1 race:main]" in text
+    assert "matched nothing: known.supp:2 deadlock:main" in text
+    assert judged.verdict() == "clean: 200 accesses on 2 streams of 2 ranks, 0 hazards, 1 suppressed [exit 0]"
+    assert judged.to_json()["suppressed"][0]["lines"] == [1]
+    assert judged.to_json()["unmatched_suppressions"] == ["known.supp:2 deadlock:main"]
+
+
+def test_a_suppression_that_matches_nothing_fails_if_asked() -> None:
+    """Without the option it is only reported, and a finding still comes first."""
+    judged = with_a_race(suppressing("race:main", "race:old", strict=True))
+    assert judged.status is ExitStatus.FINDINGS
+    assert judged.verdict() == "nothing new, but 1 suppression matched nothing: remove it [exit 1]"
+    assert with_a_race(suppressing("race:main", strict=True)).status is ExitStatus.CLEAN
+    assert with_a_race(suppressing("race:old", strict=True)).verdict().startswith("1 hazard in 1 place")
+
+
+def test_of_two_ways_to_the_same_lines_one_may_be_suppressed() -> None:
+    """Hazards are compared before they are merged."""
+    through = replace(hazard(), now=replace(hazard().now, site=replace(hazard().now.site, stack=(
+        Frame(file="train.py", line=12, function="main"), Frame(file="train.py", line=40, function="evaluate"),
+    ))))  # fmt: skip
+    judged = report(observed(hazard(), through), None, order=suppressing("race:evaluate"))
+
+    assert judged.status is ExitStatus.FINDINGS
+    assert [len(one.places) for one in judged.hazards] == [1]
+    assert len(judged.suppressed) == 1
+
+
+def test_a_suppressed_mismatch_that_stops_the_script_is_a_failure() -> None:
+    """The script could not go on; what it says is why."""
+    party = Party(rank=0, words="barrier()", place=Frame(file="train.py", line=3, function="main"))
+    one = Disagreement.between(DisagreementKind.DIFFERENT, [party, replace(party, rank=1)], "operations")
+    mismatch = replace(error("the operations differ"), kind="CollectiveMismatch")
+    found = {**observed(), "collectives": {"found": [asdict(one)]}}
+    judged = report(found, found, errors=(mismatch, None), order=suppressing("collectives:main"))
+
+    assert judged.status is ExitStatus.SCRIPT_FAILED
+    assert "the operations differ" in judged.verdict()

@@ -31,6 +31,13 @@ from fsdp_conformance.tests.cli.cli_runs import answered, said
         (["--reuse", "never", "train.py"], "invalid choice: 'never'"),
         (["--timeout", "nan", "train.py"], "--timeout must be a positive number of seconds, got nan"),
         (["--mode", "shout", "train.py"], "invalid choice: 'shout'"),
+        (["--rank", "first", "train.py"], "--rank must be an integer, got 'first'"),
+        (["--rank", "2", "train.py"], "--rank must be a rank, from 0 to 1, got 2"),
+        (["--rank", "-1", "train.py"], "--rank"),
+        (["--suppressions", "known.supp", "train.py"], "cannot be read: No such file or directory [known.supp]"),
+        (["--suppressions", "x", "--mode", "raise", "train.py"], "either --suppressions or --mode raise"),
+        (["--suppressions", "x", "--mode", "poison", "train.py"], "either --suppressions or --mode poison"),
+        (["--strict-suppressions", "train.py"], "--strict-suppressions needs --suppressions FILE"),
         (["--worldsize", "2", "train.py"], "Did you mean '--world-size'?"),
     ],
     ids=" ".join,
@@ -87,6 +94,16 @@ def test_numbers_may_be_left_out() -> None:
     assert order_of(arguments.parse(["sanitize", "--ordering-only", "train.py"])).ordering_only
     with pytest.raises(ConfigError, match="either --ordering-only or --mode poison"):
         order_of(arguments.parse(["sanitize", "--ordering-only", "--mode", "poison", "train.py"]))
+
+
+def test_bad_lines_of_a_file_of_suppressions(tmp_path: Path) -> None:
+    """All of them, before anything is started."""
+    (tmp_path / "known.supp").write_text("race:main\nmain\n\nrace:\n", encoding="utf-8")
+    result = answered("sanitize", "--suppressions", "known.supp", "train.py", cwd=tmp_path)
+
+    assert (result.status, result.out) == (2, "")
+    assert "line 2 must be KIND:PATTERN, such as race:load_batch, got 'main'" in result.err
+    assert "line 4 must be KIND:PATTERN" in result.err
 
 
 def test_what_follows_the_script_is_its_own() -> None:

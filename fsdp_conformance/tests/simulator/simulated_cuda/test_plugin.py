@@ -238,3 +238,59 @@ def test_ranks_see_gpus_and_their_races_fail_the_test(tmp_path: Path) -> None:
     assert "in SpawnProcess-3, SpawnProcess-4" in section
     assert section.count("read after write") == 1
     assert before >= left_behind()
+
+
+#: Two tests with a race of their own each.
+KNOWN = """
+import torch
+
+def race():
+    data = torch.ones(4, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        data.mul_(2)
+
+def test_known():
+    race()
+
+def test_new():
+    race()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+def test_suppressed_findings_fail_no_test(workers: tuple[str, ...], tmp_path: Path) -> None:
+    """They are listed at the end, also those of workers; others fail. A line that matches nothing is named."""
+    (tmp_path / "known.supp").write_text("race:test_known\nany:old  # gone\n", encoding="utf-8")
+    run = run_pytest(
+        tmp_path, "--simulate-cuda=1", "-o", "hazard_suppressions=known.supp", *workers, texts={"a": KNOWN}
+    )
+
+    assert run.outcomes == {"test_known": "PASSED", "test_new": "FAILED"}, run.out
+    assert "[known.supp:1 race:test_known]" in run.out
+    assert "matched nothing: known.supp:2 any:old" in run.out
+    assert "1 test failed with hazards" in run.out
+
+
+@pytest.mark.slow
+def test_a_suppression_that_matches_nothing_fails_the_run_if_asked(tmp_path: Path) -> None:
+    """All tests pass, and the run fails."""
+    (tmp_path / "known.supp").write_text("race:race\nrace:old\n", encoding="utf-8")
+    typed = ("--simulate-cuda=1", "--hazard-suppressions=known.supp", "--strict-hazard-suppressions")
+    run = run_pytest(tmp_path, *typed, texts={"a": KNOWN})
+
+    assert set(run.outcomes.values()) == {"PASSED"}, run.out
+    assert run.status == pytest.ExitCode.TESTS_FAILED
+    assert "matched nothing: known.supp:2 race:old" in run.out
+
+
+def test_a_bad_file_of_suppressions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every bad line, before anything runs."""
+    (tmp_path / "known.supp").write_text("races:x\nx\n", encoding="utf-8")
+    typed = ["--simulate-cuda=1", f"--hazard-suppressions={tmp_path / 'known.supp'}"]
+    status = pytest.main(["--rootdir", str(tmp_path), str(tmp_path), *typed])
+    out, err = capsys.readouterr()
+
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "line 1: the kind must be one of" in out + err
+    assert "line 2 must be KIND:PATTERN" in out + err
