@@ -244,6 +244,20 @@ print(reduced[: 8 - 3 * rank].sum().item())
 """,
     ),
     Script(
+        name="padding-reduced",
+        what="a flat buffer is reduced and scattered with its padding, which is left out of the norm",
+        text="""
+flat = torch.empty(8, device=device)
+flat[:5] = 1.0
+shard = torch.empty(4, device=device)
+dist.reduce_scatter_tensor(shard, flat)
+own = shard[: 1 if rank else 4]
+norm = own.square().sum()
+dist.all_reduce(norm)
+print(norm.item())
+""",
+    ),
+    Script(
         name="shard-of-padding",
         what="the last rank's shard is padding only",
         text="""

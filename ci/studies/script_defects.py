@@ -264,6 +264,20 @@ print((whole * 2).sum().item())  # wrong
 """,
     ),
     Script(
+        name="padding-in-norm",
+        what="a flat buffer is reduced and scattered with its padding, which the norm adds up",
+        kind=_UNINITIALIZED,
+        text="""
+flat = torch.empty(8, device=device)
+flat[:5] = 1.0
+shard = torch.empty(4, device=device)
+dist.reduce_scatter_tensor(shard, flat)
+norm = shard.square().sum()
+dist.all_reduce(norm)  # wrong
+print(norm.item())
+""",
+    ),
+    Script(
         name="saved-empty",
         what="a tensor is saved that was never written",
         kind=_UNINITIALIZED,

@@ -114,8 +114,7 @@ class Suppressions:
         """The lines that match a hazard: if there are any, it is not reported."""
         if not self.entries:
             return ()
-        wait = hazard.useless_wait.recorded if hazard.useless_wait is not None else None
-        sites = (hazard.then.site, hazard.now.site, hazard.allocated, hazard.freed, wait, hazard.hidden_by)
+        sites = (hazard.then.site, hazard.now.site, hazard.allocated, hazard.freed)
         return self._matching(hazard.kind, [frame for site in sites if site is not None for frame in site.stack])
 
     def of_disagreement(self, disagreement: Disagreement) -> tuple[int, ...]:

@@ -21,9 +21,9 @@ from typing import Any
 
 from fsdp_conformance.simulator.checker.stream_names import assigned_to
 from fsdp_conformance.simulator.device import SIMULATED
-from fsdp_conformance.simulator.frames import Frame, Owner, is_installed, owner, shown
+from fsdp_conformance.simulator.frames import Frame, Owner, below_torch, is_installed, owner, shown
 
-__all__ = ["Access", "Hazard", "HazardKind", "Site", "Stream", "hazard_from_json", "sites_in"]
+__all__ = ["Access", "Hazard", "HazardKind", "Site", "Stream", "Useless", "UselessWait", "hazard_from_json", "sites_in"]
 
 #: Line length of the first sentence of an explanation.
 _WIDTH = 110
@@ -37,6 +37,10 @@ _TELLING = re.compile(r"torch/(distributed/(fsdp|_composable|tensor|optim)|nn/pa
 
 #: Operations of a process group, which return a Work.
 _COLLECTIVE = re.compile(r"(all_|broadcast|coalesced|gather|recv|reduce|scatter|send)")
+
+
+#: Files of torch whose functions wait for their callers.
+_PASS_ON = ("_streambase.py", "_ops.py", "_utils.py", "accelerator/", "cuda/", "utils/", "distributed/c10d_logger.py")
 
 
 class HazardKind(StrEnum):
@@ -159,17 +163,42 @@ class Access:
         return f"{self.nbytes} of {inside} ({self.nbytes // self.run} runs of {self.run} bytes)"
 
 
+class Useless(StrEnum):
+    """The reason why a wait does not order two accesses."""
+
+    RECORDED_TOO_EARLY = "recorded_too_early"
+    """It is for an event of the right stream that was recorded before the first access."""
+    OTHER_STREAM = "other_stream"
+    OTHER_DEVICE = "other_device"
+    OTHER_EVENT = "other_event"
+    """It is for an event of another stream that was recorded before the first access."""
+    WAITS_TOO_EARLY = "waits_too_early"
+    """It is for the right stream, but comes before the first access."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UselessWait:
-    """A wait between two accesses for an event that does not cover the first one."""
+    """A wait of the second access's stream, or of the host, that does not order two accesses."""
 
-    too_early: bool
-    """The event was recorded on the right stream, but before the access; else it was recorded on another stream."""
+    why: Useless
     stream: Stream
-    """The stream that it was recorded on."""
-    waiter: Stream
-    """The stream that waits for it, or the host."""
+    """The stream that is waited for, or that the event was recorded on."""
+    device: int
+    """The device that is waited for; -1 for a stream or an event."""
     recorded: Site | None
+    """What recorded the event, or the collective; None for a stream or a device."""
+    waiter: Stream
+    """The stream that waits, or the host."""
+    waited: Site | None
+    """What waits."""
+
+    @property
+    def is_telling(self) -> bool:
+        """True if it may have been meant to order the two: torch's own waits are for what it does itself."""
+        if self.why in (Useless.RECORDED_TOO_EARLY, Useless.OTHER_STREAM):
+            return True
+        stack = self.waited.stack if self.waited is not None else ()
+        return next((owner(frame.file) is Owner.USER for frame in stack if not _passes_on(frame)), False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,12 +231,17 @@ class Hazard:
     then_block: int
     """The block that `then` touches; differs from `block` only under worst-case reuse."""
     then_nbytes: int
-    useless_wait: UselessWait | None = None
-    """The wait that was meant to order the two, if there is one."""
+    useless_waits: tuple[UselessWait, ...] = ()
+    """Waits that do not order the two, the likeliest mistake first."""
     hidden_by: Site | None = None
     """Where implicit waits are ignored: the operation that the host waited for in between, which orders them here."""
     count: int
     """How often it was found: hazards with equal kind, operations, labels, streams and stacks are one."""
+
+    @property
+    def useless_wait(self) -> UselessWait | None:
+        """The wait that was meant to order the two, if there is one."""
+        return next((wait for wait in self.useless_waits if wait.is_telling), None)
 
     @property
     def is_worst_case(self) -> bool:
@@ -305,16 +339,37 @@ class Hazard:
         wait = self.useless_wait
         if wait is None:
             return []
-        frame = wait.recorded.innermost() if wait.recorded is not None else None
-        at = f" at {frame}" if frame is not None else ""
-        if wait.too_early:
-            why = f"before {self._op(self.then)}. Record it after that"
-        else:
-            why = f"on {self._name(wait.stream)}. Record it on {self._name(self.then.stream)}"
+        frame = wait.waited.innermost() if wait.waited is not None else None
+        at = f"at {frame} " if frame is not None else ""
         return [
-            f"  {self._name(wait.waiter)} waits in between, but that does not help:",
-            f"    the event was recorded{at}, {why}",
+            f"  {at}{self._name(wait.waiter)} waits for {self._awaited(wait)}, which does not order the two:",
+            f"    {self._advice(wait)}",
         ]
+
+    def _awaited(self, wait: UselessWait) -> str:
+        """What a wait is for."""
+        if wait.device >= 0:
+            return f"{self.device_type}:{wait.device}"
+        stream = self._name(wait.stream)
+        recorded, waited = (site.innermost() if site is not None else None for site in (wait.recorded, wait.waited))
+        if wait.recorded is None or (recorded == waited and wait.recorded.op.startswith("event")):
+            return stream  # wait_stream records an event and waits for it
+        what = "an event that was recorded" if wait.recorded.op.startswith("event") else wait.recorded.op
+        return f"{what} on {stream}" + (f" at {recorded}" if recorded is not None else "")
+
+    def _advice(self, wait: UselessWait) -> str:
+        """What to change about a wait."""
+        first, right = self._op(self.then), self._name(self.then.stream)
+        match wait.why:
+            case Useless.WAITS_TOO_EARLY:
+                return f"{first} comes later. Wait after that"
+            case Useless.RECORDED_TOO_EARLY if wait.recorded is not None and not wait.recorded.op.startswith("event"):
+                return f"{first} comes after it. Wait for that, too"
+            case Useless.RECORDED_TOO_EARLY:
+                return f"it was recorded before {first}. Record it after that"
+            case Useless.OTHER_DEVICE:
+                return f"{first} runs on {self.device_type}:{self.then.stream.device}. Wait for that device"
+        return f"{first} is not on that stream. Wait for {right}"
 
     def _place(self) -> str:
         return "pinned memory" if self.pinned else f"{self.device_type}:{self.device}"
@@ -392,7 +447,7 @@ def hazard_from_json(data: Mapping[str, Any]) -> Hazard:
         allocated=_site(data["allocated"]),
         freed=_site(data["freed"]),
         tenant_stream=_stream(data["tenant_stream"]),
-        useless_wait=_useless_wait(data.get("useless_wait")),
+        useless_waits=tuple(map(_useless_wait, data.get("useless_waits", ()))),
         hidden_by=_site(data.get("hidden_by")),
         device_type=data.get("device_type", SIMULATED),
         **{name: data[name] for name in ("device", "pinned", "block", "nbytes", "then_block", "then_nbytes", "count")},
@@ -401,20 +456,26 @@ def hazard_from_json(data: Mapping[str, Any]) -> Hazard:
 
 def sites_in(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """All sites in the JSON of a hazard, to change their stacks."""
-    wait = data["useless_wait"] or {"recorded": None}
-    places = (data["then"]["site"], data["now"]["site"], wait["recorded"])
+    places = [data["then"]["site"], data["now"]["site"]]
+    places += [wait[name] for wait in data["useless_waits"] for name in ("recorded", "waited")]
     return [site for site in (*places, data["allocated"], data["freed"], data["hidden_by"]) if site is not None]
 
 
-def _useless_wait(data: Mapping[str, Any] | None) -> UselessWait | None:
-    if data is None:
-        return None
+def _useless_wait(data: Mapping[str, Any]) -> UselessWait:
     return UselessWait(
-        too_early=data["too_early"],
+        why=Useless(data["why"]),
         stream=_stream(data["stream"]),
-        waiter=_stream(data["waiter"]),
+        device=data["device"],
         recorded=_site(data["recorded"]),
+        waiter=_stream(data["waiter"]),
+        waited=_site(data["waited"]),
     )
+
+
+def _passes_on(frame: Frame) -> bool:
+    """True for code that waits because its caller asks for it: methods of streams and events, decorators."""
+    below = below_torch(frame.file)
+    return owner(frame.file) is Owner.MACHINERY or (below is not None and below.startswith(_PASS_ON))
 
 
 def _access(data: Mapping[str, Any]) -> Access:

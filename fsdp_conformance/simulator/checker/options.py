@@ -21,8 +21,6 @@ class CheckerOptions:
     """Which memory the checker lets new tensors share: `checker.Reuse`."""
     waits: str = "all"
     """Which waits of the host order streams: `checker.Waits`."""
-    uninitialized: bool = False
-    """True if using memory that nothing has written is a hazard."""
     ordering_only: bool = False
     """Leave out kernels that only compute numbers: `ordering`."""
     memory: int | None = None
@@ -37,7 +35,7 @@ class CheckerOptions:
         checker.set_mode(self.mode)
         checker.set_reuse(self.reuse)
         checker.set_waits(self.waits)
-        checker.set_uninitialized(self.uninitialized)
+        checker.set_uninitialized(True)
         ordering.set_ordering_only(self.ordering_only)
         if self.memory is not None:
             memory.set_memory_limit(self.memory)

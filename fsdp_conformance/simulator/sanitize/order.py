@@ -56,7 +56,6 @@ class ScriptOrder:
             mode=self.mode,
             reuse=self.reuse,
             waits=self.waits,
-            uninitialized=True,
             ordering_only=self.ordering_only,
             memory=self.memory,
         )

@@ -75,6 +75,7 @@ class Simulation:
         self._replaced.undo()
         self._names.undo()
         self._labels.remove()
+        checker.set_uninitialized(False)
         checker.clear()
 
     def set_checks(self, checks: bool) -> None:

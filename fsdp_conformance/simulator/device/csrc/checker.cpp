@@ -199,19 +199,19 @@ bool Checker::host_knows(const Clock& clock) const {
 // Events
 // ---------------------------------------------------------------------------------------------------------------------
 
-EventMark Checker::mark(Lane lane, SitePtr site) {
+Mark Checker::mark(Lane lane, SitePtr site, int32_t device) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  return {lane, ++state_->order, std::move(site)};
+  return {lane, ++state_->order, std::move(site), device};
 }
 
-void Checker::note_wait(Lane lane, const Clock& clock, EventMark event) {
-  if (suspended() || event.site == nullptr) {
+void Checker::note_wait(Lane lane, const Clock& clock, Mark mark, SitePtr waited) {
+  if (suspended()) {
     return;
   }
   State::Trash trash;
   const std::lock_guard<std::mutex> lock(state_->mutex);
   auto& waits = state_->lane(lane).waits;
-  waits.push_back({std::move(event), clock, ++state_->order});
+  waits.push_back({std::move(mark), clock, ++state_->order, std::move(waited)});
   if (waits.size() > kKeptWaits) {
     trash.waits.push_back(std::move(waits.front()));
     waits.pop_front();

@@ -90,19 +90,30 @@ struct Unwritten {
   OriginPtr origin;
 };
 
-/// An event as it was recorded, to explain a wait that does not help.
-struct EventMark {
-  Lane lane = kHost;   // that it was recorded on
-  uint64_t order = 0;  // when, in the order of the program
-  SitePtr site;
+/// What a wait is for, to explain one that does not help: an event as it was recorded, the end of a collective, a stream
+/// or a device.
+struct Mark {
+  Lane lane = kHost;    // that it was recorded on, or that is waited for
+  uint64_t order = 0;   // when, in the order of the program
+  SitePtr site;         // what recorded it, or the collective; null for a stream or a device
+  int32_t device = -1;  // for a device
 };
 
-/// A wait between two racing accesses, for an event that does not cover the first.
+/// The reason why a wait does not order two racing accesses.
+enum class Useless : uint8_t {
+  RecordedTooEarly,  // it is for an event of the right stream that was recorded before the first access
+  OtherStream,       // it is for another stream
+  OtherDevice,       // it is for another device
+  OtherEvent,        // it is for an event of another stream that was recorded before the first access
+  WaitsTooEarly,     // it is for the right stream, but comes before the first access
+};
+
+/// A wait of the second access's stream, or of the host, that does not order two racing accesses.
 struct UselessWait {
-  bool too_early = false;  // recorded on the right stream, but before the access; else on another stream
-  Lane lane = kHost;       // that it was recorded on
+  Useless why;
+  Mark mark;
   Lane waiter = kHost;
-  SitePtr recorded;
+  SitePtr waited;  // what waits
 };
 
 struct Hazard {
@@ -118,7 +129,7 @@ struct Hazard {
   Lane tenant_lane = kHost;  // the lane that the memory of `then` was allocated on
   BlockId then_block = 0;    // differs from `block` only under Reuse::WorstCase
   uint64_t then_bytes = 0;
-  std::optional<UselessWait> useless_wait;
+  std::vector<UselessWait> useless_waits;  // the last one for each reason
   SitePtr hidden_by;   // Waits::Explicit: the wait of the host that orders the two in this run, for another reason
   uint64_t count = 0;  // equal hazards are folded: same kind, device, ops, labels, lanes and stacks
 };
@@ -173,10 +184,10 @@ class Checker {
   /// `implicit`: what waits, if the program did not ask for the wait (Waits).
   bool host_wait_lane(Lane lane, SitePtr implicit = nullptr);
   bool host_wait_device(int32_t device);
-  /// An event is recorded on the lane now, by `site`.
-  EventMark mark(Lane lane, SitePtr site);
-  /// The lane has waited for an event with this clock.
-  void note_wait(Lane lane, const Clock& clock, EventMark event);
+  /// An event is recorded on the lane now by `site`, or a wait for the lane or for a whole device begins.
+  Mark mark(Lane lane, SitePtr site, int32_t device = -1);
+  /// `waited` has made the lane wait for a mark, which has this clock.
+  void note_wait(Lane lane, const Clock& clock, Mark mark, SitePtr waited);
   /// Whether the host knows that everything in the clock has finished.
   bool host_knows(const Clock& clock) const;
 

@@ -128,7 +128,7 @@ std::vector<Hazard> Checker::compare(
     }
     for (const Entry* then : state_->racing(block, now)) {
       found.push_back(hazard_of(block, *then, now));
-      found.back().useless_wait = state_->useless_wait(*then, now);
+      found.back().useless_waits = state_->useless_waits(*then, now);
       found.back().hidden_by = state_->implicit_wait_for(*then);
       state_->assume_ordered(*then, now);
     }
@@ -193,34 +193,48 @@ std::vector<const Entry*> Checker::State::racing(const Block& block, const Entry
   return found;
 }
 
-std::optional<UselessWait> Checker::State::useless_wait(const Entry& then, const Entry& now) {
-  const EventWait* early = nullptr;
-  const EventWait* elsewhere = nullptr;
-  Lane waiting = now.lane;
-  const auto later = [](const EventWait* one, const EventWait& other) {
-    return one == nullptr || one->order < other.order;
-  };
+std::vector<UselessWait> Checker::State::useless_waits(const Entry& then, const Entry& now) {
+  std::map<Useless, std::pair<const NotedWait*, Lane>> last;
   // What the host has waited for, the lane knows too.
   for (const Lane waiter : {now.lane, kHost}) {
-    for (const EventWait& wait : lane(waiter).waits) {
-      if (wait.order < then.order || wait.order > now.order || time_of(wait.clock, then.lane) >= then.tick) {
+    for (const NotedWait& wait : lane(waiter).waits) {
+      const auto why = why_useless(wait, then, now);
+      if (!why) {
         continue;
       }
-      if (wait.event.lane == then.lane && wait.event.order < then.order && later(early, wait)) {
-        early = &wait;
-        waiting = waiter;
-      }
-      if (wait.event.lane != then.lane && wait.event.order > then.order && later(elsewhere, wait)) {
-        elsewhere = &wait;
-        waiting = early == nullptr ? waiter : waiting;
+      auto& [known, by] = last.emplace(*why, std::make_pair(&wait, waiter)).first->second;
+      if (known->order < wait.order) {
+        known = &wait;
+        by = waiter;
       }
     }
   }
-  const EventWait* found = early != nullptr ? early : elsewhere;
-  if (found == nullptr) {
+  std::vector<UselessWait> result;
+  for (const auto& [why, found] : last) {
+    result.push_back({why, found.first->mark, found.second, found.first->waited});
+  }
+  return result;
+}
+
+std::optional<Useless> Checker::State::why_useless(const NotedWait& wait, const Entry& then, const Entry& now) {
+  const Mark& mark = wait.mark;
+  const bool of_device = mark.device >= 0;
+  const bool of_right_one = of_device ? mark.device == lane(then.lane).device : mark.lane == then.lane;
+  if (wait.order > now.order) {
     return std::nullopt;
   }
-  return UselessWait{early != nullptr, found->event.lane, waiting, found->event.site};
+  if (wait.order < then.order) {
+    return of_right_one ? std::make_optional(Useless::WaitsTooEarly) : std::nullopt;
+  }
+  if (of_device) {
+    return of_right_one ? std::nullopt : std::make_optional(Useless::OtherDevice);
+  }
+  const bool covers = time_of(wait.clock, then.lane) >= then.tick;
+  const bool before = mark.order < then.order;
+  if (covers || (of_right_one && !before)) {
+    return std::nullopt;
+  }
+  return of_right_one ? Useless::RecordedTooEarly : before ? Useless::OtherEvent : Useless::OtherStream;
 }
 
 void Checker::State::assume_ordered(const Entry& then, const Entry& now) {

@@ -21,6 +21,12 @@ constexpr std::pair<const char*, Mode> kModes[] = {
     {"off", Mode::Off}, {"record", Mode::Record}, {"raise", Mode::Raise}, {"poison", Mode::Poison}};
 constexpr std::pair<const char*, Reuse> kReuses[] = {{"exact", Reuse::Exact}, {"worst_case", Reuse::WorstCase}};
 constexpr std::pair<const char*, Waits> kWaits[] = {{"all", Waits::All}, {"explicit", Waits::Explicit}};
+constexpr std::pair<const char*, Useless> kUseless[] = {
+    {"recorded_too_early", Useless::RecordedTooEarly},
+    {"other_stream", Useless::OtherStream},
+    {"other_device", Useless::OtherDevice},
+    {"other_event", Useless::OtherEvent},
+    {"waits_too_early", Useless::WaitsTooEarly}};
 constexpr std::pair<const char*, Kind> kKinds[] = {{"read", Kind::Read}, {"write", Kind::Write}};
 constexpr std::pair<const char*, HazardKind> kHazardKinds[] = {
     {"read_after_write", HazardKind::ReadAfterWrite},        {"write_after_read", HazardKind::WriteAfterRead},
@@ -130,16 +136,15 @@ py::dict describe(const Checker& checker, const Access& access) {
   return result;
 }
 
-py::object describe(const Checker& checker, const std::optional<UselessWait>& wait) {
-  if (!wait) {
-    return py::none();
-  }
+py::dict describe(const Checker& checker, const UselessWait& wait) {
   py::dict result;
-  result["too_early"] = wait->too_early;
-  result["stream"] = describe(checker, wait->lane);
-  result["waiter"] = describe(checker, wait->waiter);
-  result["recorded"] = describe(wait->recorded);
-  return std::move(result);
+  result["why"] = name_of(kUseless, wait.why);
+  result["stream"] = describe(checker, wait.mark.lane);
+  result["device"] = wait.mark.device;
+  result["recorded"] = describe(wait.mark.site);
+  result["waiter"] = describe(checker, wait.waiter);
+  result["waited"] = describe(wait.waited);
+  return result;
 }
 
 py::dict describe(const Checker& checker, const Hazard& hazard) {
@@ -156,7 +161,11 @@ py::dict describe(const Checker& checker, const Hazard& hazard) {
   result["tenant_stream"] = describe(checker, hazard.tenant_lane);
   result["then_block"] = hazard.then_block;
   result["then_nbytes"] = hazard.then_bytes;
-  result["useless_wait"] = describe(checker, hazard.useless_wait);
+  py::list useless_waits;
+  for (const UselessWait& wait : hazard.useless_waits) {
+    useless_waits.append(describe(checker, wait));
+  }
+  result["useless_waits"] = useless_waits;
   result["hidden_by"] = describe(hazard.hidden_by);
   result["count"] = hazard.count;
   return result;

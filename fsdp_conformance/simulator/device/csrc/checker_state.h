@@ -92,11 +92,12 @@ struct Block {
   std::vector<Unwritten> unwritten;  // by address, without overlaps
 };
 
-/// A wait of a lane for an event.
-struct EventWait {
-  EventMark event;
+/// A wait of a lane.
+struct NotedWait {
+  Mark mark;
   Clock clock;
   uint64_t order = 0;
+  SitePtr waited;
 };
 
 /// A wait of the host that the program did not ask for: the clock of the lane that it waited for, and who waited.
@@ -111,7 +112,7 @@ struct LaneState {
   int32_t device = 0;
   int32_t number = 0;
   Clock clock;
-  std::deque<EventWait> waits;  // the last ones
+  std::deque<NotedWait> waits;  // the last ones
   // Since the order digest was started:
   uint64_t ticks_before = 0;
   uint64_t digest_number = 0;  // in the order of first access, from 1; 0 before that
@@ -172,7 +173,7 @@ struct Checker::State {
     std::vector<std::shared_ptr<Tenant>> tenants;
     std::vector<SitePtr> sites;
     std::vector<Unwritten> unwritten;
-    std::deque<EventWait> waits;
+    std::deque<NotedWait> waits;
     std::deque<ImplicitWait> implicit_waits;
   };
 
@@ -246,8 +247,9 @@ struct Checker::State {
   void digest(const Entry& now, int32_t device);
   /// The accesses that conflict with `now` and are not ordered before it: the last of each lane, by lane.
   std::vector<const Entry*> racing(const Block& block, const Entry& now);
-  /// The last wait between the two that was meant to order them, if there is one.
-  std::optional<UselessWait> useless_wait(const Entry& then, const Entry& now);
+  /// For each reason why a wait may not order the two, the last wait of that kind.
+  std::vector<UselessWait> useless_waits(const Entry& then, const Entry& now);
+  std::optional<Useless> why_useless(const NotedWait& wait, const Entry& then, const Entry& now);
   /// The host's first implicit wait after an access that covers it; null if there is none, or no longer.
   SitePtr implicit_wait_for(const Entry& then);
   /// Replace the unwritten bytes of a block.

@@ -139,7 +139,7 @@ c10::intrusive_ptr<Work> SimGroup::allreduce_sparse(Tensors& tensors, const c10d
   for (const auto& part : {sum._indices(), sum._values()}) {
     record_stream(part.storage().data_ptr(), caller);
   }
-  auto work = make_work(made, OpType::ALLREDUCE, held, {tensor}, end_of(stream, held));
+  auto work = make_work(made, OpType::ALLREDUCE, held, {tensor}, end_of(stream, held, nullptr));
   work->complete_future();
   return work;
 }

@@ -35,7 +35,7 @@ namespace {
 struct Event {
   std::mutex mutex;
   Clock clock;
-  EventMark mark;
+  Mark mark;
   c10::Stream stream = c10::Stream(c10::Stream::DEFAULT, c10::Device(kSim, 0));
   std::chrono::steady_clock::time_point time;
   bool timed = false;
@@ -43,7 +43,7 @@ struct Event {
 
 struct Recorded {
   Clock clock;
-  EventMark mark;
+  Mark mark;
   c10::Stream stream;
 };
 
@@ -124,7 +124,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     auto& known = *static_cast<Event*>(*event);
     Clock clock = Checker::get().snapshot(lane_of(stream));
-    EventMark mark;
+    Mark mark;
     if (checking()) {
       mark = Checker::get().mark(lane_of(stream), here_without_waiting("event"));
     }

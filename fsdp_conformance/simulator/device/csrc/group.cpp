@@ -29,6 +29,14 @@ bool uses_all(const std::string& op) {
       op == "reduce_scatter_tensor" || op == "reduce_scatter_tensor_coalesced" || op == "broadcast" || op == "send";
 }
 
+/// Whether the input of a call is meaningless, because nothing of it is written. A list is the parts of one input.
+bool uses(const Issue& call, const std::vector<std::pair<size_t, Unset>>& unset, const Unset& one) {
+  const auto all = [](const auto& input) { return input.second.all; };
+  const bool is_list = call.op == "reduce_scatter";
+  return one.all && uses_all(call.op) &&
+      (!is_list || (unset.size() == call.reads.size() && std::all_of(unset.begin(), unset.end(), all)));
+}
+
 /// What a rank gave unwritten is unwritten in its own part of the result. What others gave counts as written.
 void spread_own(const Issue& call, size_t input, const Unset& unset, int rank) {
   if (call.op == "all_reduce" || call.op == "all_reduce_coalesced") {
@@ -37,6 +45,15 @@ void spread_own(const Issue& call, size_t input, const Unset& unset, int rank) {
     spread(unset, call.writes[input].tensor, Flow::Pieces, rank * unset.numel * unset.itemsize);
   } else if (call.op == "all_gather") {
     spread(unset, call.writes[rank].tensor, Flow::Elementwise);
+  } else if (call.op == "reduce_scatter") {
+    if (input == static_cast<size_t>(rank)) {
+      spread(unset, call.writes[0].tensor, Flow::Elementwise);
+    }
+  } else if (call.op == "reduce_scatter_tensor" || call.op == "reduce_scatter_tensor_coalesced") {
+    const auto& output = call.writes[input].tensor;
+    if (const auto part = part_of(unset, rank * output.numel(), output.numel())) {
+      spread(*part, output, Flow::Elementwise);
+    }
   }
 }
 
@@ -47,11 +64,7 @@ Noted note(const Issue& call, c10::Stream stream, const SitePtr& site, int rank)
     const auto& tensor = call.reads[i].tensor;
     noted.reads_poisoned |= note_access(tensor, Kind::Read, stream, site);
     if (auto found = unset_of(tensor)) {
-      if (found->all && uses_all(call.op)) {
-        noted.reads_poisoned |= note_use(tensor, *found, lane_of(stream), site);
-      } else {
-        unset.emplace_back(i, std::move(*found));
-      }
+      unset.emplace_back(i, std::move(*found));
     }
   }
   for (const auto& leg : call.legs) {
@@ -63,7 +76,11 @@ Noted note(const Issue& call, c10::Stream stream, const SitePtr& site, int rank)
     noted.writes_poisoned |= note_access(argument.tensor, Kind::Write, stream, site);
   }
   for (const auto& [input, bytes] : unset) {
-    spread_own(call, input, bytes, rank);
+    if (uses(call, unset, bytes)) {
+      noted.reads_poisoned |= note_use(call.reads[input].tensor, bytes, lane_of(stream), site);
+    } else {
+      spread_own(call, input, bytes, rank);
+    }
   }
   return noted;
 }
@@ -266,7 +283,7 @@ c10::intrusive_ptr<Work> SimGroup::endCoalescing() {
   show_to_profiler("coalesced", {});
   auto work = make_work(
       coalesced.call, OpType::COALESCED, coalesced.tensors, {},
-      stream ? std::make_optional(end_of(*stream, coalesced.tensors)) : std::nullopt);
+      stream ? std::make_optional(end_of(*stream, coalesced.tensors, nullptr)) : std::nullopt);
   if (stream) {
     work->complete_future();
   }
@@ -305,9 +322,10 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
   }
   std::optional<c10::Stream> stream;
   Noted noted;
+  SitePtr site;
   if (held[0].device().type() == kSim) {
     clear_shelves();
-    const SitePtr site = checking() ? here(call.op) : nullptr;
+    site = checking() ? here(call.op) : nullptr;
     Operation running(&site);
     if (!call.through.empty()) {
       held.push_back(buffer_for(call.through));
@@ -317,6 +335,10 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
     Checker::get().submit(lane_of(*stream));
     if (site) {
       noted = note(call, *stream, site, rank_);
+    } else {
+      for (const auto& argument : call.writes) {
+        mark_written(argument.tensor);
+      }
     }
   }
   if (!coalescing_) {
@@ -340,7 +362,7 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
       return nullptr;
     }
     // This Work waits for nothing: only the end of the whole batch is recorded.
-    const End nothing{*stream, {}, std::make_shared<Shelf>(Tensors{}, Clock{})};
+    const End nothing{*stream, {}, std::make_shared<Shelf>(Tensors{}, Clock{}), {}};
     return make_work(target, call.type, held, std::move(call.results), nothing);
   }
   publish(target, stream, held);
@@ -349,7 +371,7 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
   }
   auto work = make_work(
       target, call.type, held, std::move(call.results),
-      stream ? std::make_optional(end_of(*stream, is_message(call.type) ? Tensors{} : held)) : std::nullopt);
+      stream ? std::make_optional(end_of(*stream, is_message(call.type) ? Tensors{} : held, site)) : std::nullopt);
   if (stream) {
     work->complete_future();
     if (call.type == OpType::ALLGATHER && !call.through.empty()) {
@@ -436,12 +458,13 @@ void SimGroup::clear_shelves() {
   shelves_.insert(shelves_.end(), shelves.begin(), shelves.end());
 }
 
-End SimGroup::end_of(c10::Stream stream, const Tensors& held) {
+End SimGroup::end_of(c10::Stream stream, const Tensors& held, const SitePtr& site) {
   auto clock = Checker::get().snapshot(lane_of(stream));
   auto shelf = std::make_shared<Shelf>(held, clock);
   std::lock_guard<std::mutex> lock(mutex_);
   shelves_.push_back(shelf);
-  return {stream, std::move(clock), std::move(shelf)};
+  Mark mark = site ? Checker::get().mark(lane_of(stream), site) : Mark{};
+  return {stream, std::move(clock), std::move(shelf), std::move(mark)};
 }
 
 const std::shared_ptr<GroupState>& SimGroup::state_of(bool on_device) const {

@@ -213,7 +213,7 @@ class SimGroup : public c10d::Backend {
   void clear_shelves();
   /// The end of the work on a stream so far. The tensors are held until it is waited for, or until the host knows of
   /// it.
-  End end_of(c10::Stream stream, const Tensors& held);
+  End end_of(c10::Stream stream, const Tensors& held, const SitePtr& site);
   const std::shared_ptr<GroupState>& state_of(bool on_device) const;
   std::vector<std::shared_ptr<GroupState>> states() const;
   const std::shared_ptr<GroupState> on_device_;

@@ -202,21 +202,36 @@ void set_wait_filter(WaitFilter filter) {
   // The previous filter is destroyed here, outside the lock, because it may be a Python object.
 }
 
-void stream_waits(c10::Stream stream, const Clock& clock, Wait why, const EventMark& event) {
-  if (keeps(why, stream)) {
-    Checker::get().wait(lane_of(stream), clock);
-    Checker::get().note_wait(lane_of(stream), clock, event);
+namespace {
+
+/// Note a wait of the program's, to explain hazards.
+void note_wait(Lane lane, const Clock& clock, const Mark& mark) {
+  if (checking()) {
+    Checker::get().note_wait(lane, clock, mark, here_without_waiting("wait"));
   }
 }
 
-void host_waits(const Clock& clock, c10::Stream recorded_on, const EventMark& event) {
+}  // namespace
+
+void stream_waits(c10::Stream stream, const Clock& clock, Wait why, const Mark& mark) {
+  if (keeps(why, stream)) {
+    Checker::get().wait(lane_of(stream), clock);
+    if (mark.site) {
+      note_wait(lane_of(stream), clock, mark);
+    }
+  }
+}
+
+void host_waits(const Clock& clock, c10::Stream recorded_on, const Mark& mark) {
   if (!keeps(Wait::HostWaitsEvent, recorded_on)) {
     return;
   }
   settle_until(clock);
   before_host_wait();
   Checker::get().host_wait(clock);
-  Checker::get().note_wait(kHost, clock, event);
+  if (mark.site) {
+    note_wait(kHost, clock, mark);
+  }
   after_host_wait();
 }
 
@@ -224,9 +239,13 @@ void host_waits_stream(c10::Stream stream, const SitePtr& implicit) {
   if (!keeps(Wait::HostWaitsStream, stream)) {
     return;
   }
-  settle_until(Checker::get().snapshot(lane_of(stream)));
+  const Clock clock = Checker::get().snapshot(lane_of(stream));
+  settle_until(clock);
   before_host_wait();
   Checker::get().host_wait_lane(lane_of(stream), implicit);
+  if (!implicit) {
+    note_wait(kHost, clock, Checker::get().mark(lane_of(stream), nullptr));
+  }
   after_host_wait();
 }
 
@@ -240,6 +259,7 @@ void host_waits_device(c10::DeviceIndex device) {
   settle_device(device);
   before_host_wait();
   Checker::get().host_wait_device(device);
+  note_wait(kHost, {}, Checker::get().mark(kHost, nullptr, device));
   after_host_wait();
 }
 

@@ -58,9 +58,9 @@ void set_wait_filter(WaitFilter filter);
 /// The filter's answer for a wait.
 bool keeps(Wait wait, c10::Stream stream);
 
-// Each of these asks the filter first. `event`: the event that the wait is for, if it is one of the program's.
-void stream_waits(c10::Stream stream, const Clock& clock, Wait why, const EventMark& event = {});
-void host_waits(const Clock& clock, c10::Stream recorded_on, const EventMark& event = {});
+// Each of these asks the filter first. `mark`: the event or the collective that the wait is for, if the program knows it.
+void stream_waits(c10::Stream stream, const Clock& clock, Wait why, const Mark& mark = {});
+void host_waits(const Clock& clock, c10::Stream recorded_on, const Mark& mark = {});
 /// `implicit`: the operation that waits, if the program did not ask for the wait.
 void host_waits_stream(c10::Stream stream, const SitePtr& implicit = nullptr);
 void host_waits_device(c10::DeviceIndex device);

@@ -108,6 +108,22 @@ std::optional<Unset> unset_of(const at::Tensor& tensor) {
   return unset;
 }
 
+std::optional<Unset> part_of(const Unset& unset, int64_t first, int64_t numel) {
+  const int64_t begin = first * unset.itemsize;
+  const int64_t end = begin + numel * unset.itemsize;
+  Unset part{{}, false, unset.contiguous, numel, unset.itemsize};
+  for (const auto& one : unset.bytes) {
+    if (one.begin < end && begin < one.end) {
+      part.bytes.push_back({std::max(one.begin, begin) - begin, std::min(one.end, end) - begin, one.origin});
+    }
+  }
+  if (part.bytes.empty()) {
+    return std::nullopt;
+  }
+  part.all = fill(part.bytes, 0, end - begin);
+  return part;
+}
+
 void spread(const Unset& from, const at::Tensor& to, Flow flow, int64_t shift) {
   const auto target = on_sim(to) ? bytes_of(to) : std::nullopt;
   if (!target || flow == Flow::Places) {

@@ -4,8 +4,8 @@
 // counts as unwritten in turn, byte by byte where the bytes correspond. A hazard is its use: by the host (`item`, a
 // copy of a tensor of which nothing is written), in a branch (an operation whose result's size, or whose answer to the
 // host, depends on it), and in a collective that reduces or sends a tensor of which nothing is written. A tensor that
-// is written in part, such as a flat buffer with padding, may be communicated: gathered padding that nobody reads is
-// legal.
+// is written in part, such as a flat buffer with padding, may be communicated: gathered or reduced padding that no
+// operation uses is legal.
 //
 // In doubt a byte counts as written: indexed writes write all of their target, `where` and masks choose what is
 // written, and what arrives from other ranks is written.
@@ -32,6 +32,9 @@ struct Unset {
 
 /// Nothing if the tensor is written, has no memory on the device, or if unwritten memory is not tracked.
 std::optional<Unset> unset_of(const at::Tensor& tensor);
+
+/// The same for `numel` elements of a contiguous tensor from the element `first` on.
+std::optional<Unset> part_of(const Unset& unset, int64_t first, int64_t numel);
 
 /// The tensor was computed from values that were not written. `shift`: where in it those of the input begin, in bytes.
 void spread(const Unset& from, const at::Tensor& to, Flow flow, int64_t shift = 0);

@@ -157,7 +157,7 @@ bool SimWork::isCompleted() {
     return false;
   }
   if (end_) {
-    host_waits(end_->clock, end_->stream);  // As for an event: a caller that is told so knows that it has run.
+    host_waits(end_->clock, end_->stream, end_->mark);  // As for an event: a caller that is told so knows that it has run.
   }
   return true;
 }
@@ -173,7 +173,7 @@ std::exception_ptr SimWork::exception() const {
 
 void SimWork::synchronize() {
   if (end_) {
-    stream_waits(current_stream(end_->stream.device_index()), end_->clock, Wait::WorkWait);
+    stream_waits(current_stream(end_->stream.device_index()), end_->clock, Wait::WorkWait, end_->mark);
     end_->shelf->clear();
   }
   if (c10d::allow_inflight_collective_as_graph_input()) {
@@ -212,7 +212,7 @@ void SimWork::wait_on_host(milliseconds timeout) {
     C10_THROW_ERROR(DistBackendError, reason);
   }
   if (end_) {
-    host_waits(end_->clock, end_->stream);
+    host_waits(end_->clock, end_->stream, end_->mark);
   }
 }
 

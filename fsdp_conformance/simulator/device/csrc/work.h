@@ -67,6 +67,7 @@ struct End {
   c10::Stream stream;
   Clock clock;
   std::shared_ptr<Shelf> shelf;
+  Mark mark;
 };
 
 class SimWork : public c10d::Work {

@@ -20,6 +20,7 @@ from fsdp_conformance.simulator.checker.hazard import (
     HazardKind,
     Site,
     Stream,
+    Useless,
     UselessWait,
     hazard_from_json,
 )
@@ -329,25 +330,77 @@ use of uninitialized memory on sim:0: all_reduce on the default stream uses a va
         assert derived.sentence().endswith("uses a value computed or copied from memory that nothing has written")
 
     def test_a_wait_that_does_not_help(self) -> None:
-        """An event that was recorded too early, or on another stream: the line that recorded it, and what to do."""
-        recorded = Site(op="event", stack=(Frame(file="/src/acme/unit.py", line=11, function="unshard"),))
-        early = UselessWait(too_early=True, stream=GATHER, waiter=DEFAULT, recorded=recorded)
-        lines = hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, useless_wait=early).explain().splitlines()
-        assert "  the default stream waits in between, but that does not help:" in lines
-        assert (
-            "    the event was recorded at /src/acme/unit.py:11 in unshard, before all_gather_into_tensor on the "
-            "all-gather stream. Record it after that"
-        ) in lines
-
-        elsewhere = replace(early, too_early=False, stream=UNNAMED, waiter=HOST_STREAM)
-        lines = (
-            hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, useless_wait=elsewhere).explain().splitlines()
+        """The line that waits, what it waits for, and what to do."""
+        recorded, waited = site("event", 11), site("wait", 12)
+        early = UselessWait(
+            why=Useless.RECORDED_TOO_EARLY,
+            stream=GATHER,
+            device=-1,
+            recorded=recorded,
+            waiter=DEFAULT,
+            waited=waited,
         )
-        assert "  the host waits in between, but that does not help:" in lines
-        assert (
-            "    the event was recorded at /src/acme/unit.py:11 in unshard, on stream 3. Record it on the all-gather "
-            "stream"
-        ) in lines
+        of_host = replace(early, waiter=HOST_STREAM, stream=UNNAMED, recorded=None)
+        line_of_event, gathering = "/src/acme/unit.py:11 in unshard", "all_gather_into_tensor on the all-gather stream"
+        elsewhere = f"{gathering} is not on that stream. Wait for the all-gather stream"
+        for wait, waiter, what, advice in (
+            (
+                early,
+                "the default stream",
+                f"an event that was recorded on the all-gather stream at {line_of_event}",
+                f"it was recorded before {gathering}. Record it after that",
+            ),
+            (
+                replace(early, recorded=site("all_reduce", 11)),
+                "the default stream",
+                f"all_reduce on the all-gather stream at {line_of_event}",
+                f"{gathering} comes after it. Wait for that, too",
+            ),
+            (
+                replace(early, why=Useless.OTHER_STREAM, stream=UNNAMED),
+                "the default stream",
+                f"an event that was recorded on stream 3 at {line_of_event}",
+                elsewhere,
+            ),
+            (
+                replace(early, why=Useless.OTHER_STREAM, stream=UNNAMED, recorded=site("event", 12)),
+                "the default stream",
+                "stream 3",
+                elsewhere,
+            ),
+            (replace(of_host, why=Useless.OTHER_STREAM), "the host", "stream 3", elsewhere),
+            (
+                replace(of_host, why=Useless.OTHER_DEVICE, device=1),
+                "the host",
+                "sim:1",
+                f"{gathering} runs on sim:0. Wait for that device",
+            ),
+            (
+                replace(of_host, why=Useless.WAITS_TOO_EARLY, stream=GATHER),
+                "the host",
+                "the all-gather stream",
+                f"{gathering} comes later. Wait after that",
+            ),
+        ):
+            text = hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, useless_waits=(wait,)).explain()
+            where = "/src/acme/unit.py:12 in unshard"
+            expected = f"  at {where} {waiter} waits for {what}, which does not order the two:\n    {advice}\n"
+            assert expected in text, text
+
+    def test_waits_of_torch_s_own_are_not_named(self) -> None:
+        """Unless they wait in between for an event, as an engine's do that was changed."""
+        inside = Frame(file=f"{os.path.dirname(torch.__file__)}/nn/parallel/distributed.py", line=3, function="forward")
+        user = site("wait", 12)
+        own = replace(user, stack=(inside, *user.stack))
+        wait = UselessWait(
+            why=Useless.OTHER_DEVICE, stream=HOST_STREAM, device=1, recorded=None, waiter=HOST_STREAM, waited=own
+        )  # fmt: skip
+        of_user = replace(wait, why=Useless.WAITS_TOO_EARLY, waited=user)
+        described = hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, useless_waits=(wait, of_user))
+
+        assert described.useless_wait == of_user
+        assert replace(described, useless_waits=(wait,)).useless_wait is None
+        assert hazard_from_json(json.loads(json.dumps(described.to_json()))) == described
 
     def test_a_record_for_the_history_says_the_same(self) -> None:
         described = hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, count=2)

@@ -294,3 +294,56 @@ def test_a_bad_file_of_suppressions_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "line 1: the kind must be one of" in out + err
     assert "line 2 must be KIND:PATTERN" in out + err
+
+
+#: A program that is right and one that is wrong, which uses what nothing has written; in this process and in another.
+UNWRITTEN = """
+import subprocess, sys
+import pytest
+import torch
+
+WRONG = "import torch; print(torch.empty(4, device='cuda').sum().item())"
+
+def test_right():
+    buffer = torch.empty(8, device="cuda")
+    buffer[:5] = 1.0
+    padded = buffer * 2
+    assert padded[:5].sum().item() == 10.0
+
+def test_wrong():
+    buffer = torch.empty(8, device="cuda")
+    buffer[:5] = 1.0
+    (buffer * 2).sum().item()
+
+def test_wrong_in_a_child():
+    subprocess.run([sys.executable, "-c", WRONG], check=True)
+
+class TestBuffer:
+    buffer = None
+
+    def test_fills(self):
+        type(self).buffer = torch.empty(4, device="cuda")
+        self.buffer.fill_(1.0)
+
+    def test_uses(self):
+        assert self.buffer.sum().item() == 4.0
+
+@pytest.mark.simulated_cuda(hazards="off")
+def test_fills_unseen():
+    TestBuffer.buffer = torch.empty(4, device="cuda")
+    TestBuffer.buffer.copy_(torch.ones(4, device="cuda"))
+
+def test_uses_what_was_filled_unseen():
+    assert TestBuffer.buffer.sum().item() == 4.0
+"""
+
+
+@pytest.mark.slow
+def test_uses_of_uninitialized_memory_fail_the_test(tmp_path: Path) -> None:
+    """As `sanitize` finds them; memory may be filled in one test and used in another."""
+    run = run_pytest(tmp_path, "--simulate-cuda=1", texts={"unwritten": UNWRITTEN})
+
+    wrong = {"test_wrong", "test_wrong_in_a_child"}
+    assert {test for test, outcome in run.outcomes.items() if outcome == "FAILED"} == wrong, run.out
+    assert len(run.outcomes) == 7
+    assert "use of uninitialized memory on cuda:0: aten::item" in run.section("test_wrong")
