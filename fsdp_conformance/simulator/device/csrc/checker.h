@@ -90,8 +90,8 @@ struct Unwritten {
   OriginPtr origin;
 };
 
-/// What a wait is for, to explain one that does not help: an event as it was recorded, the end of a collective, a stream
-/// or a device.
+/// What a wait is for, to explain one that does not help: an event as it was recorded, the end of a collective, a
+/// stream or a device.
 struct Mark {
   Lane lane = kHost;    // that it was recorded on, or that is waited for
   uint64_t order = 0;   // when, in the order of the program

@@ -440,6 +440,7 @@ Leg SimGroup::all_reduce(const std::vector<Argument>& arguments, const ReduceOp&
     leg.give.push_back({raw(argument.tensor)});
     leg.take.push_back(raw(argument.tensor));
   }
+  leg.stays = size_ == 1 && leg.divisor == 1 && !leg.factor.defined() && leg.scalar_factor == 1;
   return leg;
 }
 

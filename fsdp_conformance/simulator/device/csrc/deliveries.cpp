@@ -11,6 +11,7 @@
 #include <map>
 
 #include "runtime.h"
+#include "staging.h"
 
 namespace sim {
 
@@ -253,7 +254,7 @@ void CollectiveCall::deliver(const std::vector<std::vector<at::Tensor>>& results
       if (target.poisoned) {
         std::memset(typed.data_ptr(), 0xFF, typed.nbytes());
       }
-      target.place.copy_(typed);
+      copy_bytes(target.place, typed);
     }
   }
   delivered_ = true;

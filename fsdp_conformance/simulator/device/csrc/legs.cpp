@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "settle.h"
+#include "staging.h"
 
 namespace sim {
 
@@ -17,10 +18,10 @@ at::Tensor copy_of(const Tensors& places, at::ScalarType dtype) {
     settle(place);
     nbytes += static_cast<int64_t>(place.nbytes());
   }
-  auto copy = at::empty({nbytes / static_cast<int64_t>(c10::elementSize(dtype))}, at::TensorOptions().dtype(dtype));
+  auto copy = staging(nbytes / static_cast<int64_t>(c10::elementSize(dtype)), dtype);
   auto* to = static_cast<char*>(copy.data_ptr());
   for (const auto& place : places) {
-    at::from_blob(to, place.sizes(), place.options()).copy_(place);
+    copy_bytes(at::from_blob(to, place.sizes(), place.options()), place);
     to += place.nbytes();
   }
   return copy;
@@ -85,6 +86,14 @@ std::vector<int64_t> numels_of(const at::Tensor& tensor, const std::vector<int64
 Part start(Leg leg, bool gives_poison, bool takes_poison, Transport& transport) {
   PlainKernels plain;
   auto& request = leg.request;
+  Part part;
+  if (leg.stays && !gives_poison && !takes_poison) {
+    for (const auto& place : leg.take) {
+      settle(place);
+    }
+    part.exchange = std::make_shared<LocalExchange>(Tensors{});
+    return part;
+  }
   for (const auto& places : leg.give) {
     auto given = copy_of(places, request.dtype);
     if (leg.factor.defined()) {
@@ -98,7 +107,6 @@ Part start(Leg leg, bool gives_poison, bool takes_poison, Transport& transport) 
     }
     request.give.push_back(std::move(given));
   }
-  Part part;
   for (auto& place : leg.take) {
     settle(place);  // First deliver the results of earlier collectives to this memory.
     request.take.push_back(static_cast<int64_t>(place.nbytes() / c10::elementSize(request.dtype)));

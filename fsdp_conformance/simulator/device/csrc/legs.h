@@ -27,6 +27,7 @@ struct Leg {
   std::vector<std::vector<at::Tensor>> give;  // the tensors of one entry become one tensor of the request
   std::vector<at::Tensor> take;
   bool local = false;     // the input is the output; no peers take part
+  bool stays = false;     // ... and they are the same memory
   std::string reduction;  // "SUM", "AVG", ...: what the program asked for; empty if data is only moved
   int64_t divisor = 1;
   at::Tensor factor;  // undefined: scalar_factor

@@ -58,7 +58,8 @@ void set_wait_filter(WaitFilter filter);
 /// The filter's answer for a wait.
 bool keeps(Wait wait, c10::Stream stream);
 
-// Each of these asks the filter first. `mark`: the event or the collective that the wait is for, if the program knows it.
+// Each of these asks the filter first. `mark`: the event or the collective that the wait is for, if the program knows
+// it.
 void stream_waits(c10::Stream stream, const Clock& clock, Wait why, const Mark& mark = {});
 void host_waits(const Clock& clock, c10::Stream recorded_on, const Mark& mark = {});
 /// `implicit`: the operation that waits, if the program did not ask for the wait.

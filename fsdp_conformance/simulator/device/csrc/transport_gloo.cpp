@@ -13,6 +13,7 @@
 #include <numeric>
 #include <thread>
 
+#include "staging.h"
 #include "torch_version.h"
 
 namespace sim {
@@ -230,7 +231,7 @@ class OwnMessages {
     const bool sends = request.op == Op::Send;
     std::vector<at::Tensor> results;
     if (!sends) {
-      results.push_back(at::empty({request.take.at(0)}, at::TensorOptions().dtype(request.dtype)));
+      results.push_back(staging(request.take.at(0), request.dtype));
     }
     auto message = std::make_shared<OwnMessage>(request.call, std::move(results), timeout);
     std::lock_guard<std::mutex> lock(mutex_);
@@ -323,10 +324,9 @@ class GlooTransport : public Transport {
 
   c10::intrusive_ptr<c10d::Work> issue(Request& request, std::vector<at::Tensor>& results) {
     auto& give = request.give;
-    const auto options = at::TensorOptions().dtype(request.dtype);
     for (int64_t numel : request.take) {
       if (request.op != Op::AllReduce && request.op != Op::Reduce) {  // These two work in place, on our copies.
-        results.push_back(at::empty({numel}, options));
+        results.push_back(staging(numel, request.dtype));
       }
     }
     switch (request.op) {
@@ -431,7 +431,7 @@ class GlooTransport : public Transport {
     }
     auto receives = request.take;
     auto input = at::cat(request.give);
-    auto output = at::empty({std::accumulate(receives.begin(), receives.end(), int64_t{0})}, input.options());
+    auto output = staging(std::accumulate(receives.begin(), receives.end(), int64_t{0}), input.scalar_type());
     results = output.split_with_sizes(receives);
     return gloo_->alltoall_base(output, input, receives, sends);
   }

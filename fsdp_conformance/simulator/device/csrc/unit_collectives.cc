@@ -6,6 +6,7 @@
 #include "group.cpp"
 #include "group_bindings.cpp"
 #include "legs.cpp"
+#include "staging.cpp"
 #include "transport_gloo.cpp"
 #include "transport_threads.cpp"
 #include "work.cpp"

@@ -157,7 +157,8 @@ bool SimWork::isCompleted() {
     return false;
   }
   if (end_) {
-    host_waits(end_->clock, end_->stream, end_->mark);  // As for an event: a caller that is told so knows that it has run.
+    host_waits(
+        end_->clock, end_->stream, end_->mark);  // As for an event: a caller that is told so knows that it has run.
   }
   return true;
 }

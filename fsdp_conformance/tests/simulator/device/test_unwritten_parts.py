@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator.checker.hazard import HazardKind
@@ -62,7 +63,7 @@ class UnwrittenParts(OnSim):
     def test_reduce_scatter_of_several_tensors(self) -> None:
         """Each has its own padding."""
         shards = [torch.empty(4, device=self.device) for _ in range(2)]
-        with dist._coalescing_manager(device=torch.device(self.device)):
+        with distributed_c10d._coalescing_manager(device=torch.device(self.device)):
             for shard, buffer in zip(shards, (torch.ones(8, device=self.device), self.padded()), strict=True):
                 dist.reduce_scatter_tensor(shard, buffer)
         shards[0].sum().item()

@@ -1,0 +1,15 @@
+// Memory for values that are on their way between ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace sim {
+
+/// A CPU tensor of one dimension, uninitialized. Large ones get the memory of an earlier one: new memory costs as much
+/// as a copy, because the system clears its pages.
+at::Tensor staging(int64_t numel, at::ScalarType dtype);
+
+/// Copy elements between two places in host memory that have the same sizes and dtype.
+void copy_bytes(const at::Tensor& to, const at::Tensor& from);
+
+}  // namespace sim
