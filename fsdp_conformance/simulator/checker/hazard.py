@@ -186,11 +186,11 @@ class UselessWait:
     device: int
     """The device that is waited for; -1 for a stream or an event."""
     recorded: Site | None
-    """What recorded the event, or the collective; None for a stream or a device."""
+    """The line that recorded the event, or the collective; None for a stream or a device."""
     waiter: Stream
     """The stream that waits, or the host."""
     waited: Site | None
-    """What waits."""
+    """The line that waits."""
 
     @property
     def is_telling(self) -> bool:
@@ -347,7 +347,7 @@ class Hazard:
         ]
 
     def _awaited(self, wait: UselessWait) -> str:
-        """What a wait is for."""
+        """The event, collective, stream or device that a wait is for, in words."""
         if wait.device >= 0:
             return f"{self.device_type}:{wait.device}"
         stream = self._name(wait.stream)
@@ -358,7 +358,7 @@ class Hazard:
         return f"{what} on {stream}" + (f" at {recorded}" if recorded is not None else "")
 
     def _advice(self, wait: UselessWait) -> str:
-        """What to change about a wait."""
+        """The change that makes a wait help."""
         first, right = self._op(self.then), self._name(self.then.stream)
         match wait.why:
             case Useless.WAITS_TOO_EARLY:

@@ -56,7 +56,7 @@ WORDS_OF = {
     "console": WORDS,
     "diff": ("change",),
     "python": ("file", "adapter", "script", "fragment", "from", "inside", "parsed"),
-    "text": ("output", "from", "smoke", "not run"),
+    "text": ("file", "output", "from", "smoke", "not run"),
     "toml": (),
     "yaml": ("inside", "parsed", "not run"),
     "bash": ("parsed",),

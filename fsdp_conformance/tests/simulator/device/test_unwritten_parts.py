@@ -100,7 +100,7 @@ class UnwrittenParts(OnSim):
         self.assert_kinds([USE] if self.rank == 1 else [])
 
     def test_an_onlooker_s_collective(self) -> None:
-        """What arrives while the thread is suspended, or with the checker off, is written."""
+        """Values that arrive while the thread is suspended, or with the checker off, are written."""
         shard = torch.empty(4, device=self.device)
         with checker.suspended():
             dist.reduce_scatter_tensor(shard, torch.ones(8, device=self.device))
