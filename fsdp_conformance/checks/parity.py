@@ -52,6 +52,7 @@ REQUIREMENTS: dict[Kind, str] = {
     Kind.OUTPUT: "R157",
     Kind.EVAL: "R010",
     Kind.READ: "R052",
+    Kind.STATE: "R146",
     Kind.INPUT: "R157",
 }
 
@@ -67,6 +68,7 @@ _PHASE: dict[Kind, str] = {
     Kind.BUFFER: "step",
     Kind.EVAL: "eval",
     Kind.READ: "step",
+    Kind.STATE: "checkpoint",
     Kind.INPUT: "backward",
 }
 
@@ -74,6 +76,7 @@ _PHASE: dict[Kind, str] = {
 _ORDER = (
     Kind.INITIAL,
     Kind.READ,
+    Kind.STATE,
     Kind.EVAL,
     Kind.LOSS,
     Kind.OUTPUT,
@@ -87,7 +90,7 @@ _ORDER = (
 )
 
 #: Kinds that are compared once for the whole run.
-_ONCE = frozenset({Kind.INITIAL, Kind.EVAL, Kind.READ, Kind.INPUT})
+_ONCE = frozenset({Kind.INITIAL, Kind.EVAL, Kind.READ, Kind.STATE, Kind.INPUT})
 
 #: Kinds of any dtype: a norm may be in the widest dtype of the gradients, or in float64.
 _IN_ANY_DTYPE = frozenset({Kind.NORM, Kind.LOSS_SCALE})
@@ -219,6 +222,8 @@ def _applies(kind: Kind, history: TrainingHistory, references: References) -> bo
         return bool(references.expected.eval_outputs)
     if kind is Kind.READ:
         return bool(references.expected.reads)
+    if kind is Kind.STATE:
+        return bool(references.expected.states)
     if kind is Kind.INPUT:
         return bool(references.expected.input_grads)
     if kind is Kind.BUFFER:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -18,6 +18,7 @@ from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.driver.batches import Batches
 from fsdp_conformance.driver.recorder import Recorder
 from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.history.training import Tensors
 from fsdp_conformance.workload.events import Action, Event, Moment
 
 #: Flags without which an adapter cannot be asked for an action; other actions need none.
@@ -206,6 +207,9 @@ class Events:
             case Action.TAKE_MODEL | Action.TAKE_OPTIMIZER:
                 self._kept[event.action] = self._state(event.action)
                 taken[event.action] = _cloned(self._kept[event.action])
+                if event.action is Action.TAKE_MODEL:
+                    with self._recorder.watch.suspended():
+                        self._recorder.history.states.append(_tensors_of(taken[event.action]))
             case Action.LOAD_MODEL:
                 adapter.load_full_state_dict(_cloned(taken[Action.TAKE_MODEL]))
             case Action.LOAD_OPTIMIZER:
@@ -272,6 +276,11 @@ class Events:
 def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a state dict with separate storage."""
     return dict(map_tensors(dict(state), lambda tensor: tensor.detach().clone()))
+
+
+def _tensors_of(state: Mapping[str, Any]) -> Tensors:
+    """The tensors of a state dict, on the CPU."""
+    return {name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _write(parameter: nn.Parameter, action: Action, factor: float) -> None:

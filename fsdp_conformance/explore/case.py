@@ -50,7 +50,7 @@ from fsdp_conformance.workload.events import FORWARDS, Action
 COMBINATIONS = "R000"
 REQUIREMENTS = (
     COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R034", "R035", "R039", "R040", "R048", "R067",
-    "R068", "R084", "R101", "R105", "R130", "R140", "R142", "R150", "R157", "R160", "R161", "R188", "R189",
+    "R068", "R084", "R101", "R105", "R130", "R140", "R142", "R146", "R150", "R157", "R160", "R161", "R188", "R189",
 )  # fmt: skip
 
 #: The attribute that the user gives to parameters before the model is wrapped.

@@ -22,8 +22,8 @@ Gradients = dict[str, Tensor | None]
 
 #: The lists of a history that a run which continues another one adds to.
 _IN_ORDER = (
-    "steps", "eval_outputs", "input_grads", "reads", "caught", "left_unsharded", "left_gathered", "changed_outputs",
-    "collectives", "memory", "hazards",
+    "steps", "eval_outputs", "input_grads", "reads", "states", "caught", "left_unsharded", "left_gathered",
+    "changed_outputs", "collectives", "memory", "hazards",
 )  # fmt: skip
 
 
@@ -80,6 +80,8 @@ class TrainingHistory:
     """The gradients of inputs, in order: of each micro-batch, and at each event that differentiates."""
     reads: list[Tensors] = field(default_factory=list)
     """The parameters read at each event that reads all of them, in order."""
+    states: list[Tensors] = field(default_factory=list)
+    """The tensors in the model's state dict at each event that takes it, in order."""
     caught: list[str] = field(default_factory=list)
     """The exception that reached the caller at each event that raises, in order: its class and text."""
     left_unsharded: list[str] = field(default_factory=list)

@@ -278,6 +278,9 @@ class Reference(ABC):
                 self._load(replica, action)
             case action if action in LOADED_BY:
                 self._save(replica, LOADED_BY[action])
+                if action is Action.TAKE_MODEL:
+                    state = replica.module.state_dict()
+                    replica.history.states.append({name: note(value) for name, value in state.items()})
             case action if action in _OF_GRADIENTS:
                 self._change_gradients(event, replica)
             case _:

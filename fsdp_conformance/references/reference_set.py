@@ -55,6 +55,7 @@ class Kind(StrEnum):
     OUTPUT = "output"
     EVAL = "eval"
     READ = "read"
+    STATE = "state dict"
     INPUT = "input gradient"
 
 
@@ -71,6 +72,12 @@ def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
     if kind is Kind.READ:
         return {
             f"{name}, read {index}": value for index, read in enumerate(history.reads) for name, value in read.items()
+        }
+    if kind is Kind.STATE:
+        return {
+            f"{name}, taken {index}": value
+            for index, state in enumerate(history.states)
+            for name, value in state.items()
         }
     if kind is Kind.INPUT:
         return {f"gradient {index}": grad for index, grad in enumerate(history.input_grads)}

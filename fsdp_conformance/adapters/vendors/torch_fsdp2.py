@@ -89,8 +89,8 @@ class TorchFSDP2(TorchCheckpoints):
         ),
         # ci/findings/torch-fsdp2/unit_used_only_before_the_all_reduce.py
         {"use": "one skipped by step", "accumulation": "deferred over replicas"},
-        # torch's functions for lists of tensors take sharded or plain ones, as in pytorch#183207: their user has to keep
-        # the two apart.
+        # torch's functions for lists of tensors take sharded or plain ones: their user has to keep the two apart.
+        # pytorch#183207
         *({"ignored": "a trained module", "optimizer": adam} for adam in ("adam, foreach", "adamw, fused")),
         {"ignored": "a trained module", "loss scaling": "dynamic"},
         {"ignored": "a trained module", "clipping by the user": "values"},

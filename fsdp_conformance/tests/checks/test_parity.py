@@ -19,6 +19,7 @@ from fsdp_conformance.outcome.records import Finding, RankReport
 from fsdp_conformance.references.reference_set import Kind, References
 from fsdp_conformance.tests.references.reference_runs import damaged, gradient, implementation_run, references_of
 from fsdp_conformance.workload.definition import Batch, BatchKey, Regime
+from fsdp_conformance.workload.events import Action, Event, Moment
 
 Damage = Callable[[TrainingHistory], None]
 
@@ -298,6 +299,26 @@ def test_eval_outputs_are_compared() -> None:
     history.eval_outputs[1] = history.eval_outputs[0].clone()
 
     assert [(finding.check, finding.fqn) for finding in _findings(history, references)] == [("eval parity", "[1]")]
+
+
+def test_state_dicts_are_compared() -> None:
+    """At each event that takes one: names, dtypes and values of the unwrapped model's."""
+    regime = Regime(events=tuple(Event(action=Action.TAKE_MODEL, moment=Moment.END, step=step) for step in (0, 1)))
+    references = references_of(probes.exact_nested(), regime)
+    history = damaged(implementation_run(references))
+    assert _findings(history, references) == []
+
+    state = history.states[1]
+    state["head.bias"] = state["head.bias"] + 1
+    state["head.weight"] = state["head.weight"].double()
+    state["version"] = torch.ones(1)
+    del state["stages.1.linear.bias"]
+
+    found = _findings(history, references)
+    assert {finding.fqn for finding in found} == {
+        f"{name}, taken 1" for name in ("head.bias", "head.weight", "version", "stages.1.linear.bias")
+    }
+    assert {(finding.check, finding.requirement) for finding in found} == {("state dict parity", "R146")}
 
 
 def test_what_is_not_exposed_is_noted() -> None:
