@@ -37,11 +37,14 @@ def move_values(model: nn.Module, device: torch.device) -> None:
 
     `Module.to` refuses a model that has any.
     """
-    if any(map(_has_meta, model.modules())):
-        # Module.to goes this way too, and engines override it to follow their parameters.
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    else:
+    if not any(map(_has_meta, model.modules())):
         model.to(device)
+        return
+    for child in model.children():
+        move_values(child, device)
+    for tensor in (*model.parameters(recurse=False), *model.buffers(recurse=False)):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
 
 
 def allocating(init_fn: Any, device: torch.device) -> Any:
