@@ -15,6 +15,7 @@ class Status(IntEnum):
     SUITE = 4
     SCRIPT_FAILED = 5
     INTERRUPTED = 130
+    CLOSED_PIPE = 141
 
 
 #: What a status means, unless the command gives it another meaning.
@@ -25,6 +26,7 @@ _MEANINGS = {
     Status.ENVIRONMENT: "this machine lacks something: a device, a backend, disk space",
     Status.SUITE: "the suite itself failed; this says nothing about the implementation",
     Status.INTERRUPTED: "interrupted by Ctrl-C (SIGTERM: 143, SIGHUP: 129)",
+    Status.CLOSED_PIPE: "stopped because the program that reads the output has ended, as with `| head`",
 }
 
 _OF_COMMAND: dict[str, dict[Status, str]] = {

@@ -17,6 +17,10 @@ from fsdp_conformance.errors import AdapterError, ConformanceError
 from fsdp_conformance.status import Status
 
 
+#: Commands that have nothing to do but print: to read only the beginning is no mistake.
+_ONLY_PRINT = frozenset({"completion", "explain", "listing", "mutants"})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Run the command, and return its exit status.
@@ -47,7 +51,10 @@ def _run(parsed: argparse.Namespace) -> int:
     except BrokenPipeError:
         # `| head` has closed stdout; keep the interpreter from complaining about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Status.CERTIFIED
+        if parsed.module not in _ONLY_PRINT:
+            messages.complain("stopped before the end, because the program that reads the output has ended")
+        # Never 0, which would mean that everything has passed.
+        return Status.CLOSED_PIPE
     except OSError as error:
         if error.errno not in messages.DISK_ERRORS:
             return _own_mistake()

@@ -167,7 +167,7 @@ def test_a_checkout_that_is_not_installed_says_what_to_do(has_requirements: bool
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    """`fsdp-conformance list --requirements | head -1` ends quietly."""
+    """`fsdp-conformance list --requirements | head -1` ends quietly, with the status of a closed pipe."""
     with subprocess.Popen(
         words("list", "--requirements"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
@@ -178,7 +178,23 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         err = child.stderr.read()
         status = child.wait(60)
 
-    assert (status, err) == (0, "")
+    assert (status, err) == (141, "")
+
+
+def test_a_closed_pipe_is_no_verdict() -> None:
+    """A command that was to judge, and whose output is not read to the end, says that it has stopped."""
+    code = (
+        "import sys\n"
+        "from fsdp_conformance.cli import command\n"
+        "from fsdp_conformance.cli.commands import verify\n"
+        "def closed(_): raise BrokenPipeError\n"
+        "verify.main = closed\n"
+        "sys.exit(command.main(['verify', 'results']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+
+    assert done.returncode == 141
+    assert "stopped before the end, because the program that reads the output has ended" in done.stderr
 
 
 def test_a_file_that_is_no_run_file_is_refused(tmp_path: Path) -> None:
