@@ -16,7 +16,6 @@ from fsdp_conformance.cli.signals import Stopped, raised
 from fsdp_conformance.errors import AdapterError, ConformanceError
 from fsdp_conformance.status import Status
 
-
 #: Commands that have nothing to do but print: to read only the beginning is no mistake.
 _ONLY_PRINT = frozenset({"completion", "explain", "listing", "mutants"})
 

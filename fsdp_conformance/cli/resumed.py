@@ -115,6 +115,24 @@ def _changes(header: Mapping[str, Any], survey: Survey, settings: RunSettings) -
             yield f"{name}, {before.get(name)} to {now[name]}"
     if (header.get("implementation") or {}) != codec.parsed(codec.encode(codec.plain(survey.description))):
         yield "the adapter or its engine"
+    beside = changed_beside(settings.implementation, str(header.get("started")))
+    if beside:
+        yield f"{', '.join(beside)} beside the adapter"
+
+
+def changed_beside(implementation: str, started: str) -> list[str]:
+    """
+    The Python files next to an adapter's file that were written after the time `started`.
+
+    An engine that the adapter imports late, as in `wrap`, is not part of its description; it is often one of them.
+    """
+    path, separator, _ = implementation.rpartition(":")
+    file = Path(path if separator and path.endswith(".py") else implementation)
+    if file.suffix != ".py":
+        return []
+    begin = datetime.fromisoformat(started).timestamp()
+    others = sorted(other for other in file.resolve().parent.glob("*.py") if other.name != file.name)
+    return [other.name for other in others if other.stat().st_mtime > begin]
 
 
 def _is_time(text: object) -> bool:

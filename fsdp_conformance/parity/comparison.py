@@ -353,12 +353,17 @@ class _Comparing:
             total=len(others),
             eps=self.noise.eps,
         )
+        likely = gradients.likely(made_of) or self._why_gradients(step, expected)
+        whose = self._whose_gradients(step, expected)
+        if whose is Whose.ENGINE and not likely:
+            # Gradients are recorded where the optimizer takes them, and a script may have clipped them by hand.
+            whose, likely = Whose.EITHER, "the reduction, or code that changes gradients before the optimizer's step"
         yield Finding(
             title="The gradients differ",
-            whose=self._whose_gradients(step, expected),
+            whose=whose,
             step=step.number,
             first=f"'{name}' · {_size(value, wanted, bound)}",
-            likely=gradients.likely(made_of) or self._why_gradients(step, expected),
+            likely=likely,
             evidence=(*_also(len(beyond), len(others)), *self._still_equal(with_outputs=True)),
             line=step.backward_line,
         )

@@ -37,7 +37,9 @@ def verdict_of(comparison: Comparison) -> str:
         return f"DIFFERENT{where}: {first.title[0].lower()}{first.title[1:]} ({first.whose.value})"
     if not steps:
         return "NOTHING COMPARED: no step was recorded on every rank"
-    return f"EQUAL  {of}, bit for bit" if comparison.is_bitwise else f"EQUAL  {of}, but for rounding"
+    equal = f"EQUAL  {of}, bit for bit" if comparison.is_bitwise else f"EQUAL  {of}, but for rounding"
+    number = len(comparison.suspicions)
+    return f"{equal}; {number} suspicion{'s' * (number != 1)} above, which both runs may share" if number else equal
 
 
 def _finding(finding: Finding, mark: str, style: str) -> Iterator[tuple[str, str]]:
@@ -64,7 +66,7 @@ def agreement_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
     largest = comparison.largest
     if largest is not None and largest.worst and not comparison.differs:
         place = f"{largest.kind} '{largest.name}' at step {largest.step}"
-        yield f"  rounding    at most {largest.worst:.2g} of what it explains: {place}", ""
+        yield f"  rounding    the largest difference is {largest.worst:.2g} of what rounding explains: {place}", ""
     if comparison.unjudged is not None:
         why = "rounding alone changes them by 5 % or more"
         yield f"  not judged  some tensors from step {comparison.unjudged} on: {why}", ""

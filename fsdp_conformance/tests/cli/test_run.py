@@ -207,7 +207,7 @@ def test_the_default_directory_is_named_by_implementation_and_time(suite: mini_s
     assert result.last_line.startswith("run file: .fsdp-conformance/")
     assert (tmp_path / ".fsdp-conformance" / "last" / "run.jsonl").is_file()
     assert (tmp_path / ".fsdp-conformance" / ".gitignore").read_text(encoding="utf-8") == "*\n"
-    explained = said("explain", "R188", cwd=tmp_path)
+    explained = said("explain", "R188", "--profile", str(suite.profile_path), cwd=tmp_path)
     assert "✓ PASS" in explained.out
 
 
@@ -522,6 +522,12 @@ def test_an_interrupted_run_goes_on(suite: mini_suite.MiniSuite, tmp_path: Path)
     ):
         refused = resumed(*more)
         assert (refused.status, message in refused.err) == (2, True), refused.output
+
+    engine = tmp_path / "my_engine.py"
+    engine.write_text("", encoding="utf-8")
+    refused = resumed("--implementation", "mine.py", *profile)
+    assert "because this has changed since: my_engine.py beside the adapter" in refused.err, refused.output
+    os.utime(engine, (0, 0))
 
     result = resumed("--implementation", "mine.py", *profile)
     left = runfile.read(file)

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Whose
+from fsdp_conformance.parity.text import verdict_of
 from fsdp_conformance.recordings import files
 from fsdp_conformance.tests.parity.trainings import SAMPLES, Net, Script, compared
 
@@ -41,6 +42,12 @@ class Stale:
         if kept is not None:
             for gradient, before in zip(gradients, kept, strict=True):
                 gradient.copy_(before)
+
+
+def clamped(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-1e-3, 1e-3)
 
 
 @torch.no_grad()
@@ -116,6 +123,9 @@ MISTAKES = {
     "one tensor": (
         Script(gradients=scaled(-1.0, name="second.weight", from_step=2)), Whose.ENGINE, 2, "'second.weight'",
         "the sign is wrong: every element is -1 times the expected one (1 of 4 tensors)",
+    ),
+    "clipped by hand": (
+        Script(gradients=clamped), Whose.EITHER, 0, "'first.", "or code that changes gradients before the optimizer's",
     ),
     "zero": (Script(gradients=scaled(0.0, from_step=1)), Whose.ENGINE, 1, "'first.", "the gradients are zero"),
     "infinite": (Script(gradients=scaled(1e39)), Whose.ENGINE, 0, "infinite or NaN", "an overflow"),
@@ -196,6 +206,7 @@ def test_what_both_do_wrong_is_suspicious(tmp_path: Path) -> None:
         "Every rank trains the same samples",
         "Parameters that require gradients are in no optimizer",
     ]
+    assert verdict_of(comparison).endswith("bit for bit; 2 suspicions above, which both runs may share")
 
 
 def test_one_that_steps_less_often_has_another_number_of_steps(tmp_path: Path) -> None:
