@@ -34,6 +34,10 @@ def _for_cause(cause: str) -> list[str]:
 
 #: Pattern of a cause, and where to look.
 _BY_CAUSE: dict[str, str] = {
+    r"stale parameters": (
+        "What keeps whole parameters across the optimizer's step: they must be gathered again from the shards that it "
+        "has changed."
+    ),
     r"stale$": (
         "What the first save made and later ones use again, such as handles, buffers or a plan: they must refer to "
         "the values of this save."
