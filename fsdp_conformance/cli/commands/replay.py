@@ -84,7 +84,8 @@ def _settings(run: RunFile, **named: str | None) -> RunSettings:
     """
     settings = settings_from_json(run.header.get("settings") or {})
     check_named(settings, named, path=run.path)
-    settings = replace(settings, **{name: value for name, value in named.items() if value is not None})
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    settings = replace(settings, **given)
     if settings.ranks == "torchrun":
         raise UsageError(
             f"{run.path} is a run of torchrun's workers, which replay cannot start. Run the case again with "

@@ -166,8 +166,8 @@ class TestOnSim(OnSim):
 
     def test_root_with_shared_parameters_alone(self) -> None:
         """A root that has no parameters but those that its units share computes where the units do."""
-        for options in ({}, {"cpu_offload": CPUOffload(offload_params=True)}):
-            subject = sharded(_tied().to(self.device), **options)
+        for offload in (False, True):
+            subject = sharded(_tied().to(self.device), cpu_offload=CPUOffload(offload_params=offload))
             plain(subject, [batch(self.rank).to(self.device)] * 2)
             whole = sharded(_tied())
             plain(whole, [batch(self.rank)] * 2)
