@@ -72,9 +72,9 @@ def _conclusion(then: CaseRecord, again: Sequence[CaseRecord]) -> Iterator[str]:
         yield f"flaky: {verdicts}. A race, or uninitialised memory: try `run --stress --case {then.case}`"
     elif failed and has_failed(then):
         yield (
-            "certain: it failed every time"
+            f"probably deterministic: it failed {failed} of {times} times"
             if times > 1
-            else "it failed again; --times 10 tells a flaky failure from a certain one"
+            else "it failed again; --times 10 tells a flaky failure from a deterministic one"
         )
     elif has_failed(then):
         yield f"not reproduced: it failed then, and not in {times} more"
