@@ -99,15 +99,15 @@ def test_a_verdict_and_a_finding_that_are_gone() -> None:
 @pytest.mark.parametrize(
     ("then", "again", "word"),
     [
-        (_FAIL, [_FAIL, _FAIL], "certain:"),
+        (_FAIL, [_FAIL, _FAIL], "deterministic: it failed 2 of 2"),
         (_FAIL, [_FAIL, _PASS], "flaky: 1 FAIL, 1 PASS"),
         (_FAIL, [_PASS, _PASS], "not reproduced:"),
         (_PASS, [_FAIL, _FAIL], "new:"),
         (_FAIL, [_FAIL], "--times 10"),
     ],
-    ids=["certain", "flaky", "gone", "new", "once"],
+    ids=["deterministic", "flaky", "gone", "new", "once"],
 )
-def test_flaky_is_told_from_certain(then: CaseRecord, again: list[CaseRecord], word: str) -> None:
+def test_flaky_is_told_from_deterministic(then: CaseRecord, again: list[CaseRecord], word: str) -> None:
     """The last line says which it is; the one before has the counts."""
     report = text(then, again)
 
