@@ -115,8 +115,9 @@ def test_the_selection_and_its_duration_are_announced(suite: mini_suite.MiniSuit
         "1 case cannot run here; for the reasons:\n  fsdp-conformance list --not-run --implementation mine.py"
         in first.out
     )
-    assert "running 3 cases: about 5 s (estimated from typical durations)" in first.out
-    assert "running 3 cases: about 5 s (measured in the last run)" in second.out
+    # How long depends on the machine, and on what runs beside the tests.
+    assert re.search(r"running 3 cases: about \d+ .*\(estimated from typical durations\)", first.out)
+    assert re.search(r"running 3 cases: about \d+ .*\(measured in the last run\)", second.out)
 
 
 def test_a_command_that_is_suggested_can_be_read(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
