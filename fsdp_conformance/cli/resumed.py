@@ -115,12 +115,12 @@ def _changes(header: Mapping[str, Any], survey: Survey, settings: RunSettings) -
             yield f"{name}, {before.get(name)} to {now[name]}"
     if (header.get("implementation") or {}) != codec.parsed(codec.encode(codec.plain(survey.description))):
         yield "the adapter or its engine"
-    beside = changed_beside(settings.implementation, str(header.get("started")))
+    beside = _changed_beside(settings.implementation, str(header.get("started")))
     if beside:
         yield f"{', '.join(beside)} beside the adapter"
 
 
-def changed_beside(implementation: str, started: str) -> list[str]:
+def _changed_beside(implementation: str, started: str) -> list[str]:
     """
     The Python files next to an adapter's file that were written after the time `started`.
 

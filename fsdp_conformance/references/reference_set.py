@@ -11,7 +11,7 @@ float32 references from the float64 one are the noise that `tolerance` derives i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_conformance.errors import ReferencesDisagree, SuiteError
-from fsdp_conformance.history.training import Gradients, TrainingHistory
+from fsdp_conformance.history.training import Gradients, Tensors, TrainingHistory
 from fsdp_conformance.references.all_reduce import all_reduce_reference
 from fsdp_conformance.references.ddp import ddp_absence, ddp_reference
 from fsdp_conformance.references.exactness import demands_bitwise
@@ -70,15 +70,9 @@ def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
     if kind is Kind.EVAL:
         return dict(walk(history.eval_outputs))
     if kind is Kind.READ:
-        return {
-            f"{name}, read {index}": value for index, read in enumerate(history.reads) for name, value in read.items()
-        }
+        return _numbered(history.reads, "read")
     if kind is Kind.STATE:
-        return {
-            f"{name}, taken {index}": value
-            for index, state in enumerate(history.states)
-            for name, value in state.items()
-        }
+        return _numbered(history.states, "taken")
     if kind is Kind.INPUT:
         return {f"gradient {index}": grad for index, grad in enumerate(history.input_grads)}
     record = history.steps[step]
@@ -95,6 +89,11 @@ def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
     if kind is Kind.OUTPUT:
         return dict(walk(record.outputs))
     return dict(record.params if kind is Kind.PARAMETER else record.buffers)
+
+
+def _numbered(events: Sequence[Tensors], verb: str) -> dict[str, Any]:
+    """The values of all events, by name, verb and number of the event."""
+    return {f"{name}, {verb} {index}": value for index, event in enumerate(events) for name, value in event.items()}
 
 
 @dataclass(kw_only=True)

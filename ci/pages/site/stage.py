@@ -207,7 +207,7 @@ def _requirement(everything: Results, row: Row) -> str:
 def _source(everything: Results, path: str) -> str:
     file = ROOT / path
     text = file.read_text(encoding="utf-8")
-    # Pages may link to any file: a changelog has no docstring, and is shown as it is.
+    # Pages may link to any file: a changelog has no docstring, so its text is shown.
     is_python = path.endswith(".py") or (text.startswith("#!") and "python" in text.partition("\n")[0])
     description = (ast.get_docstring(ast.parse(text)) if is_python else None) or ""
     is_finding = path.startswith("ci/findings/")

@@ -23,7 +23,7 @@ from pages.blocks import pages, text_of
 from pages.generated import COMPONENTS, CORE, GENERATED
 from pages.scoreboard import KEPT
 
-#: Engines with a place of their own in README, by the names of their files in ci/verdicts.
+#: Engines that README has figures of, by the names of their files in ci/verdicts.
 _IN_README = {"reference", "reference-components", "torch-fsdp2", "torch-fsdp1", "torch-ddp", "torch-dtensor"}
 
 _WORDS = ("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")
@@ -91,7 +91,7 @@ _OF_PROFILES = (
 
 
 def _written() -> dict[str, str]:
-    """The pages that people write; the others have a test of their own."""
+    """The pages that people write; generated ones have their own test."""
     return {page: text_of(page) for page in pages() if page not in GENERATED}
 
 

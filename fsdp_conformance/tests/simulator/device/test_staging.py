@@ -28,7 +28,7 @@ class Staging(OnSim):
         self.assert_kinds([])
 
     def test_several_in_flight(self) -> None:
-        """Calls that have not ended have memory of their own."""
+        """Calls that have not ended do not share memory."""
         tensors = [torch.full((SIZES[1],), float(10 * step + self.rank), device=self.device) for step in range(4)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
         for step, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
@@ -52,7 +52,7 @@ class Staging(OnSim):
         self.assert_kinds([])
 
     def test_a_group_of_one_rank(self) -> None:
-        """A reduction leaves its tensor as it is, but for a factor, and is checked as any other."""
+        """A reduction only scales its tensor, and is checked like any other."""
         groups = [dist.new_group([rank]) for rank in range(self.world_size)]
         mine = torch.full((SIZES[1],), 3.0, device=self.device)
         dist.all_reduce(mine, group=groups[self.rank])

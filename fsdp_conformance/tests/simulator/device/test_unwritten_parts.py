@@ -1,4 +1,4 @@
-"""Buffers that are written in part, in collectives that reduce and scatter: padding is no use of unwritten memory."""
+"""Partly written buffers in a reduce-scatter: to carry padding is not to use unwritten memory."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def test_ranks_see_gpus_and_their_races_fail_the_test(tmp_path: Path) -> None:
     assert before >= left_behind()
 
 
-#: Two tests with a race of their own each.
+#: Two tests, each with its own race.
 KNOWN = """
 import torch
 
