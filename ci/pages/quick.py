@@ -2,7 +2,9 @@
 The choice of the cases of the profile `quick`, and what they are worth.
 
 A case that needs what an engine does not declare shows nothing about it. So the choice is made for all capability sets
-of the bundled adapters at once: for each, as many known-wrong engines as its minute of cases can kill.
+of the bundled adapters at once: for each, as many known-wrong engines as its minute of cases can kill, and as many of
+the capabilities that it declares. Rows of pairs complete it, since a row asks for a dozen features at once: together
+they have nearly every value that an engine can be asked for.
 """
 
 from __future__ import annotations
@@ -10,18 +12,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from fsdp_conformance.contract import profile as profiles
 from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.gate import declined_flags
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, collect_cases, load_profile
+from fsdp_conformance.scenarios import rows
+from fsdp_conformance.scenarios.axes import SPACE
 from pages import scoreboard
 
 #: The profile of this date. Its cases are chosen again only by --write, so that a nightly job compares like with like.
 NAME = "quick-2026.11"
 
-#: Cases that an engine with few capabilities runs; others run some more. About a minute on two cores.
+#: How the ids of rows of pairs begin.
+ROW = "R000/pairs-row"
+
+#: Cases that an engine with few capabilities runs, without rows; others run some more. With the rows about a minute on
+#: two cores.
 CASES = 45
+ROWS = 8
+
+#: What the first case that needs a capability is worth, in known-wrong engines: the ones in the list are not all that
+#: can be wrong with a feature.
+CAPABILITY_WORTH = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +45,10 @@ class Worth:
     adapters: tuple[str, ...]
     cases: int
     """Those that such an engine runs."""
+    asked: int
+    """Capabilities of the adapter that these cases ask for, rows of pairs among them."""
+    askable: int
+    """Those that any case on two ranks asks for."""
     killed: int
     """Known-wrong engines that these cases kill."""
     possible: int
@@ -48,18 +66,24 @@ def candidates(cases: Iterable[Case]) -> list[Case]:
 
 def chosen(cases: Iterable[Case], capabilities: Collection[frozenset[str]], count: int = CASES) -> list[Case]:
     """
-    The few cases that kill the most known-wrong engines, added up over the capability sets, by id.
+    The few cases that kill the most known-wrong engines and need the most capabilities, added up over the capability
+    sets, by id.
 
-    One after the other: the case that adds the most kills to the sets that have fewer than `count` cases, then the one
-    with the fewest needs, then the first by id.
+    One after the other: the case that adds the most to the sets that have fewer than `count` cases, then the one with
+    the fewest needs, then the first by id.
     """
     left = candidates(cases)
     running = {case.id: [flags for flags in capabilities if _runs(case, flags)] for case in left}
     killed: dict[frozenset[str], set[str]] = {flags: set() for flags in capabilities}
+    needed: dict[frozenset[str], set[str]] = {flags: set() for flags in capabilities}
     numbers = dict.fromkeys(capabilities, 0)
 
     def gain(case: Case) -> int:
-        return sum(len({*case.kills} - killed[flags]) for flags in running[case.id] if numbers[flags] < count)
+        return sum(
+            len({*case.kills} - killed[flags]) + CAPABILITY_WORTH * len({*case.needs} - needed[flags])
+            for flags in running[case.id]
+            if numbers[flags] < count
+        )
 
     best: list[Case] = []
     while left:
@@ -71,7 +95,33 @@ def chosen(cases: Iterable[Case], capabilities: Collection[frozenset[str]], coun
         for flags in running[case.id]:
             numbers[flags] += 1
             killed[flags] |= {*case.kills}
+            needed[flags] |= {*case.needs}
     return sorted(best, key=lambda case: case.id)
+
+
+@cache
+def values_asked(row: int, flags: frozenset[str]) -> frozenset[tuple[str, str]]:
+    """What a row asks of an engine with these capabilities beyond the plain values."""
+    choice = rows.for_engine(row, flags).scenario.choice
+    return frozenset(SPACE.special(choice).items())
+
+
+def chosen_rows(capabilities: Collection[frozenset[str]], count: int = ROWS) -> list[int]:
+    """
+    The few rows on two ranks that have the most values, as a share of those that an engine can be asked for, added up
+    over the capability sets; by number.
+    """
+    numbers = [number for number, row in enumerate(rows.pairs(), 1) if row.choice["ranks"] == "2"]
+    left = {flags: set[tuple[str, str]]().union(*(values_asked(n, flags) for n in numbers)) for flags in capabilities}
+    total = {flags: len(values) for flags, values in left.items()}
+    best: list[int] = []
+    for _ in range(count):
+        best.append(
+            max(numbers, key=lambda n: sum(len(values_asked(n, flags) & left[flags]) / total[flags] for flags in left))
+        )
+        for flags in left:
+            left[flags] -= values_asked(best[-1], flags)
+    return sorted(best)
 
 
 def worth(
@@ -83,6 +133,8 @@ def worth(
         yield Worth(
             adapters=tuple(name for name, declared in capabilities.items() if declared == flags),
             cases=sum(case.id in quick for case in runs),
+            asked=len(set().union(*(_asked(case, flags) for case in runs if case.id in quick))),
+            askable=len(set().union(*(_asked(case, flags) for case in runs))),
             killed=len({name for case in runs if case.id in quick for name in case.kills}),
             possible=len({name for case in runs for name in case.kills}),
         )
@@ -97,14 +149,18 @@ def capabilities() -> dict[str, frozenset[str]]:
 def markdown() -> str:
     """A table with the worth of the profile, the adapters with the fewest cases first."""
     quick = load_profile(NAME)
-    rows = sorted(
+    table = sorted(
         worth(collect_cases(), quick.by_id, capabilities()), key=lambda row: (row.cases, row.killed, row.adapters)
     )
     return "\n".join(
         (
-            "| capabilities of | cases | known-wrong engines that they kill | that all cases on two ranks kill |",
+            "| capabilities of | cases | capabilities that they ask for | known-wrong engines that they kill |",
             "|---|--:|--:|--:|",
-            *(f"| {', '.join(row.adapters)} | {row.cases} | {row.killed} | {row.possible} |" for row in rows),
+            *(
+                f"| {', '.join(row.adapters)} | {row.cases} | {row.asked} of {row.askable} "
+                f"| {row.killed} of {row.possible} |"
+                for row in table
+            ),
             "",
         )
     )
@@ -115,12 +171,23 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ci/quick", description="The profile quick: what it is worth.")
     parser.add_argument("--write", action="store_true", help="choose its cases again, and write it")
     if parser.parse_args(arguments).write:
-        cases = chosen(collect_cases(), set(capabilities().values()))
-        status = profiles.main(["--write", NAME, "--not-certifying", "--only", *(case.id for case in cases)])
+        sets = set(capabilities().values())
+        cases = chosen((case for case in collect_cases() if not case.id.startswith(ROW)), sets)
+        names = [case.id for case in cases] + [f"{ROW}{number}-ws2" for number in chosen_rows(sets)]
+        status = profiles.main(["--write", NAME, "--not-certifying", "--only", *names])
         if status:
             return status
     print(markdown(), end="")
     return 0
+
+
+def _asked(case: Case, flags: frozenset[str]) -> set[str]:
+    """The capabilities that a case asks an engine for which declares these."""
+    asked = {*case.needs}
+    if case.id.startswith(ROW):
+        number = int(case.id.removeprefix(ROW).partition("-")[0])
+        asked |= SPACE.needs(rows.for_engine(number, flags).scenario.choice)
+    return asked & flags
 
 
 def _runs(case: Case, flags: frozenset[str]) -> bool:

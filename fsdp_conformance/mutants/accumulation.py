@@ -69,6 +69,23 @@ class IgnoresNoSync(SeamFSDP2):
         return nullcontext()
 
 
+@known_wrong("R093")
+class KeptWhileDeferred(SeamFSDP2):
+    """Forwards of deferred micro-batches compute with the parameters that the first one of them gathered."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        self._gathered: dict[nn.Parameter, Tensor] = {}
+        super().setup(model_fn, optim_fn, plan)
+        for module in self.model.modules():
+            # Runs after FSDP2's own hook, which gathers the parameters.
+            module.register_forward_pre_hook(self._restore)
+
+    def _restore(self, module: nn.Module, args: Any) -> None:
+        if not self._reduced:
+            for parameter in module.parameters(recurse=False):
+                parameter.data.copy_(self._gathered.setdefault(parameter, parameter.detach().clone()))
+
+
 @known_wrong("R156")
 class SecondBackwardLost(SeamFSDP2):
     """The second backward of a forward contributes nothing."""
