@@ -49,12 +49,20 @@ class UsageError(ConformanceError, ValueError):
 
 
 class ConfigError(UsageError):
-    """A plan or an option is out of range. Carries every problem, not only the first."""
+    """
+    A plan or an option is out of range. Carries every problem, not only the first.
 
-    def __init__(self, problems: Sequence[str], *, where: str) -> None:
+    `where` is empty if the problems name the place themselves.
+    """
+
+    def __init__(self, problems: Sequence[str], *, where: str = "") -> None:
         self.problems = tuple(problems)
         self.where = where
-        super().__init__("; ".join(f"{problem} [{where}]" for problem in self.problems))
+        super().__init__("; ".join(self.sentences()))
+
+    def sentences(self) -> list[str]:
+        """Each problem, with its place."""
+        return [f"{problem} [{self.where}]" if self.where else problem for problem in self.problems]
 
 
 class InvalidCollective(ConfigError, RuntimeError):

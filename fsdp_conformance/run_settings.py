@@ -19,6 +19,7 @@ from typing import Any
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
+from fsdp_conformance.suggestions import as_id
 
 #: What the ranks of a case are: fresh processes; threads of one process that take turns; or fresh processes that
 #: torchrun's workers start, on one host or several.
@@ -223,7 +224,7 @@ class Option:
                 noun = self.name.removesuffix("s") if self.is_list else self.name
                 problems.append(f"{noun} {error}, got {word!r}")
         if problems:
-            raise ConfigError(problems, where="options")
+            raise ConfigError(problems)
         return tuple(dict.fromkeys(values)) if self.is_list else values[0]
 
     def words(self, settings: RunSettings) -> list[str]:
@@ -298,13 +299,13 @@ OPTIONS: dict[str, Option] = {option.name: option for option in (
            help="on the CPU, leave out the cases that need an accelerator instead of simulating one"),
     Option("share_devices", "--share-devices", kind=Kind.GATE, same_in_pytest=True,
            help="let the ranks of a case share the available GPUs, over gloo; cannot certify"),
-    Option("cases", "--case", metavar="ID", is_list=True, kind=Kind.SELECTION,
+    Option("cases", "--case", metavar="ID", is_list=True, parse=as_id, kind=Kind.SELECTION,
            help="cases with this id or of this requirement; globs such as 'R005/*-ws2' work"),
-    Option("requirements", "--requirement", metavar="ID", is_list=True, kind=Kind.SELECTION,
+    Option("requirements", "--requirement", metavar="ID", is_list=True, parse=as_id, kind=Kind.SELECTION,
            help="cases named after this requirement, e.g. R003/..."),
-    Option("bindings", "--binding", metavar="ID", is_list=True, kind=Kind.SELECTION,
+    Option("bindings", "--binding", metavar="ID", is_list=True, parse=as_id, kind=Kind.SELECTION,
            help="all cases that cover this requirement, whatever their name"),
-    Option("chapters", "--chapter", metavar="LETTER", is_list=True, kind=Kind.SELECTION,
+    Option("chapters", "--chapter", metavar="LETTER", is_list=True, parse=str.upper, kind=Kind.SELECTION,
            help="cases of this chapter of the contract, e.g. A"),
     Option("scopes", "--scope", metavar="NAME", is_list=True, kind=Kind.SELECTION,
            help="cases of the base, or of an extension such as offload"),
@@ -361,7 +362,7 @@ def from_words(**words: str | bool | Iterable[str] | None) -> RunSettings:
     settings = RunSettings(**values)
     problems += [problem for rule in _RULES for problem in rule(settings, typed)]
     if problems:
-        raise ConfigError(problems, where="options")
+        raise ConfigError(problems)
     return settings
 
 

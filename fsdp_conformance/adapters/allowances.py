@@ -9,6 +9,8 @@ from typing import Any, Final
 #: megatron-fsdp, 16 % in BMTrain, which aligns to 512 bytes; larger layers need less. A second pass over the
 #: parameters, or one in a dtype twice as wide, would need 100 %.
 MAX_PADDING: Final = 0.25
+#: That of an adapter which declares none.
+DEFAULT_PADDING: Final = 0.15
 #: The largest `Adapter.alignment`, which BMTrain has.
 MAX_ALIGNMENT: Final = 512
 #: The largest `Adapter.kept_buffers`: two units that are gathered in turn, and their gradients.

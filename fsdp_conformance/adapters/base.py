@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_conformance.adapters.allowances import DEFAULT_PADDING
 from fsdp_conformance.adapters.components import (
     Assignment,
     Bucketer,
@@ -90,7 +91,7 @@ class Adapter(ABC):
     """True if the engine knows only "cuda": on the simulated accelerator it finds the device under that name."""
     shims: ClassVar[tuple[str, ...]] = ()
     """Changes that the adapter makes to the engine or to torch so that it runs here; printed on the certificate."""
-    padding: ClassVar[float] = 0.15
+    padding: ClassVar[float] = DEFAULT_PADDING
     """
     Declared overhead on the wire as a fraction of the ideal, in addition to the padding of uneven shards.
 

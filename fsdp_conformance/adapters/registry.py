@@ -114,6 +114,19 @@ def is_installed(spec: str) -> bool:
     return spec in _entry_points(ENTRY_POINTS) or spec.partition(":")[0] in _entry_points(FAMILIES)
 
 
+def missing_package(name: str) -> str:
+    """
+    The package of a bundled adapter's engine if it is not installed, else "". `name`: that of an entry point, which
+    begins with the extra that has the engine. Imports nothing.
+    """
+    point = _entry_points(ENTRY_POINTS)[name]
+    package = _extras().get(name.partition("-")[0], "") if point.module.startswith("fsdp_conformance.") else ""
+    try:
+        return "" if not package or importlib.metadata.version(package) else package
+    except importlib.metadata.PackageNotFoundError:
+        return package
+
+
 @functools.cache
 def _entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
     """By name. Read once per process: simulated ranks share it, and the metadata of all packages are files."""
@@ -374,8 +387,13 @@ def _how_to_install(adapter: type[Adapter]) -> str:
 
 def _extra_of(package: str) -> str:
     """The extra of this package that requires the engine's package, or ""."""
-    extras = (_EXTRA.fullmatch(line) for line in importlib.metadata.requires("fsdp-conformance") or ())
-    return next((match["extra"] for match in extras if match and match["package"] == package), "")
+    return next((extra for extra, required in _extras().items() if required == package), "")
+
+
+def _extras() -> dict[str, str]:
+    """The extras of this package that are one package, and that package."""
+    matches = (_EXTRA.fullmatch(line) for line in importlib.metadata.requires("fsdp-conformance") or ())
+    return {match["extra"]: match["package"] for match in matches if match}
 
 
 def _not_importable(what: str, error: Exception, spec: str) -> AdapterNotFound:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import fsdp_conformance
@@ -19,6 +20,7 @@ from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
 from fsdp_conformance.report.formats import FORMATS
 from fsdp_conformance.report.last_run import with_last_failed
 from fsdp_conformance.run_settings import OPTIONS, Kind, RunSettings
+from fsdp_conformance.suggestions import as_id, is_id
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -91,7 +93,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words = re.findall(r"unrecognized arguments: (\S+)|invalid choice: '([^']*)'", message)
         wrong = next((word for pair in words for word in pair if word), "").partition("=")[0]
-        hint = (messages.did_you_mean(wrong, self._words()) if wrong else "") or "."
+        hint = "" if message.endswith(".") else (messages.did_you_mean(wrong, self._words()) if wrong else "") or "."
         print(f"{self.prog}: {message}{hint} See {self.prog} --help.", file=sys.stderr)
         raise SystemExit(int(status.Status.USAGE))
 
@@ -115,21 +117,43 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises SystemExit with status 2 for what cannot be parsed.
     """
     whole, commands = _parser()
-    parsed, rest = whole.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    parsed, rest = whole.parse_known_args(words)
     if rest:
         # Argparse would report them for the whole program; the command's own parser knows the options that are near.
-        commands[parsed.command].error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = _where_it_belongs(rest[0], words, parsed.command, commands)
+        commands[parsed.command].error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return parsed
+
+
+def _where_it_belongs(word: str, words: Sequence[str], command: str, commands: Mapping[str, Parser]) -> str:
+    """A sentence about an argument that a command does not take, if others do, or if it is one more value of a list."""
+    option = word.partition("=")[0]
+    if option.startswith("-"):
+        takers = [name for name, each in commands.items() if option in each._option_string_actions]
+        names = f"{takers[0]} and other commands" if len(takers) > 3 else " and ".join(takers)
+        return f". {option} is an option of {names}, not of {command}." if takers else ""
+    before = list(itertools.takewhile(lambda each: each != word, words))
+    last = next((each for each in reversed(before) if each.startswith("--")), "")
+    if any(each.flag == last and each.is_list for each in OPTIONS.values()):
+        values = list(itertools.takewhile(lambda each: not each.startswith("-"), words[words.index(last) + 1 :]))
+        return f". Separate the values of {last} by commas: {last} {','.join(values)}."
+    return ""
 
 
 def named_implementation(parsed: argparse.Namespace) -> str | None:
     """
     The implementation that a command was given, with or without --implementation; None for none.
 
-    Raises UsageError for two different ones.
+    Raises UsageError for two different ones, and for the id of a case, which has lost its option.
     """
     with_option: str | None = parsed.implementation
     without: str | None = parsed.spec
+    if without and is_id(without):
+        raise UsageError(
+            f"the implementation cannot be {without}, which is a requirement or a case: name it after --case, and "
+            f"separate several by commas, such as --case R003,{as_id(without)}"
+        )
     if None not in (without, with_option) and without != with_option:
         raise UsageError(
             f"{parsed.command} takes one implementation, got {without} and --implementation {with_option}: name one"
@@ -244,7 +268,7 @@ _OF_ONE_CASE = (
 def _add_single_cases(command: Callable[..., Parser]) -> None:
     """The commands that look at one case."""
     debug = command("debug", "run one case with one rank in the foreground, for breakpoint() and pdb")
-    debug.add_argument("case", metavar="CASE", help="the id of a case, such as R001/exact-probe-ws2")
+    debug.add_argument("case", metavar="CASE", type=as_id, help="the id of a case, such as R001/exact-probe-ws2")
     _add_options(debug, *_OF_ONE_CASE)
     debug.add_argument("--rank", metavar="N", default="0", help="the rank that has the terminal (default: 0)")
     debug.add_argument("--pdb", action="store_true", help="open pdb where this rank raises and should not")
@@ -252,10 +276,16 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
     replay = command("replay", "repeat a case of a run, and compare the verdicts")
     replay.usage = "%(prog)s [options] [RUN] CASE"
     replay.add_argument(
-        "words", nargs="+", metavar="[RUN] CASE", help="a run file or its directory (default: the last run), and a case"
+        "words",
+        nargs="+",
+        metavar="[RUN] CASE",
+        type=as_id,
+        help="a run file or its directory (default: the last run), and a case",
     )
     repro = command("repro", "write a case as a script for torchrun that does not need this package, for a bug report")
-    repro.add_argument("case", metavar="CASE", help="the id of a case that trains an exact workload and compares it")
+    repro.add_argument(
+        "case", metavar="CASE", type=as_id, help="the id of a case that trains an exact workload and compares it"
+    )
     _add_options(repro, "implementation")
     repro.add_argument("-o", "--output", metavar="FILE", help="write to this file (default: to stdout)")
 
@@ -272,7 +302,7 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
 def _add_readers(command: Callable[..., Parser]) -> None:
     """The commands that read run files."""
     explain = command("explain", "explain a requirement or a case, and what the last run found")
-    explain.add_argument("name", metavar="ID", help="a requirement (R003) or a case (R001/exact-probe-ws2)")
+    explain.add_argument("name", metavar="ID", type=as_id, help="a requirement (R003) or a case (R001/exact-probe-ws2)")
     explain.add_argument("--report", metavar="PATH", help="a run file or its directory (default: the last run)")
     _add_profile_of_run(explain)
     _add_json(explain, "requirement, cases and records")

@@ -68,7 +68,10 @@ class Expected:
             counting = self._counting(verification.run, judged)
             names = ",".join(severity for severity in Severity if severity in self.fail_on)
             cases = ", ".join(record.case for record in counting)
-            say(f"--fail-on {names}: " + (f"{len(counting)} of the failures count: {cases}" if counting else "none"))
+            say(
+                f"--fail-on {names}: "
+                + (f"{len(counting)} of the failures count: {cases}" if counting else "no failure counts")
+            )
             verdicts = [not counting]
         if not verdicts:
             return derived

@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_conformance.codec import encode
 from fsdp_conformance.errors import AdapterError, ConfigError
 from fsdp_conformance.report.folding import folded, terminal_width
-from fsdp_conformance.suggestions import near
+from fsdp_conformance.suggestions import near, near_file
 
 PROGRAM = "fsdp-conformance"
 
@@ -41,7 +41,7 @@ def complain(what: BaseException | str) -> None:
     """Print an error to stderr, with a line for each problem that it carries."""
     problems: Iterable[str] = [str(what)]
     if isinstance(what, ConfigError):
-        problems = [f"{problem} [{what.where}]" for problem in what.problems]
+        problems = what.sentences()
     elif isinstance(what, AdapterError):
         problems = what.problems
     for problem in problems:
@@ -52,6 +52,12 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """ ". Did you mean 'x' or 'y'?", or "" if nothing is similar."""
     close = near(word, choices, cutoff=0.6)
     return f". Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def no_script(path: str) -> str:
+    """There is no script with this path, and perhaps another one that was meant."""
+    meant = near_file(path)
+    return f"there is no script {path!r}" + (f". Did you mean {meant!r}?" if meant else "")
 
 
 def plural(count: int, noun: str) -> str:

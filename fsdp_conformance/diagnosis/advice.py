@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fsdp_conformance import contract
 from fsdp_conformance.diagnosis.headline import causes_in
 from fsdp_conformance.outcome.records import CaseRecord, Finding
+from fsdp_conformance.stack import engine_frames, frames_of_traceback
 
 
 def look_at(record: CaseRecord, finding: Finding) -> str:
@@ -126,7 +127,13 @@ def _of_exception(record: CaseRecord, finding: Finding) -> str:
             "How the adapter wraps the model: DistributedDataParallel needs find_unused_parameters=True for models of "
             "which a step does not use every parameter."
         )
-    where = "The engine's innermost frames above" if record.traceback else "The exception's message"
+    frames = frames_of_traceback(record.traceback)
+    if engine_frames(frames):
+        where = "The engine's innermost frames above"
+    elif frames:
+        where = "What the engine had left in the modules that the frames above use (its own code was not running)"
+    else:
+        where = "The exception's message"
     if (finding.likely or "").startswith("only rank"):
         return f"{where}, and what is different on rank {finding.rank}: its shards, its batch, a branch on the rank."
     return f"{where}. `explain` shows what the ranks did before."

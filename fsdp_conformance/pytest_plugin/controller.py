@@ -154,13 +154,16 @@ class Controller:
         from fsdp_conformance.diagnosis.grouping import grouped
         from fsdp_conformance.report.folding import screen_width
         from fsdp_conformance.report.runfile import read
-        from fsdp_conformance.report.terminal import certificate_text, headline, summary_line
+        from fsdp_conformance.report.terminal import certificate_text, explain_command, headline, summary_line
 
         write = terminalreporter.write_line
         terminalreporter.section("conformance")
-        for group in grouped(read(self.recorder.path).records):
+        groups = grouped(read(self.recorder.path).records)
+        for group in groups:
             count = 1 + len(group.others)
             write(f"{headline(group.first)}   {group.first.case}" + (f" and {count - 1} more" if count > 1 else ""))
+        if groups:
+            write(f"all of a case: {explain_command(groups[0].first, str(self.recorder.path))}")
         if self.error is not None:
             write(f"ABORTED: {self.error}", red=True)
         elif self.certificate is None:

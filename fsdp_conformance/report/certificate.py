@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from fsdp_conformance import __version__, codec, stress
-from fsdp_conformance.adapters.allowances import excesses
+from fsdp_conformance.adapters.allowances import DEFAULT_PADDING, excesses
 from fsdp_conformance.adapters.registry import bundled_as, identity
 from fsdp_conformance.capability import CAPABILITIES, Asked, offered
 from fsdp_conformance.contract import Contract, Level, load
@@ -365,7 +365,10 @@ def _declarations(run: RunFile) -> list[str]:
     described: Mapping[str, Any] = run.header.get("implementation") or {}
     phrases = [f"shim: {shim}" for shim in described.get("shims", ())]
     if described.get("padding"):
-        phrases.append(f"padding: up to {described['padding']:.0%} more bytes on the wire than the shards have")
+        phrases.append(
+            f"padding: up to {described['padding']:.0%} more bytes on the wire than the shards have"
+            + (", as for every adapter that declares nothing else" if described["padding"] == DEFAULT_PADDING else "")
+        )
     if described.get("accumulation", "local") != "local":
         phrases.append(f"accumulation: micro-batches are {described['accumulation']} one by one")
     if described.get("max_unsharded"):

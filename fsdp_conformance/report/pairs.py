@@ -35,14 +35,13 @@ class PairCoverage:
         rest = {
             "only in rows that fail": self.failing,
             "only in rows that are refused": self.refused,
-            "in no row that ran": self.possible - self.covered - self.failing - self.refused,
+            "in no row of this run": self.possible - self.covered - self.failing - self.refused,
         }
         others = [f"{count} {where}" for where, count in rest.items() if count]
         avoided = f"; combinations that it avoids: {self.avoided}" if self.avoided else ""
         return (
-            f"pairs: {self.covered} of the {self.possible} pairs of values that can be asked for are in rows that pass"
-            + "".join(f", {other}" for other in others)
-            + avoided
+            f"pairs of features: of {self.possible} that this engine can be asked for, {self.covered} are in rows that "
+            "pass" + "".join(f", {other}" for other in others) + avoided
         )
 
 

@@ -320,10 +320,11 @@ def _waits(end: RankExit) -> str:
 
 
 def _raised_at(record: CaseRecord) -> list[Field]:
-    """The innermost frames of the engine, if it raised."""
+    """The innermost frames of the engine, if it raised; of torch and the model, if none of its own code was running."""
     if record.verdict in QUIET or record.verdict is Verdict.ERROR_SUITE:
         return []
-    frames = engine_frames(frames_of_traceback(record.traceback))[:_FRAMES_SHOWN]
+    frames = frames_of_traceback(record.traceback)
+    frames = (engine_frames(frames) or frames)[:_FRAMES_SHOWN]
     labels = ("raised at", *["called at"] * len(frames))
     return [Field(label, str(frame), verbatim=True) for label, frame in zip(labels, frames, strict=False)]
 

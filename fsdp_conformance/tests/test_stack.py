@@ -31,6 +31,13 @@ Traceback (most recent call last):
 RuntimeError: boom
 """
 
+#: A module is computed again in backward, after the engine has taken its parameters away.
+OUTSIDE_THE_ENGINE = f"""Traceback (most recent call last):
+  File "/src/fixtures/drawn.py", line 464, in _computed
+  File "{TORCH}/nn/modules/linear.py", line 134, in forward
+AttributeError: 'Linear' object has no attribute 'weight'
+"""
+
 
 def test_the_engines_own_frames_come_innermost_first() -> None:
     """Without torch's, Python's and ours, and without those of an exception that was handled."""
@@ -82,5 +89,8 @@ def test_a_report_shows_three_frames_of_an_engine_that_raised() -> None:
 
     assert "    raised at /src/acme/pool.py:7 in <lambda>\n    called at acme/unit.py:212 in unshard\n" in shown
     assert shown.count("called at") == 2
+    assert "raised at torch/nn/modules/linear.py:134 in forward\n" in render_record(
+        a_record(verdict=Verdict.FAIL, traceback=OUTSIDE_THE_ENGINE)
+    )
     for verdict in (Verdict.PASS, Verdict.UNSUPPORTED, Verdict.ERROR_SUITE):
         assert "raised at" not in render_record(a_record(verdict=verdict, traceback=TRACEBACK))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from fsdp_conformance.suggestions import near
+from fsdp_conformance.suggestions import as_id, near, near_file
 
 CASES = ("R003/every-rank-ws2", "R003/every-rank-ws4", "R007/same-on-every-rank-ws2", "R030/x-ws2")
 REQUIREMENTS = ("R003", "R030", "R103")
@@ -37,3 +39,22 @@ def test_no_more_than_asked_for() -> None:
 
     assert len(near("case", many)) == 3
     assert near("case", many, count=1) == ["case0"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("r003", "R003"), ("r003/probe-ws2", "R003/probe-ws2"), ("R003", "R003"), ("r03", "r03"), ("r0031", "r0031")],
+)
+def test_an_id_may_begin_with_a_small_letter(typed: str, meant: str) -> None:
+    """Only what has the form of an id is changed."""
+    assert as_id(typed) == meant
+
+
+def test_a_script_that_is_not_there_has_a_neighbour(tmp_path: Path) -> None:
+    """Scripts only, and none in a directory that does not exist."""
+    for name in ("train.py", "trian.txt", "evaluate.py"):
+        (tmp_path / name).touch()
+
+    assert near_file(str(tmp_path / "trian.py")) == str(tmp_path / "train.py")
+    assert near_file(str(tmp_path / "x" / "train.py")) == ""
+    assert near_file(str(tmp_path / "zzzz.py")) == ""

@@ -70,7 +70,7 @@ class Findings:
         """
         Print one finding. `path`: one in the text that may have spaces.
 
-        `state` is ok; failed (no case can run); absent (not every run needs it); or found (should be cleaned up).
+        `state` is ok; failed (no case can run); absent (not every run needs it); or stale (of a run that was killed).
         """
         self.failed = self.failed or state == "failed"
         self.entries.append({"what": what, "text": text, "state": state})
@@ -107,10 +107,7 @@ def main(arguments: argparse.Namespace) -> int:
         machine = _launches(findings, launches, settings)
     if machine is not None:
         _cases(findings, machine, settings)
-    names = registry.names()
-    findings.line(
-        "implementations", ", ".join(names) or "none registered by an entry point", "ok" if names else "absent"
-    )
+    _implementations(findings)
     seconds = duration(time.monotonic() - began)
     status = Status.ENVIRONMENT if findings.failed else Status.CERTIFIED
     if arguments.json:
@@ -123,6 +120,17 @@ def main(arguments: argparse.Namespace) -> int:
         options = f" --device {settings.device} --share-devices" if settings.share_devices else ""
         print(f"ready ({seconds}): fsdp-conformance init, smoke, and then run{options}")
     return status
+
+
+def _implementations(findings: Findings) -> None:
+    """The adapters that are registered, also those whose engine is not installed."""
+    missing = {name: registry.missing_package(name) for name in registry.names()}
+    ready = [name for name, package in missing.items() if not package]
+    findings.line(
+        "implementations", ", ".join(ready) or "none registered by an entry point", "ok" if ready else "absent"
+    )
+    if packages := sorted({package for package in missing.values() if package}):
+        findings.line("other engines", f"adapters for {', '.join(packages)}, which are not installed", "absent")
 
 
 def _packages(findings: Findings) -> None:
@@ -172,11 +180,12 @@ def _earlier_runs(findings: Findings) -> None:
     if not pids and not paths:
         findings.line("earlier runs", "no leftover processes or files")
     if pids:
-        text = f"{messages.plural(len(pids), 'rank')} still running: kill {' '.join(map(str, pids[:8]))}"
-        findings.line("earlier runs", text, "found")
+        ranks = messages.plural(len(pids), "rank")
+        text = f"{ranks} of a killed run still running: kill {' '.join(map(str, pids[:8]))}"
+        findings.line("earlier runs", text, "stale")
     if paths:
-        text = f"{len(paths)} leftover files or directories in {paths[0].parent}, such as {paths[0].name}"
-        findings.line("earlier runs", text, "found", path=paths[0].parent)
+        text = f"{len(paths)} files or directories of killed runs in {paths[0].parent}: delete {paths[0].name} ..."
+        findings.line("earlier runs", text, "stale", path=paths[0].parent)
 
 
 def _launches(findings: Findings, launches: Iterable[dict[str, Any]], settings: RunSettings) -> Machine | None:

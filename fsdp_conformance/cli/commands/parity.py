@@ -239,7 +239,7 @@ def _order(arguments: argparse.Namespace, words: list[str]) -> tuple[Order, Reco
     elif Path(script).is_dir():
         problems.append(f"give two recordings to compare, or a script to run: {script!r} is a directory")
     elif script != "-m" and not Path(script).is_file():
-        problems.append(f"there is no script {script!r}")
+        problems.append(messages.no_script(script))
     world_size = _ranks(arguments.world_size, "--world-size", problems)
     reference_ranks = _ranks(arguments.reference_world_size or world_size, "--reference-world-size", problems)
     timeout_s = 1.0

@@ -159,7 +159,7 @@ def _check(order: ScriptOrder, outputs: Mapping[str, Path | None]) -> None:
         if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
             raise UsageError(f"Python finds no module {order.target!r} from this directory")
     elif not Path(order.target).exists():
-        raise UsageError(f"no such script: {order.target!r}")
+        raise UsageError(messages.no_script(order.target))
     for option, output in outputs.items():
         if output is not None:
             if not output.absolute().parent.is_dir():

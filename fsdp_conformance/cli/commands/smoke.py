@@ -28,6 +28,8 @@ _WIDTH = 64
 
 def main(arguments: argparse.Namespace) -> int:
     """Print each check and its problems. Returns 0, or 1 if the adapter has any."""
+    # Importing torch is most of what a user waits for.
+    began = time.monotonic()
     spec = named_implementation(arguments)
     if spec is None:
         raise UsageError(
@@ -38,7 +40,6 @@ def main(arguments: argparse.Namespace) -> int:
     single.prepare(device, spec)
     from fsdp_conformance.driver.smoke import smoke
 
-    began = time.monotonic()
     results = smoke(spec, device=device)
     status = _status(results)
     if arguments.json:

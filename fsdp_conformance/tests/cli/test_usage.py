@@ -27,7 +27,11 @@ def _suite(tmp_path_factory: pytest.TempPathFactory) -> mini_suite.MiniSuite:
         (["runn"], "Did you mean 'run'?"),
         ([], "COMMAND"),
         (["run", "--devise", "cpu"], "Did you mean '--device' or"),
-        (["run", "--world-size", "two"], "world_size must be a positive integer, got 'two'"),
+        (["run", "--as-cuda"], "--as-cuda is an option of sanitize and record and parity, not of run."),
+        (["sanitize", "--profile", "quick"], "--profile is an option of run and other commands, not of sanitize."),
+        (["run", "--case", "R003", "r188"], "separate several by commas, such as --case R003,R188"),
+        (["run", "torch-ddp", "--case", "R003", "R188"], "of --case by commas: --case R003,R188."),
+        (["run", "--world-size", "two"], "world_size must be a positive integer, got 'two'\n"),
         (["run", "--world-size", "0"], "world_size must be a positive integer, got '0'"),
         (
             ["run", "--device", "cuda:0"],

@@ -17,7 +17,7 @@ from fsdp_conformance.tests.cli.cli_runs import answered, said
     [
         ([], "give the path of a script, or -m"),
         (["-m"], "give the path of a script"),
-        (["train.py"], "no such script: 'train.py'"),
+        (["train.py"], "there is no script 'train.py'"),
         (["-m", "nowhere.train"], "Python finds no module 'nowhere.train' from this directory"),
         (["--world-size", "two", "train.py"], "--world-size must be an integer, got 'two'"),
         (["--world-size", "0", "train.py"], "--world-size must be from 1 to 127, got 0"),
