@@ -101,7 +101,7 @@ def chosen(cases: Iterable[Case], capabilities: Collection[frozenset[str]], coun
 
 @cache
 def values_asked(row: int, flags: frozenset[str]) -> frozenset[tuple[str, str]]:
-    """What a row asks of an engine with these capabilities beyond the plain values."""
+    """Axis and value of everything but the plain that a row asks of an engine with these capabilities."""
     choice = rows.for_engine(row, flags).scenario.choice
     return frozenset(SPACE.special(choice).items())
 

@@ -115,6 +115,7 @@ class Recorder:
     def _on_host(self, point: Point) -> tuple[int, int]:
         """Bytes that this process and its helpers hold on the host: see `MemoryMark`."""
         host_memory.return_large_blocks()
+        self.watch.free_unused()
         own = storage_bytes([*self.history.initial_params.values(), *self.history.initial_buffers.values()])
         held = host_memory.held_bytes() - self.watch.bytes_in_host() - own
         if point is Point.STEP:

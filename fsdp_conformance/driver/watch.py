@@ -69,6 +69,9 @@ class Watch:
         """Bytes of this process's host memory that are the device's."""
         return 0
 
+    def free_unused(self) -> None:
+        """Free host memory that the device keeps for later, which is none of the engine's."""
+
 
 class AcceleratorWatch(Watch):
     """An accelerator whose allocator counts bytes, like CUDA's."""
@@ -131,6 +134,11 @@ class SimulatedWatch(AcceleratorWatch):
 
     def bytes_in_host(self) -> int:
         return int(self.module.memory_reserved(self.device))
+
+    def free_unused(self) -> None:
+        from fsdp_conformance.simulator.device import memory
+
+        memory.free_staging()
 
     def hazards(self) -> list[HazardRecord]:
         return [hazard_record(hazard) for hazard in self._checker.hazards(self.device.index)]

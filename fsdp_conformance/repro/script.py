@@ -142,7 +142,7 @@ _SCRIPT = '''\
 {engine}: {title}
 
 Expected: losses and full parameters are those of a plain training of the same model on all ranks' batches.{left_out}
-Run: torchrun --nproc-per-node {world_size} {name}
+Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node {world_size} {name}
 Written by fsdp-conformance {version} from {case} ({implementation}), with torch {torch}.{changes}
 """
 {imports}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def main(arguments: argparse.Namespace) -> int:
         sys.stdout.write(text)
         return Status.CERTIFIED
     report_dir.write_text(Path(arguments.output), text, option="--output")
-    print(f"{arguments.output} is written: torchrun --nproc-per-node {bound.case.world_size} {arguments.output}")
+    # torchrun warns on several lines where the number of threads is not set.
+    command = f"OMP_NUM_THREADS=1 torchrun --nproc-per-node {bound.case.world_size} {shlex.quote(arguments.output)}"
+    print(f"{arguments.output} is written: {command}")
     print("it exits with 0 if the engine trains like the plain reference, and with 1 and the first difference if not")
     return Status.CERTIFIED

@@ -78,6 +78,15 @@ def reset_accumulated_memory_stats(device: Any = None) -> None:
     build.load().reset_accumulated_memory_stats(index_of(device))
 
 
+def free_staging() -> int:
+    """
+    Free the host memory that collectives keep for their next values, before the memory of this process is measured.
+
+    Return its bytes.
+    """
+    return int(build.load().free_staging())
+
+
 def memory_stats(device: Any = None) -> dict[str, int]:
     """The statistics, under the names of `torch.cuda.memory_stats`."""
     stats = _stats(device)

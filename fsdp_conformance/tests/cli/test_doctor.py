@@ -218,6 +218,7 @@ def test_sharing_needs_devices_to_share(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_share_a_device_are_launched() -> None:
     """On the simulated accelerator: as many as cases have, on one device."""
     result = said("doctor", "--device", "sim", "--share-devices")

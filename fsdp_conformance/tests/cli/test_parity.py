@@ -101,6 +101,7 @@ def test_a_mistake_of_the_engine_is_named(script: Path) -> None:
     assert "DIFFERENT from step 0" in run.output
 
 
+@pytest.mark.nightly
 def test_a_script_that_fails_in_the_end_is_recorded(script: Path, tmp_path: Path) -> None:
     command = words("record", "--output", str(tmp_path / "out"), "--", *TORCHRUN, str(script), "fails")
     # The traceback is the script's.
@@ -252,6 +253,7 @@ def test_another_number_of_ranks_is_compared_by_samples(uneven: Path) -> None:
     assert "EQUAL  2 steps of 2 ranks, but for rounding" in run.output
 
 
+@pytest.mark.nightly
 def test_a_script_that_shards_nothing_has_no_reference(uneven: Path) -> None:
     run = said("parity", str(uneven), "ddp")
 

@@ -29,6 +29,7 @@ NIGHTLY = frozenset(
         "exploring",
         "harness",
         "own-model",
+        "own-training",
         "planner",
         "reading-a-verdict",
         "sanitize",

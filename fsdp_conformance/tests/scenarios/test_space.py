@@ -217,7 +217,7 @@ def test_whatever_is_completed_is_possible_and_keeps_the_choice() -> None:
 
 def test_every_adapted_scenario_is_possible_and_needs_nothing_undeclared() -> None:
     """For any set of capabilities: with one missing, with half of them, with hardly any."""
-    for random_, choice in _scenarios(400):
+    for random_, choice in _scenarios(120):
         declared = frozenset(random_.sample(sorted(ALL), random_.randrange(len(ALL) + 1)))
         for each in (declared, ALL - {random_.choice(sorted(SPACE.needs(choice) or ALL))}):
             adapted = SPACE.adapted(choice, each)
@@ -228,7 +228,7 @@ def test_every_adapted_scenario_is_possible_and_needs_nothing_undeclared() -> No
 
 def test_an_adapted_scenario_keeps_every_pair_that_the_engine_can_be_asked_for() -> None:
     """Otherwise a pair that some row has could be in no row of an engine that declares both values."""
-    for random_, choice in _scenarios(400):
+    for random_, choice in _scenarios(120):
         needs = sorted(SPACE.needs(choice))
         declared = ALL - frozenset(random_.sample(needs, random_.randrange(len(needs) + 1)))
         adapted = SPACE.adapted(choice, declared)

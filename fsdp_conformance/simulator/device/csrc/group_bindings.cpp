@@ -6,6 +6,7 @@
 
 #include "group.h"
 #include "settle.h"
+#include "staging.h"
 
 namespace sim {
 
@@ -159,6 +160,7 @@ void register_collectives(pybind11::module_& module) {
   });
   module.def("forget_thread_world", &forget_thread_world, py::arg("world"), py::call_guard<py::gil_scoped_release>());
   module.def("deliveries_pending", &deliveries_pending);
+  module.def("free_staging", &free_staging);
   module.def("waiting", [] {
     const Waiting now = waiting();
     return py::make_tuple(now.main, now.others, now.number);

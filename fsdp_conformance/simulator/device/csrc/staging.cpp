@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <utility>
 
 namespace sim {
 
@@ -68,6 +69,16 @@ at::Tensor staging(int64_t numel, at::ScalarType dtype) {
   }
   const size_t nbytes = (asked + kUnit - 1) / kUnit * kUnit;
   return at::from_blob(take(nbytes), {numel}, [nbytes](void* memory) { give_back(memory, nbytes); }, options);
+}
+
+int64_t free_staging() {
+  Kept& all = kept();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (const auto& [nbytes, memory] : all.by_size) {
+    std::free(memory);
+  }
+  all.by_size.clear();
+  return static_cast<int64_t>(std::exchange(all.nbytes, 0));
 }
 
 void copy_bytes(const at::Tensor& to, const at::Tensor& from) {

@@ -9,6 +9,9 @@ namespace sim {
 /// as a copy, because the system clears its pages.
 at::Tensor staging(int64_t numel, at::ScalarType dtype);
 
+/// Free the memory that is kept for later calls, before the memory of the process is measured. Returns its bytes.
+int64_t free_staging();
+
 /// Copy elements between two places in host memory that have the same sizes and dtype.
 void copy_bytes(const at::Tensor& to, const at::Tensor& from);
 

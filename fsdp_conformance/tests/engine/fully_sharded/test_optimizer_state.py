@@ -139,7 +139,7 @@ def test_in_full(world_size: int) -> None:
         pytest.param(2, 2, marks=pytest.mark.nightly),
         pytest.param(4, 4, marks=pytest.mark.nightly),
         (4, 1),
-        (2, 4),
+        pytest.param(2, 4, marks=pytest.mark.nightly),
     ],
 )
 def test_in_a_checkpoint(saved_on: int, loaded_on: int, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator.checker.hazard import HazardKind
+from fsdp_conformance.simulator.device import memory
 from fsdp_conformance.simulator.device import torch_sim as sim
 from fsdp_conformance.tests.simulator.simulator_ranks import OnSim, compiled
 
@@ -34,6 +35,16 @@ class Staging(OnSim):
         for step, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
             work.wait()
             self.assertEqual({20.0 * step + 1}, set(tensor.unique().tolist()))
+        self.assert_kinds([])
+
+    def test_what_is_kept_is_freed_on_request(self) -> None:
+        """Before the memory of the process is measured, where it would look like the engine's."""
+        memory.free_staging()
+        mine = torch.ones(SIZES[3], device=self.device)
+        dist.all_reduce(mine)
+        self.assertEqual(2.0, mine.unique().item())
+        self.assertGreaterEqual(memory.free_staging(), 4 * SIZES[3])
+        self.assertEqual(0, memory.free_staging())
         self.assert_kinds([])
 
     def test_other_calls(self) -> None:

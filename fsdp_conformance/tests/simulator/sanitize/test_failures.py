@@ -235,6 +235,7 @@ def interrupted():
 """
 
 
+@pytest.mark.nightly
 def test_a_controller_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     """Ranks and their server notice that it is gone, and take their files along."""
     temporary = tmp_path / "temporary"

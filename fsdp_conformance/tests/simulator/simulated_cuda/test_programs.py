@@ -48,9 +48,6 @@ ON_RANKS = {
     "wrong_wait_on_another_stream": "(read|write) after (read|write)",
 }
 
-#: Of each kind one, for every run of the tests; the nightly ones run all.
-A_FEW = ("right_functional", "wrong_functional_without_wait")
-
 
 def test_programs_on_streams(tmp_path: Path) -> None:
     """Each wrong one fails with its race, and no right one fails."""
@@ -75,13 +72,6 @@ def judge_ranks(run: Run, programs: set[str]) -> None:
         if program in ON_RANKS:
             section = run.section(f"test_program[{program}]")
             assert re.search(ON_RANKS[program], section), section
-
-
-@pytest.mark.slow
-def test_some_programs_of_ranks(tmp_path: Path) -> None:
-    """A race, and a program without a mistake."""
-    chosen = " or ".join(A_FEW)
-    judge_ranks(run_pytest(tmp_path, "--simulate-cuda=2", "-k", chosen, files=["rank_programs"]), set(A_FEW))
 
 
 @pytest.mark.slow
