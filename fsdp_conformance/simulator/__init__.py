@@ -6,7 +6,7 @@ accelerator would run concurrently is tracked with vector clocks: an access that
 on is a hazard, whatever the timing. `activation.activate()` registers the device with torch; the first use needs a C++
 compiler.
 
-Not supported: compressed sparse, nested and quantized tensors, CUDA graphs, memory shared between processes. Some of
+Not supported: compressed sparse, nested and quantized tensors, memory shared between processes. Some of
 torch's composite operations choose by the type of the device and may choose differently than on the CPU; convolution,
 attention, dropout and recurrent networks are handled. torch has one slot for an external device, so the simulated one
 cannot be used together with another such backend.

@@ -7,6 +7,7 @@ The simulated device under CUDA's names, for scripts and tests that say "cuda".
     refusals           the names that raise NotSimulated
     torch_cuda         torch.cuda as the program sees it
     device_properties  the properties of a GPU
+    graphs             captures and replays of CUDA graphs
     tensor_types       the types of tensors and storages
     custom_operators   operators that a program defines
     backends           torch.backends: CUDA, cuDNN, kernels of attention

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdp_conformance.simulator.as_cuda import device_properties, surface
+from fsdp_conformance.simulator.as_cuda import device_properties, graphs, surface
 from fsdp_conformance.simulator.as_cuda import tools as cuda_tools
 from fsdp_conformance.simulator.as_cuda.names import script_asks, stand_in, translated
 from fsdp_conformance.simulator.as_cuda.refusals import refusal
@@ -45,7 +45,7 @@ _RENAMED = {
 }
 
 #: torch's own functions, which call others of torch.cuda.
-_KEPT = ("host_memory_stats",)
+_KEPT = ("host_memory_stats", "make_graphed_callables")
 
 _SYNC_DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}
 
@@ -61,7 +61,7 @@ def install(replaced: Replacements, labels: Labels) -> None:
         answers[name] = _taken(getattr(simulator, name))
     for old, new in _RENAMED.items():
         answers[old] = answers[new]
-    answers |= _answers(simulator)
+    answers |= _answers(simulator) | graphs.install(replaced)
     answers["default_generators"] = tuple(map(simulator.default_generator, range(simulator.device_count())))
     known = {*answers, *_KEPT, *surface.refused()[torch.cuda.__name__]}
     for name, value in list(vars(torch.cuda).items()):
@@ -137,7 +137,6 @@ def _answers(simulator: Any) -> dict[str, Any]:
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_tf32_supported": lambda: True,
         "can_device_access_peer": lambda device, peer_device: True,
-        "is_current_stream_capturing": lambda: False,
         "memory_summary": memory_summary,
         "get_allocator_backend": lambda: "native",
     }
