@@ -28,7 +28,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -314,6 +316,18 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
             value: R = self._replay.result(name)
             return value
         return self._observations.of(name, look) if self.role is Role.OBSERVED else look()
+
+    @contextmanager
+    def catching_warnings(self) -> Iterator[Callable[[], list[str]]]:
+        """
+        A context that shows no warning. Yields a function that returns the texts of those so far, wherever the body
+        runs: the referee, where no engine is, would otherwise see none.
+
+        Python catches warnings for all threads at once, so the case needs ranks that are processes.
+        """
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield lambda: self.observe("warnings", lambda: [str(warning.message) for warning in caught])
 
     def with_module(self, act: Callable[[nn.Module], object]) -> Callable[..., None]:
         """A hook of a training that does something with the module that user code sees, where the engine is."""

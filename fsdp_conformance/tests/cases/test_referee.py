@@ -141,6 +141,13 @@ def test_answers_of_unusual_classes(case: str) -> None:
     assert record.verdict is Verdict.PASS, record.reason
 
 
+def test_a_correct_engine_that_warns() -> None:
+    """FSDP1 does where others refuse. The warning is in its ranks; the referee, which decides, has to see it."""
+    record = run_case(bound_case("R055/container-ws2"), "torch-fsdp1", base=BASE)
+
+    assert record.verdict is Verdict.PASS, record.reason
+
+
 def test_a_correct_engine_that_replaces_functions() -> None:
     """It is not accused."""
     record = run_case(bound_case("R001/exact-probe-ws2"), f"{FILE}:KeepsStockAdam", base=BASE)
