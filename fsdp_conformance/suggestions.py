@@ -1,4 +1,4 @@
-"""What someone has probably meant who typed a word in another way. Standard library only."""
+"""The words that someone has probably meant who typed another one. Standard library only."""
 
 from __future__ import annotations
 

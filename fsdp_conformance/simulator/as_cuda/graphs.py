@@ -76,7 +76,7 @@ class _Wait:
 
 @dataclass
 class _Capture:
-    """What happens on the streams of one capture: the one that it began on, and those that wait for it."""
+    """The work of one capture: on the stream that it began on, and on those that wait for it."""
 
     origin: Any
     place: str
@@ -404,7 +404,7 @@ def _issue(step: _Operation) -> None:
 
 
 def _uncomputed(func: Any, args: Sequence[Any]) -> Any:
-    """What a collective returns: its first argument, if that is where the results go, and a Work that has ended."""
+    """The result of a collective: its first argument, if that is where values go, and a Work that has ended."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(_tensors(args[:1]))  # DDP takes its gradients from there.
     work = _C10D._create_work_from_future(future).boxed()
