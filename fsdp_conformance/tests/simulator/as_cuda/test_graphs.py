@@ -206,6 +206,8 @@ def test_wrong_usage_raises() -> None:
             graph.replay()
         with pytest.raises(RuntimeError, match="must be captured on a non-default stream"):
             graph.capture_begin()
+        with pytest.raises(NotSimulated, match="check_input_liveness"):
+            graph.capture_begin(check_input_liveness=True)
         with torch.cuda.stream(torch.cuda.Stream()):
             assert not torch.cuda.is_current_stream_capturing()
             graph.capture_begin()
