@@ -36,7 +36,7 @@ _HINTS: Mapping[str, str] = {
 }
 
 #: Version of the format that --json writes.
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 #: What the report says of each rank that has observed something.
 _OF_RANKS = ("accesses", "waits", "streams", "notes")
