@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import builtins
 import math
+import pprint
 import re
 import symtable
+import textwrap
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -19,20 +21,21 @@ from fsdp_conformance.harness.single_process_world import imaginary_world
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.repro.capture import Captured, Training, capture
 from fsdp_conformance.repro.carried import beyond_code, carried, sources_for_adapters
+from fsdp_conformance.repro.loop import FORWARDS, Loop
 from fsdp_conformance.repro.refused import NoScript
+from fsdp_conformance.repro.smaller import applied, smaller
 from fsdp_conformance.repro.sources import SHORT, Sources, names_of
-from fsdp_conformance.repro.workloads import written
+from fsdp_conformance.repro.workloads import Written, is_its_own_reference, written
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest.cases import BoundCase
 from fsdp_conformance.workload.definition import Regime
 from fsdp_conformance.workload.events import Action
 
-#: What a script can do between the passes of a step, by its name there; the others only with an adapter's code.
-_FORWARDS = {Action.EVALUATE: "eval", Action.INFER: "eval", Action.FORWARD: "train"}
-_THROUGH_ADAPTERS = {Action.FREEZE: "freeze", Action.DROP: "drop"}
-
-#: The methods of an adapter that do these.
+#: What an adapter's code can do besides forwards, and the methods that do it.
 _METHODS = {Action.FREEZE: "set_requires_grad", Action.DROP: "drop_grads"}
+
+#: Functions of the fixtures whose results a script has in the place of their calls, where it knows the arguments.
+_EVALUATED = ("loss_scale", "seed_of")
 
 #: Fields of a regime that a script follows; a case with another one at other than its default is refused.
 _FOLLOWED = frozenset({
@@ -42,205 +45,94 @@ _FOLLOWED = frozenset({
 
 _ENGINES = {"fully_shard": "FSDP2", "FullyShardedDataParallel": "FSDP1", "DistributedDataParallel": "DDP"}
 
-#: How parameters are read in full, and how the reduction of a micro-batch is deferred.
+#: How parameters are read in full.
 _READING = {
     "fully_shard": """\
 def full_parameters(model):
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in tensors.items()}
-
-@contextlib.contextmanager  #? deferral
-def no_sync(model):  #? deferral
-    model.set_requires_gradient_sync(False)  #? deferral
-    yield  #? deferral
-    model.set_requires_gradient_sync(True)  #? deferral
 """,
     "FullyShardedDataParallel": """\
 def full_parameters(model):
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         named = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return {name.replace("_fsdp_wrapped_module.", ""): parameter for name, parameter in named.items()}
+""",
+    "DistributedDataParallel": """\
+def full_parameters(model):
+    return {name.removeprefix("module."): parameter.detach().clone() for name, parameter in model.named_parameters()}
+""",
+}
+_READING_PLAIN = """\
+def full_parameters(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+"""
 
-def no_sync(model):  #? deferral
-    return model.no_sync()  #? deferral
-
+#: How FSDP1 puts a unit in the place of a module.
+_WRAP_UNIT = """\
 def wrap_unit(model, name, **options):
     module = model.get_submodule(name)
     wrapped = FullyShardedDataParallel(module, **options)
     for parent in list(model.modules()):
         parent._modules.update({key: wrapped for key, child in parent._modules.items() if child is module})
-""",
-    "DistributedDataParallel": """\
-def full_parameters(model):
-    return {name.removeprefix("module."): parameter.detach().clone() for name, parameter in model.named_parameters()}
+"""
 
-def no_sync(model):  #? deferral
-    return model.no_sync()  #? deferral
+#: How the reduction of a micro-batch is deferred.
+_NO_SYNC = """\
+def no_sync(model):
+    return model.no_sync()
+"""
+_DEFERRING = {
+    "fully_shard": """\
+@contextlib.contextmanager
+def no_sync(model):
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
 """,
+    "FullyShardedDataParallel": _NO_SYNC,
+    "DistributedDataParallel": _NO_SYNC,
 }
 
-_PLAIN_CLIPPING = "torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, NORM_TYPE)"
+_PLAIN_CLIPPING = "torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm}, {norm_type})"
 _CLIPPING = {
     "fully_shard": _PLAIN_CLIPPING,
-    "FullyShardedDataParallel": f"model.clip_grad_norm_(MAX_NORM, NORM_TYPE) if sharded else {_PLAIN_CLIPPING}",
+    "FullyShardedDataParallel": f"model.clip_grad_norm_({{max_norm}}, {{norm_type}}) if sharded else {_PLAIN_CLIPPING}",
     "DistributedDataParallel": _PLAIN_CLIPPING,
 }
 
-#: Of torch's engines: the calls that wrap the model, and a training as a user would write it.
-_TORCH = """\
-# The engine.
-def wrap(model):
-{calls}
-
-{reading}"""
-
-#: Of other engines: their adapter's code, and a training through it.
-_CARRIED = """\
-# The engine, with the code of its adapter.
-{definitions}
-
-def full_parameters(model):
-    return {{name: parameter.detach().clone() for name, parameter in model.named_parameters()}}
-
-def train_engine(rank, extra):
-    engine = {adapter}()
-    engine.setup(lambda: WORKLOAD.build(rank), WORKLOAD.optimizers[{optimizer!r}], PLAN)
-    def happen(moment, step, micro=0):  #? events
-        for kind, *names in extra.get((moment, step, micro), ()):  #? events
-            if kind in ("freeze", "drop"):  #? freeze
-                (engine.set_requires_grad if kind == "freeze" else engine.drop_grads)(names)  #? freeze
-                continue  #? freeze
-            batch = batch_of(WORKLOAD, step, micro, rank)  #? events
-            engine.train(kind == "train")  #? events
-            with torch.no_grad() if kind == "eval" else contextlib.nullcontext():  #? events
-                engine.forward(*batch.args, **batch.kwargs)  #? events
-            engine.train(True)  #? events
-    engine.full_params()  # read before training, too, as in the case
-    engine.train(True)
-    for step in range(STEPS):
-        losses = {{}}
-        happen("before the step", step)  #? before the step
-        for micro in range(MICRO_BATCHES):
-            happen("before the forward", step, micro)  #? before the forward
-            with engine.microbatch(micro == MICRO_BATCHES - 1, reduced={reduced}):
-                batch = batch_of(WORKLOAD, step, micro, rank)
-                loss = WORKLOAD.loss(engine.forward(*batch.args, **batch.kwargs), batch)
-                losses[f"loss of micro-batch {{micro}}"] = loss.detach().clone()
-                happen("between forward and backward", step, micro)  #? between forward and backward
-                engine.backward(loss)
-            happen("after the backward", step, micro)  #? after the backward
-        happen("before the optimizer", step)  #? before the optimizer
-        engine.step({clipping})
-        happen("after the optimizer", step)  #? after the optimizer
-        yield losses, engine.full_params()
-    engine.close()
-"""
-
-#: Lines that end in `#? FEATURE` are left out of a script without that feature; a moment of an event is one.
 _SCRIPT = '''\
 """
 {engine}: {title}
 
 Expected: losses and full parameters are those of a plain training of the same model on all ranks' batches.{left_out}
 Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node {world_size} {name}
-Written by fsdp-conformance {version} from {case} ({implementation}), with torch {torch}.{changes}
+{source}{changes}
 """
 {imports}
 
 # The model, its batches, its loss.
 {sources}
 
-WORLD_SIZE, STEPS, MICRO_BATCHES = {world_size}, {steps}, {micro_batches}
-WORKLOAD = {workload}
-REFERENCE = {reference}
-REDUCED = {reduced!r}  # whether a micro-batch's gradients are reduced at once  #? later
-MAX_NORM, NORM_TYPE = {max_norm}, {norm_type}  #? clipping
-# Besides training, by (moment, step, micro-batch): "eval": a forward in eval mode under no_grad;  #? events
-# "train": one without a backward; "freeze": from now on exactly these; "drop": gradients set to None  #? events
-TRAININGS = {trainings}
-
 {engine_section}
-# One loop for the engine, and for plain copies of the model with every rank's batch, whose gradients are averaged.
-def train(models, ranks, workload, extra, *, sharded):
-    parameters = [list(model.parameters()) for model in models]
-    optimizers = [workload.optimizers[{optimizer!r}](each) for each in parameters if each]
-    def happen(moment, step, micro=0):  #? events
-        for kind, *names in extra.get((moment, step, micro), ()):  #? events
-            for rank, model in zip(ranks, models):  #? events
-                if kind == "freeze":  #? freeze
-                    for name, parameter in model.named_parameters():  #? freeze
-                        parameter.requires_grad_(name not in names)  #? freeze
-                if kind == "drop":  #? freeze
-                    for name in names:  #? freeze
-                        model.get_parameter(name).grad = None  #? freeze
-                if kind in ("eval", "train"):  #? events
-                    batch = batch_of(workload, step, micro, rank)  #? events
-                    with torch.set_grad_enabled(kind == "train"):  #? events
-                        model.train(kind == "train")(*batch.args, **batch.kwargs)  #? events
-                    model.train()  #? events
-    for step in range(STEPS):
-        losses = {{}}
-        happen("before the step", step)  #? before the step
-        for micro in range(MICRO_BATCHES):
-            happen("before the forward", step, micro)  #? before the forward
-            for rank, model in zip(ranks, models):
-                batch = batch_of(workload, step, micro, rank)
-                with no_sync(model) if sharded and not REDUCED[micro] else contextlib.nullcontext():  #? deferral
-                    loss = workload.loss(model(*batch.args, **batch.kwargs), batch)  #? deferral
-                    happen("between forward and backward", step, micro)  #? between and deferral
-                    loss.backward()  #? deferral
-                loss = workload.loss(model(*batch.args, **batch.kwargs), batch)  #? at once
-                happen("between forward and backward", step, micro)  #? between and at once
-                loss.backward()  #? at once
-                if rank == dist.get_rank():
-                    losses[f"loss of micro-batch {{micro}}"] = loss.detach().clone()
-            happen("after the backward", step, micro)  #? after the backward
-        happen("before the optimizer", step)  #? before the optimizer
-        for copies in () if sharded else zip(*(model.parameters() for model in models)):
-            gradients = [copy.grad for copy in copies if copy.grad is not None]
-            for copy in copies:
-                copy.grad = sum(gradients) / WORLD_SIZE if gradients else None
-        for model, optimizer in zip(models, optimizers):
-            {clipping}  #? clipping
-            optimizer.step()
-            optimizer.zero_grad()
-        happen("after the optimizer", step)  #? after the optimizer
-        yield losses, full_parameters(models[list(ranks).index(dist.get_rank())])
 
-def batch_of(workload, step, micro, rank):
-    return workload.batch(BatchKey(step=step, micro=micro, rank=rank, world_size=WORLD_SIZE))
-
-def differences(rank, extra):
-    got = train([wrap(WORKLOAD.build(rank)).train()], [rank], WORKLOAD, extra, sharded=True)  #? torch
-    got = train_engine(rank, extra)  #? adapter
-    copies = [REFERENCE.build(each).train() for each in range(WORLD_SIZE)]
-    expected = train(copies, range(WORLD_SIZE), REFERENCE, extra, sharded=False)
-    for step, both in enumerate(zip(got, expected)):
-        for kind, ours, theirs in zip(("", "parameter "), *both):
-            for name in dict.fromkeys([*theirs, *ours]):
-                one, other = ours.get(name), theirs.get(name)
-                if one is None or other is None or not torch.equal(one, other):
-                    yield f"step {{step}}, {{kind}}{{name}}: expected {{some(other, one)}}, got {{some(one, other)}}"
-
-def some(tensor, other):
-    if tensor is None or other is None or tensor.shape != other.shape:
-        return "nothing" if tensor is None else f"shape {{tuple(tensor.shape)}}"
-    place = tuple((tensor != other).nonzero()[0].tolist())
-    return f"{{tensor[place].item()!r}}" + (f" at {{list(place)}}" if place else "")
+{loop}
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-if dist.get_world_size() != WORLD_SIZE:
-    sys.exit(f"this script is for {{WORLD_SIZE}} ranks, got {{dist.get_world_size()}}")
-everywhere = [None] * WORLD_SIZE
-dist.all_gather_object(everywhere, [line for extra in TRAININGS for line in differences(dist.get_rank(), extra)])
+assert dist.get_world_size() == {world_size}, f"this script is for {world_size} ranks, got {{dist.get_world_size()}}"
+got = {got}
+expected = {expected}
+wrong = torch.tensor(0)
+try:
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+except AssertionError as difference:
+    print(f"rank {{dist.get_rank()}}: {{difference}}", flush=True)
+    wrong += 1
+dist.all_reduce(wrong)
 if dist.get_rank() == 0:
-    for each, lines in enumerate(everywhere):
-        if lines:
-            print(f"rank {{each}}, {{lines[0]}} ({{len(lines)}} differences in all)")
-    print("WRONG" if any(everywhere) else "right: losses and parameters are equal, bit for bit")
-dist.barrier()
+    print("WRONG" if wrong else "right: losses and parameters are equal, bit for bit")
 dist.destroy_process_group()
-sys.exit(int(any(everywhere)))
+sys.exit(int(wrong > 0))
 '''
 
 
@@ -251,11 +143,13 @@ class _Section:
     title: str
     """The engine, as a reader knows it."""
     text: str
+    training: str
+    """The expression that trains."""
     imports: Set[str]
+    clipping: str
+    """The statement that clips, in the loop for the engine and for the plain model."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that are set before anything is imported."""
-    clipping: str = _PLAIN_CLIPPING
-    """The statement that clips, in the loop for the engine and for plain copies."""
     changes: tuple[str, ...] = ()
     """The changes that the adapter makes to the engine or to torch."""
 
@@ -269,58 +163,56 @@ def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
     adapter = registry.load(chosen.implementation)
     captured = capture(bound, chosen)
     by_calls = engine_of(adapter)
-    followed = _FORWARDS if by_calls else _FORWARDS | _THROUGH_ADAPTERS
+    followed = FORWARDS.keys() if by_calls else FORWARDS.keys() | _METHODS.keys()
     first = _the_same_but_for_events(bound, captured.trainings, followed)
-    sources, workloads = _workloads(captured, first, SHORT, of_adapter=not by_calls)
+    sources, workload, reference = _workloads(captured, first, SHORT, of_adapter=not by_calls)
     if "from dataclasses import replace" in sources.imports:
         # It takes no other kind of class.
-        sources, workloads = _workloads(captured, first, {}, of_adapter=not by_calls)
-    definitions = list(sources.definitions)
+        sources, workload, reference = _workloads(captured, first, {}, of_adapter=not by_calls)
+    if is_its_own_reference(first.workload, first.reference or first.workload, bound.case.world_size):
+        reference = workload
+    roots = _roots(workload, reference, bound, first.regime)
+    evaluated = {name: function for name in _EVALUATED if (function := sources.function(name)) is not None}
+    definitions = _without_kwargs(smaller([*sources.definitions, *workload.before], roots, evaluated))
+    has_parameters = any(True for _ in first.workload.build(0).parameters())
+    loop = Loop(
+        regimes=[each.regime for each in captured.trainings],
+        inputs="*batch.args, **batch.kwargs" if "kwargs" in "".join(definitions) else "*batch.args",
+        loss=lambda output: applied(f"loss_of({output}, batch)", definitions),
+        optimizer=applied("make_optimizer(model.parameters())", definitions) if has_parameters else "",
+    )
     if by_calls:
-        section = _by_calls(bound, by_calls, first, chosen)
+        section = _by_calls(bound, by_calls, first, chosen, loop)
     else:
-        section = _by_code(bound, adapter, captured.trainings, sources)
-    regime = first.regime
-    trainings = [_extra(each.regime) for each in captured.trainings]
+        section = _by_code(bound, adapter, captured.trainings, sources, loop)
     text = _SCRIPT.format(
         engine=section.title,
-        title=bound.case.title,
+        title=textwrap.fill(bound.case.title, width=100),
         left_out=f"\nNot in here, but in the case: {', '.join(captured.left_out)}." if captured.left_out else "",
         world_size=bound.case.world_size,
         name=name,
-        version=fsdp_conformance.__version__,
-        case=bound.case.id,
-        implementation=chosen.implementation,
-        torch=torch.__version__,
+        source=textwrap.fill(
+            f"Written by fsdp-conformance {fsdp_conformance.__version__} from {bound.case.id} "
+            f"({chosen.implementation}), with torch {torch.__version__}.",
+            width=120,
+            break_on_hyphens=False,
+        ),
         changes="".join(f"\nTo run here: {each}." for each in section.changes),
         imports="{imports}",
-        sources=_constants_first(definitions),
-        workload=workloads[0],
-        reference="WORKLOAD" if workloads[0] == workloads[1] else workloads[1],
-        optimizer=regime.optimizer,
-        steps=regime.steps,
-        micro_batches=regime.micro_batches,
-        reduced=tuple(regime.is_reduced(micro) for micro in range(regime.micro_batches)),
-        max_norm=_number(regime.max_norm),
-        norm_type=_number(regime.norm_type),
-        clipping=section.clipping,
-        trainings="[\n" + "".join(f"    {each!r},\n" for each in trainings) + "]" if any(trainings) else "[{}]",
+        sources="{sources}",
         engine_section=section.text,
+        loop=loop.of_model(
+            clipping=section.clipping if first.regime.max_norm is not None else "", wrapped=by_calls is not None
+        ),
+        got=section.training,
+        expected=loop.call(
+            "train",
+            "make_model()" if reference is workload else "make_reference()",
+            f"range({bound.case.world_size})",
+            "sharded=False" if by_calls else "",
+        ),
     )
-    used = {moment for each in trainings for moment, _, _ in each}
-    later = not all(map(regime.is_reduced, range(regime.micro_batches)))
-    deferral = later and by_calls is not None
-    kinds = {kind for each in trainings for happens in each.values() for kind, *_ in happens}
-    text = _without_unused(
-        text,
-        used
-        | {"torch" if by_calls else "adapter", "deferral" if deferral else "at once"}
-        | ({"events"} if used else set())
-        | ({"later"} if later else set())
-        | ({"freeze"} if kinds & {"freeze", "drop"} else set())
-        | ({"clipping"} if regime.max_norm is not None else set())
-        | ({f"between and {'deferral' if deferral else 'at once'}"} if _MOMENTS["LOSS"] in used else set()),
-    )
+    text = re.sub(r"\n{3,}", "\n\n", text.replace("{sources}", "\n\n".join(_called(definitions, text))))
     text = text.replace(
         "{imports}", _imported({*sources.imports, *section.imports} | _USUAL, text, section.environment)
     )
@@ -330,22 +222,51 @@ def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
 
 def _workloads(
     captured: Captured, first: Training, short: Mapping[tuple[str, str], str], *, of_adapter: bool
-) -> tuple[Sources, list[str]]:
-    """The engine's workload and the reference's as expressions, and what they need, some of it in a `short` form."""
+) -> tuple[Sources, Written, Written]:
+    """The engine's workload and the reference's, and what they need, some of it in a `short` form."""
     sources = sources_for_adapters(short) if of_adapter else Sources(provided=short)
-    workloads = [
-        written(workload, captured.maker(workload), first.regime.optimizer, sources)
-        for workload in (first.workload, first.reference or first.workload)
-    ]
+    workload, reference = (
+        written(each, captured.maker(each), first.regime.optimizer, sources, name)
+        for each, name in ((first.workload, "WORKLOAD"), (first.reference or first.workload, "REFERENCE"))
+    )
     sources.need("fsdp_conformance.workload.definition", "BatchKey")
-    return sources, workloads
+    return sources, workload, reference
 
 
-def _constants_first(definitions: Sequence[str]) -> str:
-    """The definitions, with the constants that need no other definition in a block at the beginning."""
-    constants = [each for each in definitions if re.fullmatch(r"[A-Z_]+ = [-\d.e]+", each)]
-    others = [each for each in definitions if each not in constants]
-    return "\n\n".join(["\n".join(constants), *others] if constants else others)
+def _roots(workload: Written, reference: Written, bound: BoundCase, regime: Regime) -> list[str]:
+    """The functions that the script calls of a workload."""
+    place = "step, micro, rank" if regime.micro_batches > 1 else "step, rank"
+    micro = "micro" if regime.micro_batches > 1 else "0"
+    key = f"BatchKey(step=step, micro={micro}, rank=rank, world_size={bound.case.world_size})"
+    roots = [
+        f"def make_model():\n    return {workload.build}(0)",
+        f"def make_batch({place}):\n    return {workload.batch}({key})",
+        f"def loss_of(output, batch):\n    return {workload.loss}(output, batch)",
+        f"def make_optimizer(parameters):\n    return {workload.optimizer}(parameters)",
+    ]
+    if reference is not workload:
+        if (reference.batch, reference.loss, reference.optimizer) != (
+            workload.batch,
+            workload.loss,
+            workload.optimizer,
+        ):
+            raise NoScript(f"{bound.case.id} compares with a training that has another batch, loss or optimizer")
+        roots.append(f"def make_reference():\n    return {reference.build}(0)")
+    return roots
+
+
+def _without_kwargs(definitions: Sequence[str]) -> list[str]:
+    """Batches without a field that none of them has, if all of them name their fields."""
+    whole = "\n".join(definitions)
+    if whole.count("kwargs") > 1 or whole.count("Batch(") != whole.count("Batch(args="):
+        return [*definitions]
+    return [re.sub(r"Batch = .*", 'Batch = namedtuple("Batch", "args target")', each) for each in definitions]
+
+
+def _called(definitions: Sequence[str], text: str) -> list[str]:
+    """The definitions, without functions that the text has in the place of their calls."""
+    return [each for each in definitions if not each.startswith(("def loss_of(", "def make_optimizer(")) or
+            each.removeprefix("def ").partition("(")[0] in text]  # fmt: skip
 
 
 def _number(value: float | None) -> str:
@@ -363,18 +284,32 @@ def _without_unused(text: str, features: Set[str]) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
-def _by_calls(bound: BoundCase, engine: type[Adapter], first: Training, chosen: RunSettings) -> _Section:
+def _by_calls(bound: BoundCase, engine: type[Adapter], first: Training, chosen: RunSettings, loop: Loop) -> _Section:
     """One of torch's engines, as a user would call it."""
     _refuse_beyond(first, beyond_calls(engine, first.plan.capabilities() | first.workload.capabilities & _NEVER))
     calls = _calls(bound, first, chosen)
     function = calls.made[-1][0]
-    text = _TORCH.format(calls="\n".join(f"    {line}" for line in _wrapping(calls)), reading=_READING[function])
+    wrapping = "\n".join(["# The engine.", "def wrap(model):", *(f"    {line}" for line in _wrapping(calls)), ""])
+    parts = [wrapping, _READING[function]]
+    if "wrap_unit(" in wrapping:
+        parts.append(_WRAP_UNIT)
+    if loop.deferred:
+        parts.append(_DEFERRING[function])
+    clip = _CLIPPING[function].format(
+        max_norm=_number(first.regime.max_norm), norm_type=_number(first.regime.norm_type)
+    )
     return _Section(
-        title=_ENGINES[function], text=text, imports=_imports(function, calls), clipping=_CLIPPING[function]
+        title=_ENGINES[function],
+        text="\n".join(parts),
+        training=loop.call("train", "wrap(make_model())", "[dist.get_rank()]", "sharded=True"),
+        imports=_imports(function, calls),
+        clipping=clip,
     )
 
 
-def _by_code(bound: BoundCase, adapter: type[Adapter], trainings: Sequence[Training], sources: Sources) -> _Section:
+def _by_code(
+    bound: BoundCase, adapter: type[Adapter], trainings: Sequence[Training], sources: Sources, loop: Loop
+) -> _Section:
     """Any other engine, with the code of its adapter."""
     first = trainings[0]
     plan, regime = _planned(first), first.regime
@@ -387,21 +322,19 @@ def _by_code(bound: BoundCase, adapter: type[Adapter], trainings: Sequence[Train
     events = {event.action for each in trainings for step in range(regime.steps) for event in each.regime.in_step(step)}
     called = [method for action, method in _METHODS.items() if action in events]
     classes = carried(adapter, plan, sources, called)
-    clipping = [] if regime.max_norm is None else ["max_norm=MAX_NORM"]
+    clipping = [] if regime.max_norm is None else [f"max_norm={_number(regime.max_norm)}"]
     if clipping and regime.norm_type != 2.0:
-        clipping.append("norm_type=NORM_TYPE")
-    text = _CARRIED.format(
-        definitions="\n\n".join([*sources.definitions[before:], classes]),
-        adapter=adapter.__name__,
-        optimizer=regime.optimizer,
-        reduced="True" if all(map(regime.is_reduced, range(regime.micro_batches))) else "REDUCED[micro]",
-        clipping=", ".join(clipping),
-    )
+        clipping.append(f"norm_type={_number(regime.norm_type)}")
+    training = loop.of_engine(adapter.__name__, clipping=", ".join(clipping))
+    title = "# The engine, with the code of its adapter."
+    parts = [title, *sources.definitions[before:], classes, _READING_PLAIN, training]
     version = adapter.version()
     return _Section(
         title=adapter.display_name() + (f" ({adapter.package} {version})" if adapter.package and version else ""),
-        text=text,
+        text="\n\n".join(parts),
+        training=loop.call("train_engine"),
         imports={"import torch", "import torch.distributed as dist", "from torch.distributed.tensor import DTensor"},
+        clipping=_PLAIN_CLIPPING.format(max_norm=_number(regime.max_norm), norm_type=_number(regime.norm_type)),
         environment=adapter.environment,
         changes=adapter.shims,
     )
@@ -414,7 +347,7 @@ def _imported(imports: Set[str], text: str, environment: Mapping[str, str]) -> s
     for line in sorted(imports - {"import os"} if environment else imports):
         source, _, name = line.removeprefix("from ").partition(" import ")
         bound = (name or line.removeprefix("import ")).rpartition(" as ")[2].partition(".")[0]
-        if not re.search(rf"\b{bound}\b", text):
+        if not re.search(rf"(?<![.\w]){bound}\b", text):
             continue
         if name:
             names.setdefault(source, []).append(name)
@@ -529,11 +462,16 @@ def _planned(training: Training) -> Plan:
 def _wrapping(calls: Calls) -> Iterator[str]:
     """The body of `wrap`."""
     root, units = "model", list[str]()
-    for number, (function, names, given) in enumerate(calls.made):
+    made = calls.made
+    meshes = {given.get("mesh", "") for _, _, given in made}
+    if len(made) > 1 and len(meshes) == 1 and "" not in meshes:
+        yield f"mesh = {meshes.pop()}"
+        made = [(function, names, {**given, "mesh": "mesh"}) for function, names, given in made]
+    for number, (function, names, given) in enumerate(made):
         written = "".join(f", {name}={value}" for name, value in given.items())
         if function != "DistributedDataParallel" and len(names) == 1 and names != ("",):
             units.append(names[0])
-            following = calls.made[number + 1] if number + 1 < len(calls.made) else None
+            following = made[number + 1] if number + 1 < len(made) else None
             if (
                 following is not None
                 and (following[0], len(following[1]), following[2]) == (function, 1, given)
@@ -541,7 +479,7 @@ def _wrapping(calls: Calls) -> Iterator[str]:
             ):
                 continue
             called = "fully_shard(model.get_submodule(name)" if function == "fully_shard" else "wrap_unit(model, name"
-            yield f"for name in {units!r}:"
+            yield from f"for name in {pprint.pformat(units, width=96, compact=True)}:".split("\n")
             yield f"    {called}{written})"
             units = []
             continue
@@ -565,24 +503,3 @@ def _imports(function: str, calls: Calls) -> set[str]:
     if function == "DistributedDataParallel":
         imports.add("from torch.nn.parallel import DistributedDataParallel")
     return imports
-
-
-_MOMENTS = {
-    "STEP": "before the step",
-    "FORWARD": "before the forward",
-    "LOSS": "between forward and backward",
-    "BACKWARD": "after the backward",
-    "OPTIMIZER": "before the optimizer",
-    "END": "after the optimizer",
-}
-
-
-def _extra(regime: Regime) -> dict[tuple[str, int, int], tuple[tuple[str, ...], ...]]:
-    """The events besides training, by moment, step and micro-batch: each one's name in a script, and its parameters."""
-    extra: dict[tuple[str, int, int], tuple[tuple[str, ...], ...]] = {}
-    for step in range(regime.steps):
-        for event in regime.in_step(step):
-            key = (_MOMENTS[event.moment.name], step, event.micro)
-            happens = ((_FORWARDS | _THROUGH_ADAPTERS)[event.action], *event.names)
-            extra[key] = (*extra.get(key, ()), happens)
-    return extra

@@ -12,9 +12,11 @@ import copy
 import importlib
 import inspect
 import re
+import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
 from fsdp_conformance.repro.refused import NoScript
 
@@ -26,14 +28,6 @@ LEFT_OUT = frozenset({"refuse_undeclared", "refuse_other_norm", "refuse_gpus_and
 
 #: Short forms of what most scripts need; `dataclasses.replace` cannot take these tuples.
 SHORT = {
-    ("fsdp_conformance.fixtures.data", "seed_torch"): "def seed_torch(seed):\n    torch.manual_seed(seed)",
-    ("fsdp_conformance.fixtures.data", "pure_build"): """\
-def pure_build(build):
-    def built(rank):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of("init", build.__qualname__))
-            return build(rank)
-    return built""",
     (
         "fsdp_conformance.workload.definition",
         "Batch",
@@ -91,6 +85,11 @@ class Sources:
     def provide(self, module: str, name: str) -> None:
         """The script has this definition already."""
         self._provided[module, name] = ""
+
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """The function of the fixtures that the script defines under this name."""
+        owner = self._owners.get(name, "")
+        return getattr(sys.modules[owner], name) if owner.startswith(f"{_PACKAGE}.fixtures.") else None
 
     def definition(self, module: str, name: str) -> ast.stmt | None:
         """The statement at the top of a module that defines a name."""

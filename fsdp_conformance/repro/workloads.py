@@ -9,29 +9,66 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsdp_conformance.repro.capture import Made
 from fsdp_conformance.repro.sources import Sources
-from fsdp_conformance.workload.definition import Workload
+from fsdp_conformance.workload.definition import BatchKey, Workload
 
 _CALLED = ("build", "batch", "loss")
 
 
-def written(workload: Workload, made: Made, optimizer: str, sources: Sources) -> str:
-    """The workload as an expression; what it needs is added to `sources`."""
-    functions = [getattr(workload, name) for name in _CALLED]
-    parts = [_expression(function, sources) for function in (*functions, workload.optimizers[optimizer])]
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The functions of a workload that a script calls, each as an expression."""
+
+    build: str
+    batch: str
+    loss: str
+    optimizer: str
+    before: tuple[str, ...] = ()
+    """Statements that must come first."""
+
+
+def written(workload: Workload, made: Made, optimizer: str, sources: Sources, name: str) -> Written:
+    """The workload, under this name if it is made as a whole; what it needs is added to `sources`."""
+    functions = [*(getattr(workload, each) for each in _CALLED), workload.optimizers[optimizer]]
+    parts = [_expression(each, sources) for each in functions]
     if None in parts:
         sources.need(made.module, made.function)
-        return made.expression
-    sources.imports["from types import SimpleNamespace"] = None
-    for function in (*functions, workload.optimizers[optimizer]):
+        whole = f"{name}.optimizers[{optimizer!r}]"
+        build, batch, loss = (f"{name}.{each}" for each in _CALLED)
+        return Written(build, batch, loss, whole, (f"{name} = {made.expression}",))
+    for function in functions:
         _need(function, sources)
-    given = ", ".join(f"{name}={part}" for name, part in zip(_CALLED, parts, strict=False))
-    return f"SimpleNamespace(\n    {given},\n    optimizers={{{optimizer!r}: {parts[-1]}}},\n)"
+    build, batch, loss, made_optimizer = map(str, parts)
+    return Written(build, batch, loss, made_optimizer)
+
+
+def is_its_own_reference(workload: Workload, reference: Workload, world_size: int) -> bool:
+    """True if plain models of both have the same losses and gradients for a batch of each rank, bit for bit."""
+    if reference is workload:
+        return True
+    ours, theirs = (
+        [_passes(each, BatchKey(step=0, rank=rank, world_size=world_size)) for rank in range(world_size)]
+        for each in (workload, reference)
+    )
+    try:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    except AssertionError:
+        return False
+    return True
+
+
+def _passes(workload: Workload, key: BatchKey) -> dict[str, torch.Tensor | None]:
+    """The loss and the gradients of a plain model after one backward."""
+    model, batch = workload.build(key.rank), workload.batch(key)
+    loss = workload.loss(model(*batch.args, **batch.kwargs), batch)
+    torch.autograd.backward(loss)
+    return {"": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
 
 
 def _expression(value: Any, sources: Sources) -> str | None:
