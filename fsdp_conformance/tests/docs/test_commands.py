@@ -33,20 +33,22 @@ NIGHTLY = frozenset(
         "planner",
         "reading-a-verdict",
         "sanitize",
+        "sanitize-and-csan",
         "simulated-cuda",
         "simulated-ranks",
         "tutorial",
     )
 )
 
+#: Pages whose commands need the simulated accelerator's extension.
+SIMULATED = ("docs/sanitize.md", "docs/sanitize-and-csan.md")
+
 #: Pages with something to run. Those that need the simulated accelerator cannot be shown where it cannot be compiled.
 RUN = [
     pytest.param(
         page,
         marks=[
-            pytest.mark.skipif(
-                page == "docs/sanitize.md" and build.unavailable() is not None, reason=str(build.unavailable())
-            ),
+            pytest.mark.skipif(page in SIMULATED and build.unavailable() is not None, reason=str(build.unavailable())),
             *([pytest.mark.nightly] if page in NIGHTLY else []),
         ],
     )
@@ -63,7 +65,7 @@ def blocks_with(word: str) -> list[Block]:
 @pytest.mark.parametrize("page", RUN)
 def test_commands_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     """Exit status and output, but for numbers; the page's files are in the directory, and nothing else."""
-    if page == "docs/sanitize.md":
+    if page in SIMULATED:
         build.require()
     ran = list(run_page(page, tmp_path))
 
