@@ -513,7 +513,7 @@ def test_other_tests_are_left_alone(tmp_path: Path) -> None:
         "import sys\n"
         "def test_light():\n"
         "    ours = sorted(name for name in sys.modules if name.startswith('fsdp_conformance.'))\n"
-        "    words = {'run_settings', 'errors', 'plan', 'status', 'stress'}\n"
+        "    words = {'run_settings', 'errors', 'plan', 'status', 'stress', 'suggestions'}\n"
         "    assert {name.split('.')[1] for name in ours} == {'pytest_plugin', 'simulator', *words}\n"
         "    room = 'fsdp_conformance.simulator.simulated_cuda'\n"
         "    simulator = {name for name in ours if '.simulator' in name}\n"

@@ -51,6 +51,7 @@ def test_scripts_are_short_and_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 @pytest.mark.parametrize("implementation", LONGEST)
 def test_every_script_is_short_and_whole(implementation: str, tmp_path: Path) -> None:
     """Of all cases that have one."""
