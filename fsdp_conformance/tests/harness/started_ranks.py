@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp_conformance.harness import context
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 
@@ -48,8 +49,7 @@ class RecordedRanks(ShardedTrainingTestCase):
         """A directory that all ranks see, and that goes with the test. Collective."""
         made: list[Any] = [None]
         if self.rank == 0:
-            directory = tempfile.TemporaryDirectory()
-            self.addCleanup(directory.cleanup)
-            made = [directory.name]
+            # The controller removes the case's directory, also after a rank that was ended.
+            made = [tempfile.mkdtemp(dir=context.running().order.case.directory)]
         dist.broadcast_object_list(made)
         return Path(made[0])

@@ -230,7 +230,7 @@ def _shown(directory: Path, case_id: str, implementation: str) -> tuple[int, str
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "shown.py"],
         cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)},  # torchrun leaves a directory there
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",

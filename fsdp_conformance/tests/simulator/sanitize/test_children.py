@@ -185,7 +185,7 @@ import training
 
 if __name__ == "__main__":
     mp.spawn(training.train, args=(os.environ["MASTER_PORT"],), nprocs=2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--log-dir=logs"]
     subprocess.run([*torchrun, "training.py"], check=True)
 """,
         tmp_path,

@@ -53,7 +53,8 @@ def test_ddp(waits: bool, tmp_path: Path) -> None:
 
 def test_torchrun(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=gpu", "program.py"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=gpu"]
+    command = [*torchrun, "--log-dir=logs", "program.py"]  # otherwise it leaves a directory of temporary files
     subprocess.run(command, cwd=tmp_path, timeout=300, check=True)
 
 
