@@ -15,7 +15,7 @@ _TELLING = 3
 
 
 #: The requirement at the beginning of an id, in small letters.
-_SMALL = re.compile(r"r(?=\d{3}(/|$))")
+_SMALL = re.compile(r"^r(?=\d{3}(/|$))")
 
 
 def is_id(word: str) -> bool:
@@ -25,7 +25,7 @@ def is_id(word: str) -> bool:
 
 def as_id(word: str) -> str:
     """The id of a requirement or a case, which begins with a capital letter, however it was typed."""
-    return _SMALL.sub("R", word, count=1) if _SMALL.match(word) else word
+    return _SMALL.sub("R", word)
 
 
 def near(word: str, choices: Iterable[str], *, count: int = 3, cutoff: float = 0.5) -> list[str]:

@@ -25,9 +25,6 @@ from pages import scoreboard
 #: The profile of this date. Its cases are chosen again only by --write, so that a nightly job compares like with like.
 NAME = "quick-2026.11"
 
-#: How the ids of rows of pairs begin.
-ROW = "R000/pairs-row"
-
 #: Cases that an engine with few capabilities runs, without rows; others run some more. With the rows a minute or two
 #: on two cores: the reference took 76 s, and FSDP2 99 s, of which a case that waits for a deadline has 26.
 CASES = 45
@@ -172,8 +169,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--write", action="store_true", help="choose its cases again, and write it")
     if parser.parse_args(arguments).write:
         sets = set(capabilities().values())
-        cases = chosen((case for case in collect_cases() if not case.id.startswith(ROW)), sets)
-        names = [case.id for case in cases] + [f"{ROW}{number}-ws2" for number in chosen_rows(sets)]
+        cases = chosen((case for case in collect_cases() if not case.id.startswith(rows.ID)), sets)
+        names = [case.id for case in cases] + [f"{rows.ID}{number}-ws2" for number in chosen_rows(sets)]
         status = profiles.main(["--write", NAME, "--not-certifying", "--only", *names])
         if status:
             return status
@@ -184,8 +181,8 @@ def main(arguments: list[str]) -> int:
 def _asked(case: Case, flags: frozenset[str]) -> set[str]:
     """The capabilities that a case asks an engine for which declares these."""
     asked = {*case.needs}
-    if case.id.startswith(ROW):
-        number = int(case.id.removeprefix(ROW).partition("-")[0])
+    number = rows.number_of(case.id)
+    if number is not None:
         asked |= SPACE.needs(rows.for_engine(number, flags).scenario.choice)
     return asked & flags
 

@@ -121,10 +121,13 @@ def missing_package(name: str) -> str:
     """
     point = _entry_points(ENTRY_POINTS)[name]
     package = _extras().get(name.partition("-")[0], "") if point.module.startswith("fsdp_conformance.") else ""
+    if not package:
+        return ""
     try:
-        return "" if not package or importlib.metadata.version(package) else package
+        importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return package
+    return ""
 
 
 @functools.cache

@@ -55,7 +55,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def no_script(path: str) -> str:
-    """There is no script with this path, and perhaps another one that was meant."""
+    """The error for a script that does not exist, with a similar name if there is one."""
     meant = near_file(path)
     return f"there is no script {path!r}" + (f". Did you mean {meant!r}?" if meant else "")
 

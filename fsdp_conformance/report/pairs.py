@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,6 @@ from fsdp_conformance.capability import offered
 from fsdp_conformance.outcome.records import DECLINED, CaseRecord
 from fsdp_conformance.scenarios import rows
 from fsdp_conformance.verdict import FINE, Verdict
-
-_ROW = re.compile(r"R000/pairs-row(\d+)-")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +44,8 @@ class PairCoverage:
 
 def pair_coverage(records: Iterable[CaseRecord], implementation: Mapping[str, Any], device: str) -> PairCoverage | None:
     """The coverage by the rows among some records; None if there are none. `implementation`: as a run file has it."""
-    by_number = {int(match[1]): record for record in records if (match := _ROW.match(record.case))}
-    known = {number: record for number, record in by_number.items() if number <= len(rows.pairs())}
+    by_number = {rows.number_of(record.case): record for record in records}
+    known = {number: record for number, record in by_number.items() if number and number <= len(rows.pairs())}
     if not known:
         return None
     declared = offered(

@@ -320,7 +320,7 @@ def _waits(end: RankExit) -> str:
 
 
 def _raised_at(record: CaseRecord) -> list[Field]:
-    """The innermost frames of the engine, if it raised; of torch and the model, if none of its own code was running."""
+    """The innermost frames of an exception: the engine's, or torch's and the model's if no engine code was running."""
     if record.verdict in QUIET or record.verdict is Verdict.ERROR_SUITE:
         return []
     frames = frames_of_traceback(record.traceback)

@@ -274,16 +274,6 @@ def _number(value: float | None) -> str:
     return f'float("{value}")' if value is not None and not math.isfinite(value) else repr(value)
 
 
-def _without_unused(text: str, features: Set[str]) -> str:
-    """The text without the lines of other features, and without more than one blank line in a row."""
-    lines = []
-    for line in text.split("\n"):
-        kept, _, feature = line.partition("  #? ")
-        if not feature or feature in features:
-            lines.append(kept)
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
-
-
 def _by_calls(bound: BoundCase, engine: type[Adapter], first: Training, chosen: RunSettings, loop: Loop) -> _Section:
     """One of torch's engines, as a user would call it."""
     _refuse_beyond(first, beyond_calls(engine, first.plan.capabilities() | first.workload.capabilities & _NEVER))

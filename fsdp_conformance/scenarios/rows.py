@@ -19,6 +19,9 @@ from fsdp_conformance.scenarios.axes import SPACE
 from fsdp_conformance.scenarios.covering import Coverage
 from fsdp_conformance.scenarios.scenario import Scenario
 
+#: How the ids of the rows' cases begin.
+ID = "R000/pairs-row"
+
 FILE = Path(__file__).with_name("pairs.json")
 
 
@@ -40,6 +43,12 @@ def _written() -> dict[str, Any]:
         json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"axes": [], "rows": []}
     )
     return content
+
+
+def number_of(case: str) -> int | None:
+    """The number of the row that a case is, by the case's id; None for any other case."""
+    digits = case.removeprefix(ID).partition("-")[0] if case.startswith(ID) else ""
+    return int(digits) if digits.isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator.as_cuda.names import NotSimulated, translated
 from fsdp_conformance.simulator.device import SIMULATED
+from fsdp_conformance.simulator.device import torch_sim as sim
 from fsdp_conformance.simulator.frames import calling_frame
 from fsdp_conformance.simulator.replacements import Replacements
 
@@ -102,10 +103,11 @@ class _Capture:
         self.problem = self.problem or problem
         return RuntimeError(f"{_NOT_PERMITTED} [{problem}; the capture began at {self.place}]")
 
-    def happens(self, stream: int) -> None:
-        """Count an operation of a captured stream."""
-        clock = self.clocks[stream]
-        clock[stream] = clock.get(stream, 0) + 1
+    def add(self, operation: _Operation) -> None:
+        """An operation was issued on a captured stream."""
+        self.steps.append(operation)
+        clock = self.clocks[operation.stream]
+        clock[operation.stream] = clock.get(operation.stream, 0) + 1
 
     def record(self, event: Any, stream: int) -> None:
         """An event was recorded on a captured stream."""
@@ -140,11 +142,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, Tensor) and kind not in (Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # A subclass is made of tensors, which come here by themselves.
         given = _tensors((args, kwargs))
-        stream = getattr(torch, SIMULATED).current_stream().stream_id
+        stream = sim.current_stream().stream_id
         if stream not in self.capture.clocks:
             return func(*args, **kwargs)
         if func.namespace == "c10d" and _on_device(given):
-            self._add(_Operation(func, *_detached(args, kwargs), (), stream))
+            self.capture.add(_Operation(func, *_detached(args, kwargs), (), stream))
             return _uncomputed(func, args)
         self._refuse_waits(func, given, args, kwargs)
         written = _written(func, args, kwargs)
@@ -158,12 +160,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tuple(tensor.detach() for tensor in returned if _address(tensor) not in inputs)
         self.capture.made |= {_address(tensor): tensor for tensor in outputs}
         if outputs or written:
-            self._add(_Operation(func, *_detached(args, kwargs), outputs, stream))
+            self.capture.add(_Operation(func, *_detached(args, kwargs), outputs, stream))
         return result
-
-    def _add(self, operation: _Operation) -> None:
-        self.capture.steps.append(operation)
-        self.capture.happens(operation.stream)
 
     def _refuse_waits(self, func: Any, given: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise RuntimeError for an operation for which the host waits until the device has computed."""
@@ -194,8 +192,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class CUDAGraph:
     """Operations that were captured, to be issued again."""
 
-    _handles = itertools.count(1)
-
     def __init__(self, keep_graph: bool = False) -> None:
         self._capture: _Capture | None = None
         self._pool = graph_pool_handle()
@@ -208,9 +204,8 @@ class CUDAGraph:
         global _running
         if check_input_liveness:
             raise NotSimulated("check_input_liveness", "inputs that the program drops stay alive, so it sees none")
-        simulator = getattr(torch, SIMULATED)
-        stream = simulator.current_stream()
-        if stream == simulator.default_stream():
+        stream = sim.current_stream()
+        if stream == sim.default_stream():
             raise RuntimeError(
                 "CUDA graphs must be captured on a non-default stream. "
                 "(However, after capture, it's ok to replay them on the default stream.)"
@@ -220,7 +215,7 @@ class CUDAGraph:
         if pool is not None:
             self._pool = pool
         frame = calling_frame()
-        self._random = simulator.get_rng_state()
+        self._random = sim.get_rng_state()
         self._capture = _running = _Capture(stream, place=str(frame or "an unknown line"))
         _running.mode.__enter__()  # type: ignore[no-untyped-call]
 
@@ -239,16 +234,18 @@ class CUDAGraph:
             for tensor in capture.made.values():
                 if tensor.is_floating_point():
                     _whole(tensor).fill_(torch.nan)
-            getattr(torch, SIMULATED).set_rng_state(self._random)
-        unjoined = capture.unjoined()
-        if capture.problem or unjoined:
-            self._capture = None
-            raise RuntimeError(
-                f"CUDA error: operation failed due to a previous error during capture [{capture.problem}]"
-                if capture.problem
-                else f"CUDA error: capturing stream has unjoined work [{len(unjoined)} streams, which the capture's "
-                f"stream has to wait for; it began at {capture.place}]"
+            sim.set_rng_state(self._random)
+        problem = ""
+        if capture.problem:
+            problem = f"operation failed due to a previous error during capture [{capture.problem}]"
+        elif unjoined := capture.unjoined():
+            problem = (
+                f"capturing stream has unjoined work [{len(unjoined)} streams, which the capture's stream has to wait "
+                f"for; it began at {capture.place}]"
             )
+        if problem:
+            self._capture = None
+            raise RuntimeError(f"CUDA error: {problem}")
 
     def instantiate(self) -> None:
         """Nothing has to be made for a replay."""
@@ -258,10 +255,9 @@ class CUDAGraph:
         capture = self._capture
         if capture is None or capture is _running:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        simulator = getattr(torch, SIMULATED)
         if _running is not None:
             raise _running.fail("a graph is replayed")
-        streams = {capture.origin.stream_id: simulator.current_stream()}
+        streams = {capture.origin.stream_id: sim.current_stream()}
         events: dict[int, Any] = {}
         with (
             torch.no_grad(),
@@ -276,7 +272,7 @@ class CUDAGraph:
                     stream.wait_event(events[step.event])
                 else:
                     name = f"{step.function._schema.name} of the graph captured at {capture.place}"
-                    with simulator.stream(stream), checker.label(name):
+                    with sim.stream(stream), checker.label(name):
                         _issue(step)
 
     def reset(self) -> None:
@@ -297,8 +293,10 @@ class CUDAGraph:
 
     def _stream_beside(self, stream: int) -> Any:
         """The stream of replays that stands for a stream of the capture."""
-        return self._streams.setdefault(stream, getattr(torch, SIMULATED).Stream())
+        return self._streams.setdefault(stream, sim.Stream())
 
+
+_handles = itertools.count(1)
 
 #: The capture that has begun and not ended. CUDA allows one at a time in a process.
 _running: _Capture | None = None
@@ -306,13 +304,12 @@ _running: _Capture | None = None
 
 def graph_pool_handle() -> tuple[int, int]:
     """A new handle of a memory pool."""
-    return (0, next(CUDAGraph._handles))
+    return (0, next(_handles))
 
 
 def install(replaced: Replacements) -> dict[str, Any]:
     """Follow events and waits. Return the names of torch.cuda that are answered here."""
-    simulator = getattr(torch, SIMULATED)
-    event, stream = simulator.Event, simulator.Stream
+    event, stream = sim.Event, sim.Stream
     replaced.set(
         event,
         record=_unless_captured(event.record, _record),
@@ -340,12 +337,12 @@ def _synchronize(device: Any = None) -> None:
     """The host waits for a device, which it may not do during a capture."""
     if _running is not None:
         _refuse_host_wait(_running)
-    getattr(torch, SIMULATED).synchronize(device)
+    sim.synchronize(device)
 
 
 def is_current_stream_capturing() -> bool:
     """True if the work of the current stream is captured."""
-    return _running is not None and getattr(torch, SIMULATED).current_stream().stream_id in _running.clocks
+    return _running is not None and sim.current_stream().stream_id in _running.clocks
 
 
 def _unless_captured(real: Callable[..., Any], captured: Callable[..., bool | None]) -> Callable[..., Any]:
@@ -360,7 +357,7 @@ def _unless_captured(real: Callable[..., Any], captured: Callable[..., bool | No
 
 
 def _record(capture: _Capture, event: Any, stream: Any = None) -> bool:
-    recorded_on = stream or getattr(torch, SIMULATED).current_stream()
+    recorded_on = stream or sim.current_stream()
     if recorded_on.stream_id not in capture.clocks:
         return False
     capture.record(event, recorded_on.stream_id)
@@ -368,7 +365,7 @@ def _record(capture: _Capture, event: Any, stream: Any = None) -> bool:
 
 
 def _wait(capture: _Capture, stream: Any, event: Any) -> bool:
-    waiting = stream or getattr(torch, SIMULATED).current_stream()
+    waiting = stream or sim.current_stream()
     if id(event) not in capture.events:
         if waiting.stream_id in capture.clocks:
             raise capture.fail("a captured stream waits for an event from before the capture")
@@ -382,7 +379,7 @@ def _wait_stream(capture: _Capture, waiting: Any, other: Any) -> bool:
         if waiting.stream_id in capture.clocks:
             raise capture.fail("a captured stream waits for a stream that is not captured")
         return False
-    event = getattr(torch, SIMULATED).Event()
+    event = sim.Event()
     capture.record(event, other.stream_id)
     capture.wait(event, waiting.stream_id)
     return True

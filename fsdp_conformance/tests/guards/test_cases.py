@@ -52,11 +52,14 @@ def coverage_problems(judged: Contract, cases: Iterable[Case], excused: Mapping[
 
 def test_bodies_catch_warnings_where_the_engine_is() -> None:
     """A body runs in the referee as well, where the engine warns of nothing."""
-    places = [module.place for module in checkout.modules() if module.part == "suites"]
-    imports = {module.place: {each.name for each in checkout.imports(module)} for module in checkout.modules()}
+    imports = {
+        module.place: {each.name for each in checkout.imports(module)}
+        for module in checkout.modules()
+        if module.part == "suites"
+    }
 
-    assert places
-    assert [place for place in places if "warnings" in imports[place]] == [], "use self.catching_warnings()"
+    assert imports
+    assert [place for place, names in imports.items() if "warnings" in names] == [], "use self.catching_warnings()"
 
 
 def case_problems(judged: Contract, cases: Iterable[Case], wrong: Iterable[str]) -> list[str]:
