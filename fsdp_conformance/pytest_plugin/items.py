@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,6 +57,7 @@ class Cases:
         dropped = [item for item, case in pairs if case.id not in chosen]
         if dropped:
             config.hook.pytest_deselected(items=dropped)
+        _expect_modules(item for item, _ in selected)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -185,6 +186,15 @@ def record_from(text: str) -> CaseRecord:
     from fsdp_conformance.outcome.records import case_record_from_json
 
     return case_record_from_json(json.loads(text))
+
+
+def _expect_modules(items: Iterable[pytest.Item]) -> None:
+    """Have the next warm server import the modules of all selected cases at once."""
+    from fsdp_conformance.harness.processes import forkserver
+    from fsdp_conformance.references.sharing import is_of_suites
+
+    modules = dict.fromkeys(item.obj.__module__ for item in items if isinstance(item, pytest.Function))
+    forkserver.expect(filter(is_of_suites, modules))
 
 
 def _case_of(item: pytest.Item) -> Case | None:

@@ -3,7 +3,8 @@ Which references a case may take from the store, and which it has to leave there
 
     Offer       what the controller hands to the ranks of a case: the same on every rank, whatever happens meanwhile
     offered     the offer; None if sharing is switched off
-    is_untouched    whether nothing but the suite and torch has been imported in the warm process
+    is_untouched    true if nothing but the suite and torch has been imported in the warm process
+    is_of_suites    true for modules of our cases
 
 An entry outlives the run, and judges other engines. So only a rank that no engine's code has entered may write one: an
 engine that changes torch would otherwise change what others are compared with. And a sample of what could be taken is
@@ -110,13 +111,16 @@ def _own_entries(secret: str) -> dict[str, str]:
 def is_untouched(imported: Iterable[str]) -> bool:
     """True if these modules, which the warm process has imported, are the suite's own and torch's."""
     return all(
-        (name.partition(".")[0] in _HARMLESS and not name.startswith(_UNDER_TEST) and "/" not in name) or _is_case(name)
+        (name.partition(".")[0] in _HARMLESS and not name.startswith(_UNDER_TEST) and "/" not in name)
+        or is_of_suites(name)
         for name in imported
     )
 
 
-def _is_case(name: str) -> bool:
-    """True if a module is one of our cases, which pytest imports as `suites.NAME` in a checkout: its file tells."""
+def is_of_suites(name: str) -> bool:
+    """
+    True if an imported module is one of our cases. Its file tells: in a checkout, pytest imports it as `suites.NAME`.
+    """
     file = getattr(sys.modules.get(name), "__file__", None)
     spec = importlib.util.find_spec("fsdp_conformance.suites")
     places = spec.submodule_search_locations if spec is not None else None

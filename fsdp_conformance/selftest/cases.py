@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 import unittest
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from fsdp_conformance import run_settings
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.contract.case import Case, case_of
 from fsdp_conformance.errors import ConfigError, SuiteError
+from fsdp_conformance.harness.processes import forkserver
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.run_settings import RunSettings
 
@@ -69,6 +71,8 @@ def run_case(bound: BoundCase, implementation: str, *, base: RunSettings | None 
 
     Raises SuiteError, with unittest's output, if the case ends without a record.
     """
+    # Other cases will follow, of the modules that `bound_cases` has imported.
+    forkserver.expect(name for name in tuple(sys.modules) if name.startswith("fsdp_conformance.suites."))
     settings = replace(base or run_settings.current(), implementation=implementation)
     if bound.case.is_own and not settings.workload:
         settings = replace(settings, workload=stand_in(bound.case))

@@ -75,7 +75,7 @@ MAX_ENGINES = 3
 
 _Environment: TypeAlias = frozenset[tuple[str, str]]
 _Engine: TypeAlias = tuple[str, ...]
-"""The modules of an engine; empty for the suite's own server."""
+"""The modules of an engine that the suite's own server has not imported."""
 
 
 class WarmServer(multiprocessing.forkserver.ForkServer):
@@ -280,6 +280,10 @@ class GrownServer(WarmServer):
             self._forkserver_alive_fd = alive_w
             self._forkserver_authkey = key
             self._forkserver_pid = self._process.pid
+
+    def is_grown_from(self, base: WarmServer) -> bool:
+        """True if it was forked from that server."""
+        return self._base is base
 
     def log_tail(self) -> str:
         """The end of what the servers wrote to stdout and stderr: both use the base's log."""
@@ -496,45 +500,71 @@ def _prove_key(client: socket.socket, key: bytes) -> None:
 
 class _Servers:
     """
-    The servers of this process: one base per environment, and what was grown from each: one server of the suite alone,
-    from which referees come, and one for each engine, up to `MAX_ENGINES`.
+    The servers of this process: one base per environment; one grown from it with the suite alone, from which referees
+    come; and from that one for each engine, up to `MAX_ENGINES`.
 
     No two engines share a server, because a module may change torch when it is imported.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._expected: dict[str, None] = {}
         self._bases: dict[_Environment, WarmServer] = {}
-        self._grown: dict[tuple[_Environment, _Engine], GrownServer] = {}
+        self._suites: dict[_Environment, GrownServer] = {}
+        self._engines: dict[tuple[_Environment, _Engine], GrownServer] = {}
         self._retired: list[WarmServer] = []
+
+    def expect(self, modules: Iterable[str]) -> None:
+        with self._lock:
+            self._expected.update(dict.fromkeys(modules))
 
     def get(self, modules: Iterable[str], variables: Mapping[str, str], engine: _Engine) -> WarmServer:
         key = frozenset(variables.items())
         requested = tuple(dict.fromkeys(name for name in modules if name != "__main__"))
         with self._lock:
             self._retired = [server for server in self._retired if not server.reap()]
-            base = self._bases.pop(key, None)
-            if base is None:
-                if len(self._bases) >= MAX_SERVERS:
-                    self._retire(next(iter(self._bases)))
-                base = WarmServer((*preload.BASE, *preload.OPTIONAL, *requested), variables)
-            self._bases[key] = base  # the most recently used one is last
-            missing = tuple(name for name in dict.fromkeys((*requested, *engine)) if name not in base.modules)
-            if not missing:
-                return base
-            kind = key, engine
-            grown = self._grown.pop(kind, None)
-            if grown is None or not set(missing) <= set(grown.modules):
-                loaded = grown.modules if grown is not None else ()
-                self._end([grown, *(self._engines_above_limit(key) if engine else ())])
-                grown = GrownServer(base, dict.fromkeys((*loaded, *missing)))
-            self._grown[kind] = grown  # as above
-            return grown
+            suite = self._suite(key, self._base(key, requested, variables), requested)
+            missing = tuple(name for name in dict.fromkeys(engine) if name not in suite.modules)
+            return self._with_engine(key, suite, missing) if missing else suite
+
+    def _base(self, key: _Environment, requested: tuple[str, ...], variables: Mapping[str, str]) -> WarmServer:
+        base = self._bases.pop(key, None)
+        if base is None:
+            if len(self._bases) >= MAX_SERVERS:
+                self._retire(next(iter(self._bases)))
+            base = WarmServer((*preload.BASE, *preload.OPTIONAL, *requested), variables)
+        self._bases[key] = base  # the most recently used one is last
+        return base
+
+    def _suite(self, key: _Environment, base: WarmServer, requested: tuple[str, ...]) -> WarmServer:
+        """The base, if it has all that is requested, or the server that was grown from it for the suite."""
+        if set(requested) <= set(base.modules):
+            return base
+        grown = self._suites.get(key)
+        if grown is None or not set(requested) <= {*base.modules, *grown.modules}:
+            loaded = grown.modules if grown is not None else ()
+            self._end([*self._engines_of(key), self._suites.pop(key, None)])
+            wanted = dict.fromkeys((*loaded, *requested, *self._expected))
+            grown = GrownServer(base, [name for name in wanted if name not in base.modules])
+            self._suites[key] = grown
+        return grown
+
+    def _with_engine(self, key: _Environment, suite: WarmServer, engine: _Engine) -> WarmServer:
+        grown = self._engines.pop((key, engine), None)
+        if grown is None or not grown.is_grown_from(suite):
+            self._end([grown, *self._engines_above_limit(key)])
+            grown = GrownServer(suite, engine)
+        self._engines[key, engine] = grown  # the most recently used one is last
+        return grown
 
     def _engines_above_limit(self, key: _Environment) -> list[GrownServer]:
         """The servers of engines that were not used for longest, so that there is room for one more."""
-        kinds = [kind for kind in self._grown if kind[0] == key and kind[1]]
-        return [self._grown.pop(kind) for kind in kinds[: max(0, len(kinds) + 1 - MAX_ENGINES)]]
+        kinds = [kind for kind in self._engines if kind[0] == key]
+        return [self._engines.pop(kind) for kind in kinds[: max(0, len(kinds) + 1 - MAX_ENGINES)]]
+
+    def _engines_of(self, key: _Environment) -> list[GrownServer]:
+        """The servers of engines in an environment, which are forgotten."""
+        return [self._engines.pop(kind) for kind in list(self._engines) if kind[0] == key]
 
     def put(self, base: WarmServer) -> None:
         with self._lock:
@@ -542,8 +572,7 @@ class _Servers:
 
     def _retire(self, key: _Environment) -> None:
         # What was grown first: it keeps its base alive.
-        grown = [self._grown.pop(kind) for kind in list(self._grown) if kind[0] == key]
-        self._end([*grown, self._bases.pop(key, None)])
+        self._end([*self._engines_of(key), self._suites.pop(key, None), self._bases.pop(key, None)])
 
     def _end(self, servers: Iterable[WarmServer | None]) -> None:
         for server in servers:
@@ -580,6 +609,14 @@ def server_for(
     grown from it, and the one grown before is retired.
     """
     return _servers.get(modules, variables or {}, engine)
+
+
+def expect(modules: Iterable[str]) -> None:
+    """
+    Name modules that later calls of `server_for` will request, none of an engine: the next server that is grown imports
+    all of them. Otherwise each case module costs a server that imports those before it once more.
+    """
+    _servers.expect(modules)
 
 
 def may_have_used_torch() -> bool:

@@ -23,6 +23,8 @@ from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import BoundCase, bound_cases, run_case
 
 _SETTINGS = RunSettings()
+#: Where cases can run on this machine.
+_PLACES = places(_SETTINGS)
 
 #: Cases that train for long or on many ranks, and whose mutants others kill: left to the night.
 _COSTLY = ("R001/fresh-*", "R039/no-growth-with-offload-*", "R154/pipeline-and-tensor-parallel-*")
@@ -32,9 +34,7 @@ _INSTEAD = {"R034/freed-after-forward-reshard-ws2": "hoards-parameters"}
 
 def _why_not_here(bound: BoundCase) -> str:
     """Why the case cannot run on this machine, or ""; with a compiler, most run on the simulated accelerator."""
-    record = gate(
-        bound.case, declared=lambda _: frozenset(CAPABILITIES), settings=_SETTINGS, places=places(_SETTINGS)
-    ).record
+    record = gate(bound.case, declared=lambda _: frozenset(CAPABILITIES), settings=_SETTINGS, places=_PLACES).record
     return "" if record is None else record.reason
 
 
