@@ -13,8 +13,10 @@ import sys
 import unittest
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from fsdp_conformance import run_settings
+from fsdp_conformance import codec, run_settings
+from fsdp_conformance.adapters import registry
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.contract.case import Case, case_of
 from fsdp_conformance.errors import ConfigError, SuiteError
@@ -98,7 +100,7 @@ def stand_in(case: Case) -> str:
 def record_of(test: ConformanceTestCase, chosen: RunSettings) -> CaseRecord:
     """The record of a test, which is run with these settings. Raises SuiteError if it ends without one."""
     before = run_settings.current()
-    run_settings.use(chosen)
+    run_settings.use(chosen, _description(chosen.implementation))
     try:
         result = unittest.TestResult()
         test.run(result)  # type: ignore[no-untyped-call]
@@ -108,3 +110,13 @@ def record_of(test: ConformanceTestCase, chosen: RunSettings) -> CaseRecord:
         messages = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
         raise SuiteError(f"{test.case.id} on {chosen.implementation} ended without a record:\n" + "\n".join(messages))
     return test.record
+
+
+def _description(spec: str) -> dict[str, Any] | None:
+    """
+    The description of a known-wrong engine of the suite, whose module may be imported here. None for other engines:
+    the controller asks a child process for theirs.
+    """
+    if not spec.startswith("mutant:") or registry.load(spec).environment:
+        return None
+    return codec.plain(registry.describe_here(spec))  # type: ignore[no-any-return]

@@ -20,6 +20,9 @@ from fsdp_conformance.tests.torch_versions import limit_of
 #: The private store of references that ci/test makes for one run, if there is one.
 PRIVATE_STORE = "FSDP_CONFORMANCE_TEST_REFERENCES"
 
+#: What `nightly_params` names and no collected test has, by function.
+_UNSEEN = pytest.StashKey[dict[str, set[str]]]()
+
 
 def pytest_configure() -> None:
     """
@@ -35,6 +38,17 @@ def pytest_configure() -> None:
     os.environ["COLUMNS"] = str(WIDTH)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The sets of parameters that `nightly_params(*ids)` names are nightly."""
+    marker, callspec = item.get_closest_marker("nightly_params"), getattr(item, "callspec", None)
+    if marker is not None and callspec is not None:
+        function = item.nodeid.partition("[")[0]
+        unseen = item.config.stash.setdefault(_UNSEEN, {}).setdefault(function, set(marker.args))
+        if callspec.id in marker.args:
+            unseen.discard(callspec.id)
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(trylast=True)
@@ -84,7 +98,15 @@ def _no_rank_is_left() -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server before any test has run, so that its forks begin from a clean state."""
+    """
+    Raise UsageError for a name in `nightly_params` that no set of parameters has.
+
+    And start the server before any test has run, so that its forks begin from a clean state.
+    """
+    unseen = session.config.stash.get(_UNSEEN, {})
+    if any(unseen.values()) and not any("[" in argument for argument in session.config.args):
+        names = "; ".join(f"{function}: {', '.join(sorted(ids))}" for function, ids in unseen.items() if ids)
+        raise pytest.UsageError(f"nightly_params names sets of parameters that do not exist: {names}")
     if not session.config.option.collectonly:
         simulator_process.start_server(session.items)
 

@@ -77,6 +77,7 @@ def test_it_ends_as_a_process_does(place: Path, how: str, status: int, text: str
     assert done.stderr.endswith(text)
 
 
+@pytest.mark.nightly
 def test_a_deadline_ends_it_with_its_children(place: Path) -> None:
     """As for `subprocess.run`, with everything that it has started."""
     with pytest.raises(subprocess.TimeoutExpired):

@@ -97,6 +97,7 @@ class Engines(RankTestCase):
 
     case_timeout_s = 120.0
 
+    @pytest.mark.nightly
     def test_starts_from_meta(self) -> None:
         """Initial values are those of the real model, under its names."""
         workload = deferred_nested()

@@ -148,6 +148,7 @@ class Parity(RankTestCase):
             for key, value in values.items():
                 torch.testing.assert_close(history.initial_params[key], value, rtol=0, atol=0)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_optimizer_state_in_full(self) -> None:
         """Momentum comes back in full, under original names, and is the same for every engine."""
@@ -162,6 +163,7 @@ class Parity(RankTestCase):
             for key, value in expected.items():
                 torch.testing.assert_close(got[key], value, rtol=1e-4, atol=1e-6, msg=f"{name} {key}")
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_freezing_between_steps(self) -> None:
         """A parameter that is frozen for a step has no gradient in it and keeps its value."""

@@ -29,6 +29,7 @@ class Parity(RankTestCase):
 
     case_timeout_s = 120.0
 
+    @pytest.mark.nightly
     def test_training(self) -> None:
         """Training agrees with SGD and Adam, with clipping, and with micro-batches that are reduced later."""
         for name in ENGINES:

@@ -33,6 +33,7 @@ FAILED_BY = {
 _NIGHTLY = {"ManyElements", "ManyUnits", "ManySteps", "ManyRanks"}
 
 
+@pytest.mark.nightly_params("RefusesUnknownSizes")
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=[pytest.mark.nightly] if name in _NIGHTLY else []) for name in FAILED_BY]
 )
@@ -47,6 +48,7 @@ def test_a_trigger_is_reached(engine: str) -> None:
     assert record.refereed
 
 
+@pytest.mark.nightly
 def test_the_run_decides_what_is_trained() -> None:
     """The record names a scenario that the seed of the run draws, and how to run it again."""
     case = "R000/fresh-number1-ws2"

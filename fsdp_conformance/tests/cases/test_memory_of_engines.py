@@ -79,6 +79,9 @@ _NIGHTLY = (
 )
 
 
+@pytest.mark.nightly_params(
+    "whole-parameters-of-one-rank-R033/shards-alone-ws3", "gathers-gradients-R188/it-shards-ws4"
+)
 @pytest.mark.parametrize(
     ("engine", "case"),
     [

@@ -43,6 +43,7 @@ def _as_text(finding: Finding) -> str:
 
 
 # One trains in the dtypes as stored, which `implementation_run` replaces by one dtype.
+@pytest.mark.nightly_params("deferred-drawn", "transformer-batch-norm")
 @pytest.mark.parametrize("name", [name for name in workload_names() if name != "mixed-storage"])
 def test_correct_histories_pass(name: str) -> None:
     """A float32 run in another order of reduction is at parity with every workload, and much was compared."""
@@ -56,6 +57,7 @@ def test_correct_histories_pass(name: str) -> None:
     assert sum(result.count.elements for result in results) > 5
 
 
+@pytest.mark.nightly_params("transformer")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["norm-mlp", "transformer", "batch-norm", "tiny", "uneven"])
 def test_correct_histories_pass_under_adam(name: str) -> None:

@@ -71,6 +71,7 @@ def test_rows_have_nearly_every_value_that_an_engine_can_be_asked_for(quick: Mod
         assert len(asked) > 0.85 * len(possible)
 
 
+@pytest.mark.nightly
 def test_it_finds_most_of_what_can_be_wrong_in_a_simple_engine(quick: ModuleType) -> None:
     """Also how it accumulates without any capability for it, which is where everyday bugs are."""
     rows = list(quick.worth(quick.collect_cases(), quick.load_profile(quick.NAME).by_id, quick.capabilities()))

@@ -154,6 +154,7 @@ EDITS: dict[str, Callable[[list[dict[str, Any]]], object]] = {
 }
 
 
+@pytest.mark.nightly_params("no settings-replay")
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_run_file_never_ends_in_a_traceback(tmp_path: Path, edit: str, command: str) -> None:

@@ -109,6 +109,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.nightly_params("15-143")
 @pytest.mark.parametrize(
     ("number", "status"),
     [
@@ -167,6 +168,7 @@ def test_stubborn():
 """
 
 
+@pytest.mark.nightly_params("at the second Ctrl-C")
 @pytest.mark.parametrize(
     "calls", [pytest.param(1, marks=pytest.mark.nightly), 2], ids=["after the deadline", "at the second Ctrl-C"]
 )

@@ -101,6 +101,7 @@ def test_what_is_declared_is_asked_of_the_adapter(suite: mini_suite.MiniSuite, t
     assert "for mine" in result.out
 
 
+@pytest.mark.nightly
 def test_requirements_are_listed_with_their_cases(suite: mini_suite.MiniSuite) -> None:
     """All of the contract, whether bound or not."""
     result = said("list", "--requirements", "--profile", str(suite.profile_path))

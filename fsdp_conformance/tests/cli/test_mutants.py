@@ -33,6 +33,7 @@ def test_a_certificate_names_the_mutant(directory: Path) -> None:
     assert json.loads(result.out)["certificate"]["subject"]["implementation"] == _MUTANT
 
 
+@pytest.mark.nightly
 def test_a_run_of_a_mutant_is_replayed(directory: Path) -> None:
     """The run file holds the name, which is enough to find the mutant again."""
     result = said("replay", "report", _CASE, cwd=directory)
@@ -41,6 +42,7 @@ def test_a_run_of_a_mutant_is_replayed(directory: Path) -> None:
     assert f"{_CASE} on {_MUTANT}, as in" in result.out
 
 
+@pytest.mark.nightly_params("explore")
 @pytest.mark.parametrize(
     "command",
     [

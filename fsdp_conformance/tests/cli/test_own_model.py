@@ -22,6 +22,7 @@ def _records(report: Path) -> dict[str, dict[str, object]]:
     return {line["case"]: line for line in lines if line["type"] == "case"}
 
 
+@pytest.mark.nightly_params("torch-fsdp2-PASS-")
 @pytest.mark.parametrize(
     ("implementation", "verdict", "requirement"),
     [
@@ -70,6 +71,7 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.nightly_params("debug")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -101,6 +103,7 @@ def test_options_that_contradict_each_other(words: list[str], message: str) -> N
     assert (done.status, message in done.err) == (2, True), done.output
 
 
+@pytest.mark.nightly
 def test_debug_runs_a_case_on_it(tmp_path: Path) -> None:
     """One rank has the terminal, and nothing is stored. Cases and models of other profiles are refused."""
     (tmp_path / "model.py").write_text(_MODEL)

@@ -130,6 +130,7 @@ def test_a_command_that_is_suggested_can_be_read(suite: mini_suite.MiniSuite, tm
     assert "R017,R001" not in said_of_all
 
 
+@pytest.mark.nightly
 def test_fail_fast_and_last_failed(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """The first stops at the first failure and says what is left; the other runs the failures of the last run."""
     words_of_run = typed(suite, tmp_path, "--report", "x")[:-2]
@@ -327,6 +328,7 @@ def test_a_run_starts_with_problems_that_may_be_the_engines(
     assert line in result.out
 
 
+@pytest.mark.nightly
 def test_real_ranks_try_a_real_adapter_before_a_run(tmp_path: Path) -> None:
     """One that returns shards is stopped in its own terms, before any case."""
     spec = "fsdp_conformance.tests.adapters.wrong_adapters:ShardsForFull"
@@ -410,6 +412,7 @@ class Large(DeclaresCases, unittest.TestCase):
 '''
 
 
+@pytest.mark.nightly_params("during the run")
 @pytest.mark.parametrize(
     ("limit", "judged"),
     [pytest.param(1000, None, marks=pytest.mark.nightly), (400_000, 1)],

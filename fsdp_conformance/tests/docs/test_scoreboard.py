@@ -87,6 +87,7 @@ def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureF
     assert sorted(path.name for path in (elsewhere / "verdicts").iterdir()) == ["reference.json", "torch-fsdp2.json"]
 
 
+@pytest.mark.nightly
 def test_cases_that_are_gone_are_dropped(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Removed cases are dropped even if no run file is given."""
     assert scoreboard.main([run_of(elsewhere / "a", "reference")]) == 0
@@ -100,6 +101,7 @@ def test_cases_that_are_gone_are_dropped(elsewhere: Path, monkeypatch: pytest.Mo
     assert tally.cases.keys() - scoreboard.kept()[0].cases.keys() == {SAMPLE.entries[0].id}
 
 
+@pytest.mark.nightly
 def test_what_was_edited_by_hand_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tally or a run that was edited is refused."""
     path = Path(run_of(elsewhere / "a", "reference"))

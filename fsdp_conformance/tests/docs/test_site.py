@@ -118,6 +118,7 @@ def test_runs_are_compared_on_the_cases_that_both_have() -> None:
     assert dict(second.counts) == {"passed": 2, "failed": 2}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_engines_and_requirements_have_pages() -> None:
     """Each has one, and a failing cell of the scoreboard leads to the place on the engine's page that says why."""

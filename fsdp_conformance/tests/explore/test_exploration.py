@@ -118,6 +118,7 @@ def test_other_numbers_of_ranks_are_refused(sizes: tuple[int, ...]) -> None:
         Explorer(_Engine(_wrong), ALL, Budget(max_examples=1), world_sizes=sizes)
 
 
+@pytest.mark.nightly_params("sizes1")
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [pytest.param((1, 2, 3, 4), marks=pytest.mark.nightly), (2,)])
 def test_triples_are_drawn_when_no_pairs_are_left(sizes: tuple[int, ...]) -> None:
@@ -272,6 +273,7 @@ def test_a_known_failure_that_takes_nothing_leaves_everything_out_of_account() -
     assert (result.ran, result.left_out) == (10, 0)
 
 
+@pytest.mark.nightly_params("evaluation")
 @pytest.mark.parametrize("axis", ["checkpoints", "exception", "written by the user", "evaluation"])
 def test_events_are_drawn_and_shrunk(axis: str) -> None:
     """An engine that is wrong after one of them is shown with it alone."""
@@ -305,6 +307,7 @@ def test_an_engine_that_always_fails_ends_the_exploration() -> None:
     assert failure.needs == frozenset()
 
 
+@pytest.mark.nightly
 def test_scenarios_without_a_verdict_are_counted_with_their_reason() -> None:
     """Rejected and refused scenarios are neither failures nor covered."""
 

@@ -21,6 +21,7 @@ def _record(scenario: Scenario) -> CaseRecord:
     return run_on(scenario, "reference", base=RunSettings(device=SIMULATED))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_fused_optimizer_on_the_host_waits_for_the_scale() -> None:
     """A scaler hands its tensors over by copies that torch's fused optimizers do not wait for."""

@@ -97,6 +97,7 @@ def test_an_engine_that_says_it_shards() -> None:
     assert {finding.requirement for finding in outcome.record.findings} & {"R188", "R033", "R035"}
 
 
+@pytest.mark.nightly
 def test_a_crash_is_a_failure_and_the_next_scenario_runs() -> None:
     """The process of the ranks ends in the third step; the one after it is new."""
     with _worker("DiesWhenAccumulating") as worker:
@@ -147,6 +148,7 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
     assert run_on(wrong, "torch-fsdp2", base=base).verdict is Verdict.PASS
 
 
+@pytest.mark.nightly_params("RollbackKeepsMomentum-checkpoints-loaded later-R002")
 @pytest.mark.parametrize(
     ("name", "axis", "value", "requirement"),
     [
@@ -265,6 +267,7 @@ def test_wrong_with_a_process_for_each_rank(name: str, requirement: str, message
     assert record.findings[0].message.startswith(message)
 
 
+@pytest.mark.nightly_params("checkpoints", "exception")
 @pytest.mark.parametrize("axis", ["checkpoints", "exception"])
 def test_a_correct_engine_passes_at_every_moment_of_these_events(axis: str) -> None:
     """Checkpoints between any steps, and exceptions anywhere in a step, leave nothing behind."""

@@ -62,6 +62,7 @@ def test_engine_without_gathers() -> None:
     assert "the engine issues no all_gather in training" in record.reason
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_mistake_in_the_plan_of_faults() -> None:
     """FSDP2 gathers, so a delay of all-gathers that never struck is the suite's error."""

@@ -159,6 +159,7 @@ def judged(
     return record
 
 
+@pytest.mark.nightly_params("simulated")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("processes", marks=pytest.mark.nightly), "simulated"])
 def test_slow_analysis_of_a_wrong_engine_is_a_failure(
@@ -178,6 +179,7 @@ def test_slow_analysis_of_a_wrong_engine_is_a_failure(
     assert "summed over ranks" in str(record.findings[0].likely)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_peers_of_a_slow_rank_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits in the engine for one that does the suite's work is not late."""

@@ -310,6 +310,7 @@ def test_memory_as_nvml_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_memory.memory_of("GPU-aaaa") is None
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_lease_ends_with_its_holder(tmp_path: Path) -> None:
     """A holder that is killed holds nothing."""
@@ -337,6 +338,7 @@ def test_lease_ends_with_its_holder(tmp_path: Path) -> None:
         holder.communicate(timeout=PATIENCE_S)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_importing_the_harness_touches_no_device() -> None:
     """Collecting cases imports the harness: no device is counted, and whether CUDA is there NVML is asked alone."""

@@ -87,6 +87,7 @@ def test_process_that_ends_is_told_with_its_last_words() -> None:
     assert "last words" in str(raised.value)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_process_that_hangs_is_told_with_its_stack() -> None:
     """The deadline ends it, and the message says where it was."""

@@ -148,6 +148,12 @@ def test_the_registry_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+@pytest.mark.nightly_params(
+    "SeamReference-R093/deferred-micro-batches2-ws2",
+    "SeamFSDP1-R001/exact-probe-ws2",
+    "SeamFSDP1-R093/deferred-micro-batches2-ws2",
+    "SeamReference-R001/exact-probe-ws2",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["R001/exact-probe-ws2", "R093/deferred-micro-batches2-ws2"])
 @pytest.mark.parametrize("engine", ["SeamReference", "SeamFSDP1"])
@@ -158,6 +164,7 @@ def test_the_other_bases_are_right(engine: str, case: str) -> None:
     assert (Verdict.PASS, []) == (record.verdict, list(record.findings)), record.reason
 
 
+@pytest.mark.nightly_params("R151/collectives-2x2-ws4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param("R151/parity-2x2-ws4", marks=pytest.mark.nightly), "R151/collectives-2x2-ws4"]
@@ -235,6 +242,7 @@ class Numbers(RankTestCase):
             self.assert_trains(mutant(name), RICH)
             self.assert_trains(mutant(name), regime=Regime(micro_batches=2, reduced=(False, True)))
 
+    @pytest.mark.nightly
     def test_nan_in_unwritten_memory(self) -> None:
         """Unwritten padding shows once such memory is NaN."""
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -383,6 +391,7 @@ class Schedules(RankTestCase):
             right, wrong = self.both(name, workload, regime, **plan)
             self.assertEqual(more, dict(self.counts(wrong) - self.counts(right)), name)
 
+    @pytest.mark.nightly
     def test_other_collectives(self) -> None:
         """All-reduce in place of reduce-scatter, one for each parameter; nothing sharded, nothing gathered."""
         right, wrong = self.both("all-reduce-and-slice")
@@ -392,6 +401,7 @@ class Schedules(RankTestCase):
         self.assertEqual({"all_reduce"}, {op for _, op in self.counts(wrong)})
         self.assertEqual(wrong.full_bytes["params"], wrong.held_bytes["params"])
 
+    @pytest.mark.nightly
     def test_order(self) -> None:
         """The first step has one more; units are gathered the other way round; ranks differ in the sequence."""
         right, wrong = self.both("extra-collective-in-first-step")
@@ -411,6 +421,7 @@ class Schedules(RankTestCase):
         self.assertNotEqual(lines[0], lines[1])
         self.assertEqual(sorted(lines[0]), sorted(lines[1]))
 
+    @pytest.mark.nightly
     @with_fsdp2_on_the_cpu
     def test_groups(self) -> None:
         """A unit with its own group is communicated over the world, hybrid or local."""

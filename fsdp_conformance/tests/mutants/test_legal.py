@@ -27,6 +27,7 @@ CASES = (
 _QUICK = ("R001/exact-probe-ws3", "R068/total-volume-ws2", "R069/expert-groups-ws2")
 
 
+@pytest.mark.nightly_params("R068/total-volume-ws2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in _QUICK else [pytest.mark.nightly]) for case in CASES]

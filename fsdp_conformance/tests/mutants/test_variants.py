@@ -98,6 +98,7 @@ class Differences(RankTestCase):
         self.assertEqual(0, sent["adds-after-all-to-all"][Op.REDUCE_SCATTER])
         self.assertEqual(plain["torch-fsdp2"][Op.REDUCE_SCATTER], sent["adds-after-all-to-all"][Op.ALL_TO_ALL])
 
+    @pytest.mark.nightly
     def test_how_gradients_are_averaged(self) -> None:
         """FSDP2 lets the backend average; these two ask for a sum, and divide at different ends."""
         for name, operation in (("torch-fsdp2", "AVG"), ("sums-then-divides", "SUM"), ("divides-then-sums", "SUM")):
@@ -105,6 +106,7 @@ class Differences(RankTestCase):
             records = self.run_training(adapter).collectives
             self.assertEqual({operation}, {each.reduce_op for each in records if each.op is Op.REDUCE_SCATTER}, name)
 
+    @pytest.mark.nightly
     def test_group_of_the_reductions(self) -> None:
         """The engine makes no other group than the default one; the variant makes one for all units."""
         counts = []
@@ -158,6 +160,7 @@ class Pairs(RankTestCase):
     def world_size(self) -> int:
         return 4
 
+    @pytest.mark.nightly
     def test_reshards_to_pairs(self) -> None:
         """In backward, units are gathered from two ranks instead of four."""
         groups = {}

@@ -118,6 +118,7 @@ def test_every_verdict_is_an_outcome(suite: MiniSuite) -> None:
     assert [reason for reason in result.certificate["reasons"] if "FAIL" in reason] == ["FAIL: R001/probe-ws2"]
 
 
+@pytest.mark.nightly_params("setup-error-its setup failed: ")
 @pytest.mark.parametrize(
     ("act", "reason"),
     [
@@ -137,6 +138,7 @@ def test_a_test_that_loses_its_verdict_is_the_suites_error(suite: MiniSuite, act
     assert result.certificate["status"] == 4
 
 
+@pytest.mark.nightly
 def test_a_case_that_pytest_skips_is_disabled(suite: MiniSuite) -> None:
     """The mark makes no difference; the run is incomplete, and pytest's status shows it."""
     result = ran(suite, {"R001/probe-ws1": "mark-skip"})
@@ -176,6 +178,7 @@ def test_a_world_size_disables_the_others(suite: MiniSuite) -> None:
     assert result.status == 0
 
 
+@pytest.mark.nightly_params("--conformance-chapter J,G -n 2-")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -202,6 +205,7 @@ def test_cases_can_be_selected_in_several_ways(suite: MiniSuite, options: tuple[
     assert f"incomplete: {options[0].replace('conformance-', '')} left cases out" in result.certificate["reasons"]
 
 
+@pytest.mark.nightly_params("a worker dies")
 @pytest.mark.parametrize(
     "acts",
     [pytest.param(None, marks=pytest.mark.nightly), {"R001/probe-ws2": "exit"}],
@@ -220,6 +224,7 @@ def test_cases_that_own_devices_are_dealt_by_size(suite: MiniSuite, acts: dict[s
     assert result.verdicts["R001/probe-ws2"] == ("PASS" if acts is None else "ERROR_SUITE")
 
 
+@pytest.mark.nightly
 def test_workers_get_one_case_at_a_time(suite: MiniSuite) -> None:
     """That is the default for conformance runs only, and the user can set another number."""
     says = "def pytest_sessionfinish(session): print('at a time:', session.config.option.maxschedchunk)"
@@ -237,6 +242,7 @@ def test_workers_get_one_case_at_a_time(suite: MiniSuite) -> None:
     assert "at a time: None\n" in done.stdout
 
 
+@pytest.mark.nightly_params("workers")
 @pytest.mark.parametrize(
     "workers", [pytest.param((), marks=pytest.mark.nightly), ("-n", "2")], ids=["one process", "workers"]
 )
@@ -303,6 +309,7 @@ def test_declared_flags_reach_the_cases(suite: MiniSuite) -> None:
     assert result.verdicts["R093/deferred-ws2"] == "PASS"
 
 
+@pytest.mark.nightly
 def test_an_order_says_everything_at_once(suite: MiniSuite, tmp_path: Path) -> None:
     """The settings and the adapter's description, which is not asked for again."""
     settings = RunSettings(

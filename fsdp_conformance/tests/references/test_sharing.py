@@ -106,6 +106,7 @@ def _forged(store: ReferenceStore, workload: str) -> Path:
     return path
 
 
+@pytest.mark.nightly_params("R001/exact-probe-ws2")
 @pytest.mark.parametrize("case", [EXACT, pytest.param(NOISY, marks=pytest.mark.nightly)])
 def test_a_warm_store_gives_the_same_verdict(store: ReferenceStore, case: str) -> None:
     """On another engine than the one that wrote it; nothing is trained but the engine."""
@@ -129,6 +130,7 @@ def test_a_hit_is_what_ranks_train(store: ReferenceStore, case: str, workload: s
     assert _counts(record) == (1, 0, 1)
 
 
+@pytest.mark.nightly
 def test_a_case_that_changes_values_after_wrapping_keeps_its_references(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

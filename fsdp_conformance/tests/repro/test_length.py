@@ -35,6 +35,7 @@ def _undefined(directory: Path) -> str:
     return subprocess.run(ruff, capture_output=True, text=True, timeout=120, check=False).stdout
 
 
+@pytest.mark.nightly
 def test_scripts_are_short_and_whole(tmp_path: Path) -> None:
     """Of FSDP2, for cases of each kind."""
     lengths = {}

@@ -103,6 +103,7 @@ _CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_script_has_the_model_and_the_batches_of_the_case() -> None:
     """Outputs and gradients are equal, bit for bit."""
     chosen, compared = RunSettings(implementation="torch-fsdp2"), set()

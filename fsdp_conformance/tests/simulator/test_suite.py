@@ -255,6 +255,7 @@ class OneDevice(TorchFSDP2):
 class Cases(unittest.TestCase):
     """Real cases, as a run would run them."""
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_a_case_that_asks_for_an_accelerator(self) -> None:
         """It runs on the simulated one, and the record states that."""
@@ -274,6 +275,7 @@ class Cases(unittest.TestCase):
         self.assertIn("--device sim --share-devices --case", record.repro)
         self.assertEqual("0", record.environment["variables"]["LOCAL_RANK"])
 
+    @pytest.mark.nightly
     def test_one_backend_alone(self) -> None:
         """Its name is what engines read, and the suite's own references still train on the CPU."""
         base = RunSettings(device=SIMULATED, backend="simccl")
@@ -283,6 +285,7 @@ class Cases(unittest.TestCase):
         self.assertEqual(Verdict.PASS, record.verdict, record.reason)
         self.assertIn("--backend simccl", record.repro)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_a_case_without_wish_stays_on_the_cpu(self) -> None:
         """It stays there unless the run is on the simulated accelerator."""

@@ -72,6 +72,7 @@ def test_the_driver_itself_is_asked(tmp_path: Path) -> None:
     assert lines == ["False", "False", "True"]
 
 
+@pytest.mark.nightly
 def test_imports_of_the_warm_process_count_in_a_child(tmp_path: Path) -> None:
     """A module that counts GPUs when it is imported gets the number; afterwards torch counts as ever."""
     counts, counter = tmp_path / "counts.py", tmp_path / "who"
@@ -89,6 +90,7 @@ def test_imports_of_the_warm_process_count_in_a_child(tmp_path: Path) -> None:
     assert lines == ["(True, 3) {} None", "False", "3 True"]
 
 
+@pytest.mark.nightly
 def test_the_controller_counts_in_a_child(tmp_path: Path) -> None:
     """Whatever it asks about devices."""
     lines = program(
@@ -127,6 +129,7 @@ def test_a_driver_that_fails_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> 
     assert devices.device_count("cuda") == 0
 
 
+@pytest.mark.nightly
 def test_a_driver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The child is ended, and the error says what to look at."""
     pid_file = tmp_path / "pid"

@@ -308,6 +308,7 @@ def test_rank_that_leaves_a_collective_out_is_a_hang() -> None:
     assert_next_case_is_clean()
 
 
+@pytest.mark.nightly
 def test_sleeping_rank_is_found_with_its_stack() -> None:
     """The rank that did not come is the headline, not those that waited for it; its stack says where it was."""
     seen = run(Hanging, "test_sleeps")
@@ -350,6 +351,7 @@ def test_all_ranks_past_their_deadline_give_their_stacks() -> None:
     assert_next_case_is_clean()
 
 
+@pytest.mark.nightly
 def test_stopped_rank_is_said_to_be_stopped() -> None:
     """A rank in state T cannot answer; it is named as stopped, continued for its stack, and ended."""
     seen = run(Hanging, "test_is_stopped")
@@ -360,6 +362,7 @@ def test_stopped_rank_is_said_to_be_stopped() -> None:
     assert_next_case_is_clean()
 
 
+@pytest.mark.nightly
 def test_all_ranks_stopped() -> None:
     """The run goes on when no rank can answer."""
     seen = run(Hanging, "test_all_are_stopped")
@@ -368,6 +371,7 @@ def test_all_ranks_stopped() -> None:
     assert_next_case_is_clean()
 
 
+@pytest.mark.nightly
 def test_rank_that_holds_the_interpreter_gives_its_stack() -> None:
     """The stack is written by a signal handler in C, so the interpreter's lock is not needed."""
     seen = run(Hanging, "test_holds_the_interpreter")
@@ -376,6 +380,7 @@ def test_rank_that_holds_the_interpreter_gives_its_stack() -> None:
     assert "in test_holds_the_interpreter" in (seen.exits[1].stack or "")
 
 
+@pytest.mark.nightly
 def test_rank_that_ignores_sigterm_is_killed() -> None:
     """SIGKILL follows SIGTERM."""
     seen = run(Hanging, "test_ignores_sigterm")

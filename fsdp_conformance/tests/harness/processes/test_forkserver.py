@@ -135,6 +135,7 @@ def test_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
     assert grown != child_facts["parent"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_environment_of_the_imports_has_a_server_of_its_own(tmp_path: Path) -> None:
     """A module that reads a variable when it is imported finds it, in the server already."""
@@ -215,6 +216,7 @@ def test_failure_at_preload_is_kept(tmp_path: Path, text: str, reason: str) -> N
     assert reason == run_in_child(facts, preload=(path,))["failures"][path]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_module_that_starts_cuda_is_named(tmp_path: Path) -> None:
     """A server whose driver is started knows who did it: ranks on GPUs need another (`test_cuda_imports`)."""
@@ -248,6 +250,7 @@ os.write(output, json.dumps(told).encode())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_server_that_was_forked_from_this_process() -> None:
     """It serves as one that was started would; if it dies, a new process takes its place."""

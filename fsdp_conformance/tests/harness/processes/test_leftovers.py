@@ -172,6 +172,7 @@ else:
 """
 
 
+@pytest.mark.nightly_params("leaves")
 @pytest.mark.parametrize("other", ["leaves", pytest.param("removes it, too", marks=pytest.mark.nightly)])
 def test_a_removal_is_finished_before_the_process_ends(other: str, tmp_path: Path) -> None:
     """Both threads of a rank notice that the controller is gone, at about the same time."""
@@ -184,6 +185,7 @@ def test_a_removal_is_finished_before_the_process_ends(other: str, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_rank_without_order_removes_the_directory(tmp_path: Path) -> None:
     """A controller may be killed between the fork of a rank and its order."""
     directory = tmp_path / "case"
@@ -223,6 +225,7 @@ def create_files(directory: Path, name: str) -> None:
             return
 
 
+@pytest.mark.nightly
 def test_interrupt_ends_the_ranks_and_removes_the_files(controller: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """Ctrl-C reaches the controller alone; it ends its ranks and its files go."""
     marker, environment = controller

@@ -42,6 +42,7 @@ def test_where_it_cannot_be_set(obstacle: str, tmp_path: Path, monkeypatch: pyte
     keep_priority()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="the kernel does not group processes by session")
 def test_a_rank_keeps_the_nice_value(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def run(method: str) -> tuple[list[RankReport | None], list[RankExit], Leaving]:
     return *case.seen, case
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ranks_with_three_engines_end_with_zero() -> None:
     """gloo's threads outlive their group while an engine holds it, and no rank dies of that."""

@@ -259,6 +259,7 @@ class TraceOfADeadRank(ShardedTrainingTestCase):
             self.assertIn(last[1], states)
             self.assertTrue(end.last_collectives[-1].endswith("in test_killed_in_a_collective (forward, step 1)"))
 
+    @pytest.mark.nightly
     def test_killed_in_a_collective(self) -> None:
         """Rank 1 dies at its third collective."""
         register_recording_backend()

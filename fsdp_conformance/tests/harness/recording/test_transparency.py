@@ -80,6 +80,7 @@ class Transparency(_Transparency):
 
         got.assert_bitwise_equal(expected)
 
+    @pytest.mark.nightly
     def test_checkpoint_and_clipping(self) -> None:
         """Norms of sharded gradients and a rewritten distributed checkpoint are bitwise equal, too."""
         # The path is sent between ranks, so both are of one length.

@@ -212,6 +212,7 @@ def test_a_key_that_nobody_sets() -> None:
         assert "the keys default_pg/0//missing of the store" in text
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_rank_that_computes_for_ever() -> None:
     """Its deadline is the others' too, and the stacks say where it is."""
@@ -330,6 +331,7 @@ class Mismatched(StartedRanks):
             dist.all_gather([torch.empty(30), torch.empty(30)], torch.ones(30))
 
 
+@pytest.mark.nightly_params("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("simulated", [False, True])
 def test_a_mismatch_is_diagnosed_on_both_kinds_of_ranks(simulated: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -54,6 +55,7 @@ def different(tensors: list[Tensor]) -> int:
     return len({tuple(tensor.flatten().tolist()) for tensor in tensors})
 
 
+@pytest.mark.nightly
 @in_process_of_its_own
 def test_shards_differ_and_replicas_are_equal() -> None:
     """Whatever the placement, and however often it draws."""

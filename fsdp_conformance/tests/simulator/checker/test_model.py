@@ -32,6 +32,7 @@ class TestExtents:
     sparse = extents(counts=60, strides=400, runs=3, dims=2)
     elements = extents(counts=3, strides=12, runs=4, dims=3, unit=4)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     @settings(max_examples=1000, deadline=None)
     @given(

@@ -104,6 +104,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @compiled
 class TestCache:
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_it_is_compiled_once(self, machine: Machine) -> None:
         """The second time nothing is compiled; the path depends on everything that the object depends on."""
@@ -187,6 +188,7 @@ def test_every_source_is_compiled_once() -> None:
 
 @compiled
 class TestFailure:
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_the_compilers_last_words_are_told(self, machine: Machine) -> None:
         """The error quotes the end of the compiler's output, and no build is stored."""
@@ -200,6 +202,7 @@ class TestFailure:
 
         assert [] == machine.shared_objects()
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_an_object_that_cannot_be_loaded_is_told_of(self, tmp_path: Path) -> None:
         """The error has its path."""

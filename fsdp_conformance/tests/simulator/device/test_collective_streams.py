@@ -6,6 +6,7 @@ import contextlib
 import gc
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -131,6 +132,7 @@ class Streams(OnSim):
             self.assertIsNone(work.exception())
         self.assertTrue(work.result()[0] is not None)
 
+    @pytest.mark.nightly
     @not_on_old
     def test_barrier_is_the_hosts(self) -> None:
         """A barrier on the device waits for the current stream; a work's does so when it is waited for."""

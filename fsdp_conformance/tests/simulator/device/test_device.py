@@ -70,6 +70,7 @@ class TestActivation:
             with pytest.raises(ConfigError, match=f"{activation.NUM_DEVICES} must be .*, got '{text}'"):
                 activation._num_devices()
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_another_backend_is_not_driven_out(self) -> None:
         """torch has one slot for such a device; the error names the backend that has taken it."""

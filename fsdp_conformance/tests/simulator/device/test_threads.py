@@ -245,6 +245,7 @@ def test_a_collective_that_a_rank_never_calls() -> None:
     assert "not there: rank 1 (at collective 1, barrier())" in str(raised.value)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @in_process_of_its_own
 def test_the_deadline_shows_all_stacks() -> None:
@@ -389,6 +390,7 @@ def test_training(world_size: int, engine: str) -> None:
     checker.clear()
 
 
+@pytest.mark.nightly_params("16-fsdp2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "engine"), [(16, "fsdp2"), (16, "ddp"), pytest.param(64, "fsdp2", marks=pytest.mark.nightly)]

@@ -50,6 +50,7 @@ def debugged(directory: Path, *typed: str, script: str, commands: str) -> tuple[
     return done.returncode, done.stdout
 
 
+@pytest.mark.nightly_params("breakpoint()")
 @pytest.mark.parametrize("stop", STOPS)
 def test_without_the_terminal_breakpoints_are_passed_over(stop: str, tmp_path: Path) -> None:
     """A note says how to stop there; the run is judged as usual."""
@@ -61,6 +62,7 @@ def test_without_the_terminal_breakpoints_are_passed_over(stop: str, tmp_path: P
     assert "the breakpoint at train.py:14 in <module>" in run.out
 
 
+@pytest.mark.nightly
 def test_a_hook_of_the_user_is_left_alone(tmp_path: Path) -> None:
     """A debugger that needs no terminal works, and so does none at all."""
     script = written(tmp_path, SCRIPT.replace("{stop}", "breakpoint()"))
@@ -69,6 +71,7 @@ def test_a_hook_of_the_user_is_left_alone(tmp_path: Path) -> None:
         assert (run.status, "passed over" in run.out) == (0, False), run.out
 
 
+@pytest.mark.nightly_params("1")
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_one_rank_has_the_terminal(rank: str, tmp_path: Path) -> None:
     """The other one waits, for longer than its group's timeout, and the run is judged."""
@@ -83,6 +86,7 @@ def test_one_rank_has_the_terminal(rank: str, tmp_path: Path) -> None:
     assert "clean: " in out
 
 
+@pytest.mark.nightly
 def test_torch_s_own_breakpoint(tmp_path: Path) -> None:
     """The other ranks wait in its barrier."""
     script = SCRIPT.replace("{stop}", "dist.breakpoint()")
@@ -92,6 +96,7 @@ def test_torch_s_own_breakpoint(tmp_path: Path) -> None:
     assert "41" in out
 
 
+@pytest.mark.nightly
 def test_quit_ends_the_script(tmp_path: Path) -> None:
     """It is said why, and the other rank does not hang."""
     script = SCRIPT.replace("{stop}", "breakpoint()")
@@ -101,6 +106,7 @@ def test_quit_ends_the_script(tmp_path: Path) -> None:
     assert "the debugger was left with quit, which ends the script: continue lets it go on" in out
 
 
+@pytest.mark.nightly
 def test_a_breakpoint_before_the_group_exists(tmp_path: Path) -> None:
     """The other rank waits in the rendezvous, whatever its timeout."""
     script = "import time\nimport os\nif os.environ['RANK'] == '0':\n    breakpoint()\n" + SCRIPT.replace("{stop}", "")

@@ -200,6 +200,7 @@ if __name__ == "__main__":
     assert all(child["has_ended"] for child in rank["children"])
 
 
+@pytest.mark.nightly
 def test_options_hold_in_children_and_both_ranks_are_told_apart(tmp_path: Path) -> None:
     """The mode, the memory and the name of the device; a hazard of one rank's child is that rank's."""
     written(tmp_path, RACE, "race.py")

@@ -187,6 +187,7 @@ def test_torch_compile_runs_eagerly_and_says_so(tmp_path: Path) -> None:
     assert "note: torch.compile is ignored: the model runs eagerly" in run.out
 
 
+@pytest.mark.nightly_params("15-143")
 @pytest.mark.parametrize(
     ("number", "status"),
     [pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly), (signal.SIGTERM, 143)],

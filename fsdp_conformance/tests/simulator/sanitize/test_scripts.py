@@ -27,6 +27,7 @@ def as_cuda(script: str, *arguments: str, cwd: Path, world_size: int = 2) -> San
     return sanitize("--as-cuda", "--world-size", str(world_size), path, *arguments, cwd=cwd)
 
 
+@pytest.mark.nightly_params("fsdp2---mixed-precision --dcp checkpoint")
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [

@@ -131,6 +131,7 @@ def test_the_help_documents_the_exit_statuses_of_this_command() -> None:
     assert "certified" not in result.out.partition("exit status:")[2]
 
 
+@pytest.mark.nightly
 def test_without_a_compiler_it_cannot_be_run(tmp_path: Path) -> None:
     """Status 3, with what to install; the script is not started."""
     (tmp_path / "train.py").write_text("raise SystemExit('started')\n", encoding="utf-8")

@@ -69,6 +69,12 @@ def test_a_wrong_option_is_refused(
     assert "Traceback" not in out + err
 
 
+@pytest.mark.nightly_params(
+    "devices=0-the number of GPUs must be an integer from 1 to 127, got 0",
+    "gpus=2-the marker simulated_cuda takes devices and hazards, got gpus",
+    "1, 2-the marker simulated_cuda takes devices and hazards, got 2 positional arguments",
+    "hazards='no'-hazards must be one of fail, report, off, got 'no'",
+)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -257,6 +263,7 @@ def test_new():
 """
 
 
+@pytest.mark.nightly_params("workers", "alone")
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
 def test_suppressed_findings_fail_no_test(workers: tuple[str, ...], tmp_path: Path) -> None:
@@ -272,6 +279,7 @@ def test_suppressed_findings_fail_no_test(workers: tuple[str, ...], tmp_path: Pa
     assert "1 test failed with hazards" in run.out
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_suppression_that_matches_nothing_fails_the_run_if_asked(tmp_path: Path) -> None:
     """All tests pass, and the run fails."""
@@ -338,6 +346,7 @@ def test_uses_what_was_filled_unseen():
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_uses_of_uninitialized_memory_fail_the_test(tmp_path: Path) -> None:
     """As `sanitize` finds them; memory may be filled in one test and used in another."""

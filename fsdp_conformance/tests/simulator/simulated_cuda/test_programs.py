@@ -49,6 +49,7 @@ ON_RANKS = {
 }
 
 
+@pytest.mark.nightly
 def test_programs_on_streams(tmp_path: Path) -> None:
     """Each wrong one fails with its race, and no right one fails."""
     run = run_pytest(tmp_path, "--simulate-cuda=2", files=["stream_programs"])
