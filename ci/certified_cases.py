@@ -4,8 +4,8 @@ The cases that ci/test certifies, as options of ci/certify. ci/nightly runs ever
     python ci/certified_cases.py [--quick] IMPLEMENTATION
 
 Of every requirement the case with the fewest capabilities, which most engines declare, at the smallest world size of at
-least two ranks; with --quick the cases of the profile `quick`. And every case that ci/known-findings.toml lists for
-the implementation, except for rows of pairs. For an adapter in ci/components.py that is done with the profile of
+least two ranks, and every case that ci/known-findings.toml lists for the implementation, except for rows of pairs; with
+--quick the cases of the profile `quick` instead. For an adapter in ci/components.py that is done with the profile of
 components.
 """
 
@@ -44,8 +44,9 @@ def selected(implementation: str, *, quick: bool = False) -> list[str]:
         for finding in known_findings.known_findings()
         if fnmatchcase(implementation, finding.implementation)
     }
-    chosen = load_profile(QUICK).entries if quick else smallest(entries)
-    return sorted({entry.id for entry in chosen} | listed & {entry.id for entry in entries})
+    if quick:
+        return sorted(entry.id for entry in load_profile(QUICK).entries)
+    return sorted({entry.id for entry in smallest(entries)} | listed & {entry.id for entry in entries})
 
 
 def main(words: Sequence[str]) -> int:

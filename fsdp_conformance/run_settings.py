@@ -102,6 +102,8 @@ class RunSettings:
     """Only cases of these chapters of the contract."""
     scopes: tuple[str, ...] = ()
     """Only cases of the base, or of these extensions. See `contract.scopes`."""
+    capabilities: tuple[str, ...] = ()
+    """Only cases that need one of these capabilities."""
     last_failed: tuple[str, ...] = ()
     """Only these case ids: the failures of the run before, when the user asked for them."""
     fail_fast: bool = False
@@ -309,6 +311,8 @@ OPTIONS: dict[str, Option] = {option.name: option for option in (
            help="cases of this chapter of the contract, e.g. A"),
     Option("scopes", "--scope", metavar="NAME", is_list=True, kind=Kind.SELECTION,
            help="cases of the base, or of an extension such as offload"),
+    Option("capabilities", "--capability", metavar="FLAG", is_list=True, kind=Kind.SELECTION,
+           help="cases that need this capability, e.g. hsdp_defer_allreduce"),
     Option("last_failed", "--last-failed", value=(), kind=Kind.SELECTION,  # report.last_run looks up the ids
            help="cases that failed in the last run, or did not finish"),
     # Last of its kind: a case that only its world size leaves out is not dropped from the run, but DISABLED.

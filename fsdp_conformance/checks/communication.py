@@ -140,28 +140,33 @@ def reduced_once(history: TrainingHistory, workload: Workload, plan: Plan, *, re
         reduced = gradient_reductions(records)
         expect_bytes(
             tally, "gradients reduced", reduced, most=most, details="each should be reduced once",
-            elements=len(records), step=step.step, phase="reduce",
+            elements=max(len(records), 1), step=step.step, phase="reduce",
             likely="a gradient is reduced more than once" if nbytes(reduced) > most else None,
         )  # fmt: skip
     return tally.result()
 
 
 def eval_collectives(history: TrainingHistory, workload: Workload, *, requirement: str) -> CheckResult:
-    """A forward in eval mode under no_grad reduces nothing and gathers each parameter at most once, by bytes (R066)."""
+    """
+    A forward in eval mode under no_grad reduces nothing and gathers each parameter at most once, by bytes (R066).
+
+    No collective at all is right, too, and counts as one thing that was compared.
+    """
     if not history.eval_outputs:
         raise SuiteError("eval outputs: expected at least 1, got 0 [eval_collectives]: the regime has no evaluation")
     tally = Tally("collectives in eval", requirement, rank=history.rank)
     records = [record for record in history.collectives if record.phase == "eval" and len(record.group) > 1]
     reduced, gathered = of(records, *REDUCING), of(records, *GATHERING)
     expect_count(
-        tally, "reductions in eval", reduced, details=lines(reduced), elements=len(records),
+        tally, "reductions in eval", reduced, details=lines(reduced), elements=max(len(records), 1),
         step=_first_step(reduced), phase="eval",
     )  # fmt: skip
     forwards = len(history.eval_outputs)
     once = int(ONCE * padded_bytes(owning_units(workload).shared, history.world_size))
     expect_bytes(
         tally, f"parameters gathered by {forwards} evaluations", gathered, most=once * forwards,
-        details="each should be gathered once", elements=len(records), step=_first_step(gathered), phase="eval",
+        details="each should be gathered once", elements=max(len(records), 1), step=_first_step(gathered),
+        phase="eval",
     )  # fmt: skip
     return tally.result()
 
@@ -195,7 +200,7 @@ def frozen_reductions(history: TrainingHistory, workload: Workload, plan: Plan, 
         reduced = gradient_reductions(in_step(history, step.step))
         passes = 1 if plan.defer_reduction else len(step.losses)
         expect_bytes(
-            tally, "gradients reduced", reduced, most=most * passes, elements=len(reduced), step=step.step,
+            tally, "gradients reduced", reduced, most=most * passes, elements=max(len(reduced), 1), step=step.step,
             phase="reduce", details=f"the trainable units are {_names(trained)}",
             likely=f"gradients of frozen units ({_names(units.frozen)}) are reduced, too",
         )  # fmt: skip

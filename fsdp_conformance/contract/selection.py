@@ -1,16 +1,18 @@
 """
 Which cases of a profile a run selects.
 
-There are several kinds of criteria: cases, requirements, bindings, chapters, scopes, world sizes, and the failures of
-the last run. Values of one kind add up (`--chapter A,G` selects both chapters), and kinds narrow each other down
-(`--chapter A --world-size 2` selects what satisfies both). A kind without values selects everything.
+There are several kinds of criteria: cases, requirements, bindings, chapters, scopes, capabilities, world sizes, and the
+failures of the last run. Values of one kind add up (`--chapter A,G` selects both chapters), and kinds narrow each other
+down (`--chapter A --world-size 2` selects what satisfies both). A kind without values selects everything.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from fsdp_conformance import run_settings
 from fsdp_conformance.contract import elsewhere
@@ -18,7 +20,7 @@ from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.profile import SUITES, Entry, Profile
 from fsdp_conformance.contract.requirement import CHAPTERS, load
 from fsdp_conformance.contract.scopes import scope_of
-from fsdp_conformance.errors import ConfigError, UsageError
+from fsdp_conformance.errors import ConfigError, SuiteError, UsageError
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.suggestions import near
 
@@ -60,16 +62,14 @@ def selected(profile: Profile, settings: RunSettings, *, suites: str = SUITES) -
 
 def left_out_by(case: Case, settings: RunSettings) -> str:
     """The option that leaves the case out of the run; empty if the case is selected."""
-    matches = {
-        "--case": _matches_any(case, settings.cases),
-        "--requirement": case.requirements[0] in settings.requirements,
-        "--binding": not set(case.requirements).isdisjoint(settings.bindings),
-        "--chapter": case.chapter in settings.chapters,
-        "--scope": not set(_scope(case)).isdisjoint(settings.scopes),
-        "--last-failed": case.id in settings.last_failed,
-        "--world-size": case.world_size in settings.world_sizes,
-    }
-    return next((option for option in selection_options(settings) if not matches[option]), "")
+    options = selection_options(settings)
+    return next((option for option in options if not _SELECTS[OPTIONS[option]](case, settings)), "")
+
+
+def unselected(settings: RunSettings) -> RunSettings:
+    """The same settings without any selection."""
+    everything: dict[str, Any] = dict.fromkeys(OPTIONS.values(), ())
+    return replace(settings, **everything)
 
 
 def selection_options(settings: RunSettings) -> list[str]:
@@ -86,6 +86,21 @@ def _scope(case: Case) -> tuple[str, ...]:
     """The scope of the case in a certificate; none for requirements that the contract does not have."""
     requirement = load().requirements.get(case.requirements[0])
     return scope_of(requirement, case.needs) if requirement is not None else ()
+
+
+#: By field of RunSettings: whether its values, of which there are some, select a case.
+_SELECTS: Mapping[str, Callable[[Case, RunSettings], bool]] = {
+    "cases": lambda case, chosen: _matches_any(case, chosen.cases),
+    "requirements": lambda case, chosen: case.requirements[0] in chosen.requirements,
+    "bindings": lambda case, chosen: not set(case.requirements).isdisjoint(chosen.bindings),
+    "chapters": lambda case, chosen: case.chapter in chosen.chapters,
+    "scopes": lambda case, chosen: not set(_scope(case)).isdisjoint(chosen.scopes),
+    "capabilities": lambda case, chosen: not set(case.needs).isdisjoint(chosen.capabilities),
+    "last_failed": lambda case, chosen: case.id in chosen.last_failed,
+    "world_sizes": lambda case, chosen: case.world_size in chosen.world_sizes,
+}
+if _SELECTS.keys() != set(OPTIONS.values()):
+    raise SuiteError(f"options that select cases: expected {sorted(OPTIONS.values())}, got {sorted(_SELECTS)}")
 
 
 def _problems(profile: Profile, settings: RunSettings, suites: str) -> list[str]:
@@ -128,6 +143,13 @@ def _problems(profile: Profile, settings: RunSettings, suites: str) -> list[str]
         f"scope must be one of {_listed(scopes)}, got {name!r}{_near(name, scopes)}"
         for name in settings.scopes
         if name not in scopes
+    ]
+    flags = {flag for entry in profile.entries for flag in entry.needs}
+    problems += [
+        f"capability must be one that cases need, got {name!r}"
+        + (_other_profiles(profile, RunSettings(capabilities=(name,))) or _near(name, flags))
+        for name in settings.capabilities
+        if name not in flags
     ]
     if settings.last_failed and set(settings.last_failed).isdisjoint(ids):
         problems.append(

@@ -293,7 +293,8 @@ class SmokeRun:
     # The checks.
 
     def _protocol(self) -> None:
-        self.problems += validate(self.adapter)
+        for sentence in validate(self.adapter):
+            self._breach(sentence)
 
     def _setup(self) -> None:
         plan = self._plan()

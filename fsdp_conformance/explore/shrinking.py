@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from fsdp_conformance.contract.selection import unselected
 from fsdp_conformance.diagnosis.headline import causes_in, headline_of
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.explore.case import run_on
@@ -112,7 +113,7 @@ class RowShrinker:
 
     def _places(self, order: RunOrder) -> list[Runs]:
         """Where plainer trainings can run, the fastest first."""
-        settings = replace(order.settings, ranks="processes", cases=(), last_failed=())
+        settings = replace(unselected(order.settings), ranks="processes")
         on_processes = OnProcesses(settings)
         if order.device not in ("cpu", SIMULATED):
             return [on_processes]

@@ -30,6 +30,7 @@ _NAMES = {
     "bindings": "bound_requirements",
     "chapters": "chapters",
     "scopes": "scopes",
+    "capabilities": "capabilities",
 }
 
 #: Those of them that take files, too.
@@ -90,6 +91,7 @@ def _lists() -> dict[str, list[str]]:
     cases = sorted(entries)
     return {
         "adapters": registry.names(),
+        "capabilities": sorted({flag for entry in entries.values() for flag in entry.needs}),
         "bound_requirements": sorted({name for entry in entries.values() for name in entry.requirements}),
         "cases": cases,
         "chapters": list(contract.CHAPTERS),

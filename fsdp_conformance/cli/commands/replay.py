@@ -91,8 +91,7 @@ def _settings(run: RunFile, **named: str | None) -> RunSettings:
             f"{run.path} is a run of torchrun's workers, which replay cannot start. Run the case again with "
             "torchrun ... -m fsdp_conformance run --ranks torchrun --case CASE, and use `compare`."
         )
-    unselected: dict[str, Any] = dict.fromkeys(selection.OPTIONS.values(), ())
-    return replace(settings, **unselected, fail_fast=False, report_dir=None)
+    return replace(selection.unselected(settings), fail_fast=False, report_dir=None)
 
 
 def _changes(header: Mapping[str, Any], settings: RunSettings) -> Iterator[str]:

@@ -66,7 +66,7 @@ def test_bash_completes(tmp_path: Path, completions: Completions) -> None:
 
 
 def test_bash_completes_names(completions: Completions) -> None:
-    """Cases, requirements, scopes, chapters and adapters, for each command that takes them; the last one of a list."""
+    """Cases, requirements, scopes, capabilities and more, for each command that takes them; the last one of a list."""
     probes = [f"R001/exact-probe-ws{size}" for size in (2, 3, 4)]
     wanted = {
         **{f"{command} R001/exact-probe": probes for command in ("debug", "repro", "replay", "explain")},
@@ -76,6 +76,7 @@ def test_bash_completes_names(completions: Completions) -> None:
         "list --binding R054": ["R054"],
         "run --scope base,offl": ["base,offload"],
         "list --chapter AE": ["AE"],
+        "list --capability hsdp_": ["hsdp_defer_allreduce"],
         "run torch-z": ["torch-zero1"],
         "run --implementation torch-z": ["torch-zero1"],
         "explore --implementation torch-z": ["torch-zero1"],

@@ -32,6 +32,7 @@ def _profile() -> Profile:
             a_case(
                 id=case_id, requirements=(case_id[:4], *more), world_size=int(case_id[-1]),
                 chapter="G" if case_id.startswith("R070") else "A",
+                needs=("prefetch_explicit",) if case_id.startswith("R070") else (),
             )
             for case_id, more in CASES.items()
         ],
@@ -56,6 +57,7 @@ def ids(profile: Profile, **settings: Any) -> list[str]:
         ({"chapters": ("G",)}, ["R070/order-ws2"]),
         ({"scopes": ("base",)}, ["R001/probe-ws2", "R001/probe-ws3", "R003/once-ws2"]),
         ({"scopes": ("zero-1",)}, ["R005/hybrid-ws4"]),
+        ({"capabilities": ("prefetch_explicit",)}, ["R070/order-ws2"]),
         ({"chapters": ("A", "G"), "world_sizes": (3, 4)}, ["R001/probe-ws3", "R005/hybrid-ws4"]),
         ({"last_failed": ("R070/order-ws2", "R999/gone-ws2")}, ["R070/order-ws2"]),
         ({"requirements": ("R001", "R003"), "bindings": ("R003",), "cases": ("*-ws2",)},
@@ -88,6 +90,10 @@ def test_values_add_up_and_kinds_narrow_down(profile: Profile, settings: dict[st
         ({"bindings": ("R923",)}, "binding must be a requirement that has cases, got 'R923'. Did you mean R003"),
         ({"chapters": ("B",)}, "chapter must be one of A, G, got 'B'"),
         ({"scopes": ("offlod",)}, "scope must be one of base"),
+        (
+            {"capabilities": ("prefetch_explicitly",)},
+            "capability must be one that cases need, got 'prefetch_explicitly'. Did you mean prefetch_explicit",
+        ),
         ({"world_sizes": (7,)}, "world_size must be one of 2, 3, 4, got 7"),
         (
             {"last_failed": ("R999/a-ws2",)},

@@ -58,7 +58,7 @@ FINDINGS = {
 OF_EITHER = {
     "WrongDtype", "DiffersOnRanks", "StaleWrites", "LocalGradients", "ForwardWithoutGraph", "StepStepsNothing",
     "StaleOptimizer", "KeepsGradients", "ClonesForLocal", "FullForLocal", "RaisesInSetup", "RaisesOnOneRank",
-    "CudaOnly", "MisspeltFlags", "PadsFullTensors", "IgnoresNoSync",
+    "CudaOnly", "PadsFullTensors", "IgnoresNoSync",
 }  # fmt: skip
 
 

@@ -46,26 +46,23 @@ def test_components_are_selected_with_their_profile(selection: ModuleType, capsy
 
 
 def test_the_quick_ones(selection: ModuleType) -> None:
-    """Each case of the profile quick, with known findings, and few others."""
-    quick = {entry.id for entry in load_profile(selection.QUICK).entries}
-    chosen = set(selection.selected("torch-fsdp1", quick=True))
-
-    assert quick < chosen
-    assert len(chosen) < 2 * len(quick)
+    """Each case of the profile quick, and no others."""
+    assert selection.selected("torch-fsdp1", quick=True) == sorted(
+        entry.id for entry in load_profile(selection.QUICK).entries
+    )
 
 
 def test_every_known_finding_is_looked_for(selection: ModuleType) -> None:
-    """Otherwise one that is gone would not be noticed before the night."""
+    """In the engine that ci/test certifies by requirements; those of others are for the night."""
     ids = {entry.id for entry in ENTRIES}
-    for name in ("reference", "torch-fsdp2", "torch-fsdp1"):
+    for name in ("reference", "torch-fsdp2"):
         listed = {
             entry.case
             for entry in selection.known_findings.known_findings()
             if fnmatchcase(name, entry.implementation) and entry.case in ids
         }
 
-        for quick in (False, True):
-            assert listed - set(selection.selected(name, quick=quick)) == set()
+        assert listed - set(selection.selected(name)) == set()
 
 
 def test_the_order_of_the_profile_plays_no_part(selection: ModuleType) -> None:
