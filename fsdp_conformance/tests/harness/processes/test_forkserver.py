@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -177,6 +178,42 @@ def test_engines_share_no_server(tmp_path: Path) -> None:
         assert answer_from(server, engine)["loaded"] is True
         assert answer_from(server, engines[0])["loaded"] is False
     assert forkserver.server_for((), {}, engine=(engines[0],)) is not servers[0]
+
+
+@pytest.mark.slow
+def test_an_engine_gets_a_server_after_the_suites_was_killed(tmp_path: Path) -> None:
+    """Code under test runs under the same user, and may end any of them. Servers of other engines go on."""
+    ours = module_file(tmp_path, "cases", "VALUE = 1")
+    first, second = (module_file(tmp_path, name, "VALUE = 2") for name in ("first", "second"))
+    of_first = forkserver.server_for((ours,), {}, engine=(first,))
+    suites = answer_from(forkserver.server_for((ours,), {}), ours)["parent"]
+
+    assert answer_from(of_first, first)["loaded"] is True
+
+    assert isinstance(suites, int)
+    os.kill(suites, signal.SIGKILL)
+    wait_for_end(suites)
+
+    assert answer_from(forkserver.server_for((ours,), {}, engine=(first,)), first)["loaded"] is True
+    again = answer_from(forkserver.server_for((ours,), {}, engine=(second,)), second)
+    assert (again["loaded"], again["value"]) == (True, 2)
+
+
+@pytest.mark.slow
+def test_expected_modules_are_imported_with_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of cases cost one server, and not one for each."""
+    # Later tests in this process expect none of these.
+    monkeypatch.setattr(forkserver, "_servers", type(forkserver._servers)())
+    paths = [module_file(tmp_path, f"expected{number}", f"VALUE = {number}") for number in range(3)]
+    forkserver.server_for()
+    try:
+        forkserver.expect(paths)
+        servers = [forkserver.server_for((path,), {}) for path in paths]
+
+        assert len(set(map(id, servers))) == 1
+        assert [answer_from(servers[0], path)["loaded"] for path in paths] == [True] * 3
+    finally:
+        forkserver.stop_servers()
 
 
 def answer_from(server: forkserver.WarmServer, path: str) -> dict[str, object]:
