@@ -37,6 +37,8 @@ def smallest(entries: Iterable[Entry]) -> list[Entry]:
 
 def selected(implementation: str, *, quick: bool = False) -> list[str]:
     """The ids of the cases, in order."""
+    if quick:
+        return sorted(entry.id for entry in load_profile(QUICK).entries)
     profile = components.PROFILE if implementation in components.ADAPTERS else RunSettings().profile
     entries = load_profile(profile).entries
     listed = {
@@ -44,8 +46,6 @@ def selected(implementation: str, *, quick: bool = False) -> list[str]:
         for finding in known_findings.known_findings()
         if fnmatchcase(implementation, finding.implementation)
     }
-    if quick:
-        return sorted(entry.id for entry in load_profile(QUICK).entries)
     return sorted({entry.id for entry in smallest(entries)} | listed & {entry.id for entry in entries})
 
 

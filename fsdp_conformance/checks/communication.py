@@ -156,17 +156,16 @@ def eval_collectives(history: TrainingHistory, workload: Workload, *, requiremen
         raise SuiteError("eval outputs: expected at least 1, got 0 [eval_collectives]: the regime has no evaluation")
     tally = Tally("collectives in eval", requirement, rank=history.rank)
     records = [record for record in history.collectives if record.phase == "eval" and len(record.group) > 1]
-    reduced, gathered = of(records, *REDUCING), of(records, *GATHERING)
+    reduced, gathered, compared = of(records, *REDUCING), of(records, *GATHERING), max(len(records), 1)
     expect_count(
-        tally, "reductions in eval", reduced, details=lines(reduced), elements=max(len(records), 1),
+        tally, "reductions in eval", reduced, details=lines(reduced), elements=compared,
         step=_first_step(reduced), phase="eval",
     )  # fmt: skip
     forwards = len(history.eval_outputs)
     once = int(ONCE * padded_bytes(owning_units(workload).shared, history.world_size))
     expect_bytes(
         tally, f"parameters gathered by {forwards} evaluations", gathered, most=once * forwards,
-        details="each should be gathered once", elements=max(len(records), 1), step=_first_step(gathered),
-        phase="eval",
+        details="each should be gathered once", elements=compared, step=_first_step(gathered), phase="eval",
     )  # fmt: skip
     return tally.result()
 

@@ -91,8 +91,8 @@ def _lists() -> dict[str, list[str]]:
     cases = sorted(entries)
     return {
         "adapters": registry.names(),
-        "capabilities": sorted({flag for entry in entries.values() for flag in entry.needs}),
         "bound_requirements": sorted({name for entry in entries.values() for name in entry.requirements}),
+        "capabilities": sorted({flag for entry in entries.values() for flag in entry.needs}),
         "cases": cases,
         "chapters": list(contract.CHAPTERS),
         "requirements_of_cases": sorted({entry.primary for entry in entries.values()}),

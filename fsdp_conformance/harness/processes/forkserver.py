@@ -97,6 +97,11 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
         self._log_path = Path()
         self._last_words = ""
 
+    @property
+    def imported(self) -> frozenset[str]:
+        """Everything that the server has imported, or will have at its first fork."""
+        return frozenset(self.modules)
+
     def ensure_running(self) -> None:
         """Start the server unless it is running. Returns at once; the first fork waits for the imports."""
         socket_directory.prepare()
@@ -280,6 +285,11 @@ class GrownServer(WarmServer):
             self._forkserver_alive_fd = alive_w
             self._forkserver_authkey = key
             self._forkserver_pid = self._process.pid
+
+    @property
+    def imported(self) -> frozenset[str]:
+        """Its own modules, and those of the server that it was forked from."""
+        return self._base.imported.union(self.modules)
 
     def is_grown_from(self, base: WarmServer) -> bool:
         """True if it was forked from that server."""
@@ -524,7 +534,7 @@ class _Servers:
         with self._lock:
             self._retired = [server for server in self._retired if not server.reap()]
             suite = self._suite(key, self._base(key, requested, variables), requested)
-            missing = tuple(name for name in dict.fromkeys(engine) if name not in suite.modules)
+            missing = tuple(name for name in dict.fromkeys(engine) if name not in suite.imported)
             return self._with_engine(key, suite, missing) if missing else suite
 
     def _base(self, key: _Environment, requested: tuple[str, ...], variables: Mapping[str, str]) -> WarmServer:
@@ -538,14 +548,14 @@ class _Servers:
 
     def _suite(self, key: _Environment, base: WarmServer, requested: tuple[str, ...]) -> WarmServer:
         """The base, if it has all that is requested, or the server that was grown from it for the suite."""
-        if set(requested) <= set(base.modules):
+        if base.imported.issuperset(requested):
             return base
         grown = self._suites.get(key)
-        if grown is None or not set(requested) <= {*base.modules, *grown.modules}:
+        if grown is None or not grown.imported.issuperset(requested):
             loaded = grown.modules if grown is not None else ()
             self._end([*self._engines_of(key), self._suites.pop(key, None)])
             wanted = dict.fromkeys((*loaded, *requested, *self._expected))
-            grown = GrownServer(base, [name for name in wanted if name not in base.modules])
+            grown = GrownServer(base, [name for name in wanted if name not in base.imported])
             self._suites[key] = grown
         return grown
 

@@ -33,7 +33,6 @@ FAILED_BY = {
 _NIGHTLY = {"ManyElements", "ManyUnits", "ManySteps", "ManyRanks"}
 
 
-@pytest.mark.nightly_params("RefusesUnknownSizes")
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=[pytest.mark.nightly] if name in _NIGHTLY else []) for name in FAILED_BY]
 )

@@ -109,15 +109,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.nightly_params("15-143")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("number", "status"),
-    [
-        (signal.SIGTERM, 143),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.nightly),
-    ],
-    ids=str,
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)], ids=str
 )
 def test_a_run_that_is_ended_while_it_compiles_leaves_no_process(
     number: signal.Signals, status: int, tmp_path: Path
@@ -168,10 +162,8 @@ def test_stubborn():
 """
 
 
-@pytest.mark.nightly_params("at the second Ctrl-C")
-@pytest.mark.parametrize(
-    "calls", [pytest.param(1, marks=pytest.mark.nightly), 2], ids=["after the deadline", "at the second Ctrl-C"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("calls", [1, 2], ids=["after the deadline", "at the second Ctrl-C"])
 def test_a_pytest_that_does_not_end_is_ended_with_all_that_it_started(
     calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

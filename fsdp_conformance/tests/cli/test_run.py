@@ -412,7 +412,6 @@ class Large(DeclaresCases, unittest.TestCase):
 '''
 
 
-@pytest.mark.nightly_params("during the run")
 @pytest.mark.parametrize(
     ("limit", "judged"),
     [pytest.param(1000, None, marks=pytest.mark.nightly), (400_000, 1)],

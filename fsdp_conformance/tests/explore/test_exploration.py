@@ -118,9 +118,9 @@ def test_other_numbers_of_ranks_are_refused(sizes: tuple[int, ...]) -> None:
         Explorer(_Engine(_wrong), ALL, Budget(max_examples=1), world_sizes=sizes)
 
 
-@pytest.mark.nightly_params("sizes1")
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [pytest.param((1, 2, 3, 4), marks=pytest.mark.nightly), (2,)])
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 4), (2,)])
 def test_triples_are_drawn_when_no_pairs_are_left(sizes: tuple[int, ...]) -> None:
     """An engine with few capabilities has had all pairs soon; also if pairs of other numbers of ranks remain."""
     engine = _Engine(lambda scenario: None)

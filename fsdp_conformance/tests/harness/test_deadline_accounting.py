@@ -159,9 +159,9 @@ def judged(
     return record
 
 
-@pytest.mark.nightly_params("simulated")
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("processes", marks=pytest.mark.nightly), "simulated"])
+@pytest.mark.parametrize("kind", ["processes", "simulated"])
 def test_slow_analysis_of_a_wrong_engine_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

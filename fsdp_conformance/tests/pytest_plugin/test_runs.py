@@ -205,12 +205,8 @@ def test_cases_can_be_selected_in_several_ways(suite: MiniSuite, options: tuple[
     assert f"incomplete: {options[0].replace('conformance-', '')} left cases out" in result.certificate["reasons"]
 
 
-@pytest.mark.nightly_params("a worker dies")
-@pytest.mark.parametrize(
-    "acts",
-    [pytest.param(None, marks=pytest.mark.nightly), {"R001/probe-ws2": "exit"}],
-    ids=["all is well", "a worker dies"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("acts", [None, {"R001/probe-ws2": "exit"}], ids=["all is well", "a worker dies"])
 def test_cases_that_own_devices_are_dealt_by_size(suite: MiniSuite, acts: dict[str, str] | None) -> None:
     """By our scheduler, to real workers: each case once, plain tests too, and a worker that dies is replaced."""
     sizes = {f"test_cases.py::Parity::test_probe_ws{size}": size for size in (1, 2, 4)}
@@ -242,7 +238,6 @@ def test_workers_get_one_case_at_a_time(suite: MiniSuite) -> None:
     assert "at a time: None\n" in done.stdout
 
 
-@pytest.mark.nightly_params("workers")
 @pytest.mark.parametrize(
     "workers", [pytest.param((), marks=pytest.mark.nightly), ("-n", "2")], ids=["one process", "workers"]
 )

@@ -106,8 +106,8 @@ def _forged(store: ReferenceStore, workload: str) -> Path:
     return path
 
 
-@pytest.mark.nightly_params("R001/exact-probe-ws2")
-@pytest.mark.parametrize("case", [EXACT, pytest.param(NOISY, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", [EXACT, NOISY])
 def test_a_warm_store_gives_the_same_verdict(store: ReferenceStore, case: str) -> None:
     """On another engine than the one that wrote it; nothing is trained but the engine."""
     record = _ran(case, "torch-fsdp2")

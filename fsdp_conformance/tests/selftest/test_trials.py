@@ -104,7 +104,7 @@ def test_a_correct_engine_that_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.text.startswith("fsdp2 on R001/exact-probe-ws2: FAIL: R003 (gradient parity)")
 
 
-@pytest.mark.nightly_params("torch-fsdp2", "reference")
+@pytest.mark.nightly_params("torch-fsdp2")
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch-fsdp2", "reference"])
 def test_losses_of_a_correct_engine(engine: str) -> None:

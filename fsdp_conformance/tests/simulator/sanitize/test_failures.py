@@ -187,11 +187,8 @@ def test_torch_compile_runs_eagerly_and_says_so(tmp_path: Path) -> None:
     assert "note: torch.compile is ignored: the model runs eagerly" in run.out
 
 
-@pytest.mark.nightly_params("15-143")
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly), (signal.SIGTERM, 143)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_prints_what_it_has_and_leaves_no_process(
     number: signal.Signals, status: int, tmp_path: Path
 ) -> None:
