@@ -97,6 +97,9 @@ class ScriptRank:
                 self._has_begun = True
                 script.execute(self.order)
                 self._observer.agreement.end()
+            except BaseException:
+                self._observer.agreement.compare_devices()
+                raise
             finally:
                 self.run.report.measurements["observed"] = self._observer.observed()
 

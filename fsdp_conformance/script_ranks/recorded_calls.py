@@ -18,7 +18,8 @@ from fsdp_conformance.history.collective import Op
 from fsdp_conformance.simulator.checker.labels import caller_of_backward
 from fsdp_conformance.simulator.collectives.agreement import (
     Agreement,
-    in_batch,
+    device_order,
+    is_paired,
     place_of,
     title_of,
     visible_index,
@@ -35,7 +36,8 @@ def issue(agreement: Agreement, rank: int, collective: Collective) -> Work | Non
     """Compare a collective with those of the other ranks, then issue it. Raises CollectiveMismatch."""
     if collective.group in distributed_c10d._world.pg_group_ranks:  # else torch is still making the group
         agreement.watch(collective.group)
-        agreement.check(described(collective, rank))
+        call = described(collective, rank)
+        agreement.check(call, *(device_order(_local_index(collective)) if call.channel.device != "cpu" else ()))
     _note_pinned(collective)
     return collective.issue()
 
@@ -56,6 +58,7 @@ def described(collective: Collective, rank: int) -> Call:
     numels = () if op is Op.ALL_TO_ALL else _numels(op, traffic.inputs, traffic.outputs)
     root = root_of(args, kwargs) if op in _ROOTED else None
     sends, takes = _exchanged(record.name, traffic.inputs, traffic.outputs, args, kwargs, len(record.group), op)
+    tag = args[2] if channel.pair is not None and len(args) > 2 and is_integer(args[2]) else 0
     size = f"{sum(tensor.numel() for tensor in counted)} {'/'.join(dtypes)}" if counted else ""
     return Call(
         channel=channel,
@@ -69,10 +72,11 @@ def described(collective: Collective, rank: int) -> Call:
         numels=numels,
         sends=sends,
         takes=takes,
-        words=words_of(op.value, traffic.reduce_op, size, root, channel.pair),
+        words=words_of(op.value, traffic.reduce_op, size, root, channel.pair, tag=tag, sends=sends, takes=takes),
         place=place_of(caller_of_backward),
         device_index=_index(counted) if channel.device != "cpu" else None,
-        is_batched=channel.pair is not None and in_batch(),
+        tag=tag,
+        is_paired=channel.pair is not None and channel.device != "cpu" and is_paired(collective.group),
     )
 
 
@@ -144,6 +148,12 @@ def _device_of_options(options: Sequence[Any]) -> str:
     """The device type of a barrier."""
     devices = (getattr(option, "device", None) for option in options)
     return next((device.type for device in devices if device is not None), "cpu")
+
+
+def _local_index(collective: Collective) -> int | None:
+    """The device of a collective, counted in this process."""
+    tensors = collective.traffic.inputs or collective.traffic.outputs
+    return tensors[0].device.index if tensors else None
 
 
 def _index(tensors: Sequence[Tensor]) -> int | None:

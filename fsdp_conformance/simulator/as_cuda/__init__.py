@@ -19,5 +19,6 @@ The simulated device under CUDA's names, for scripts and tests that say "cuda".
     varlen             attention over packed sequences
     dtensor_rng        random operations on DTensors
     dlpack             exchange of tensors with other libraries
+    stream_handles     the numbers of streams, and streams made from one
     error_messages     CUDA's names in messages of torch's C++
 """

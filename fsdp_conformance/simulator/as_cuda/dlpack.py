@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
+from fsdp_conformance.simulator.as_cuda.stream_handles import stream_of
 from fsdp_conformance.simulator.device import SIMULATED, streams
 from fsdp_conformance.simulator.device.devices import current_device, index_of
 from fsdp_conformance.simulator.replacements import Replacements
@@ -23,9 +24,6 @@ _EXTENSION = 12
 
 #: Streams that consumers name by number instead of by handle: nothing to wait for, and CUDA's default streams.
 _UNORDERED, _DEFAULT, _PER_THREAD = -1, 1, 2
-
-#: The handle of the stream with the id 1; below it are the numbers above.
-_FIRST_HANDLE = 1 << 12
 
 
 def install(replaced: Replacements) -> None:
@@ -67,12 +65,6 @@ def install(replaced: Replacements) -> None:
         replaced.set(torch._C, _torchDeviceToDLDevice=number_for_consumer)
 
 
-def handle_of(stream: torch.Stream) -> int:
-    """`stream.cuda_stream`: 0 for the default stream."""
-    number = int(stream.stream_id)
-    return _FIRST_HANDLE + number - 1 if number else 0
-
-
 def _numbered(device: torch.device) -> tuple[Any, int]:
     return _device_type(_CUDA), index_of(device)
 
@@ -101,14 +93,7 @@ def _order(stream: Any, device: torch.device) -> None:
     if stream == 0:
         raise AssertionError(f"unsupported stream on CUDA: {stream}.")
     index = device.index
-    if stream is None or stream == _DEFAULT:
-        consumer = streams.default_stream(index)
-    elif stream < _FIRST_HANDLE:
-        raise ValueError(
-            f"stream must be the `cuda_stream` of a stream, and there is no stream with the handle {stream}"
-        )
-    else:
-        consumer = streams.stream_by_id(stream - _FIRST_HANDLE + 1, index)
+    consumer = stream_of(_DEFAULT if stream is None else stream, index)
     producer = streams.current_stream(index)
     if consumer != producer:
         consumer.wait_stream(producer)

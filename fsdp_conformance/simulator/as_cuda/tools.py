@@ -15,7 +15,7 @@ import torch
 import torch.autograd.profiler
 import torch.cuda.profiler
 
-from fsdp_conformance.simulator.as_cuda import device_properties, dlpack
+from fsdp_conformance.simulator.as_cuda import device_properties, dlpack, stream_handles
 from fsdp_conformance.simulator.as_cuda.names import NotSimulated, translated
 from fsdp_conformance.simulator.device import memory
 from fsdp_conformance.simulator.device.streams import Stream
@@ -31,7 +31,7 @@ def install(replaced: Replacements) -> None:
         replaced.set(module, cudart=lambda: runtime, check_error=_check_error)
     replaced.set(torch.autograd.profiler, emit_nvtx=_EmitNvtx)
     dlpack.install(replaced)
-    replaced.set(Stream, cuda_stream=property(dlpack.handle_of))
+    replaced.set(Stream, cuda_stream=property(stream_handles.handle_of))
     fraction = _MemoryFraction()
     answers: dict[str, Any] = {
         "memory_snapshot": lambda mempool_id=None, include_traces=True: _segments(),

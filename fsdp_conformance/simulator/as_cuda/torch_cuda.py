@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdp_conformance.simulator.as_cuda import device_properties, graphs, surface
+from fsdp_conformance.simulator.as_cuda import device_properties, graphs, stream_handles, surface
 from fsdp_conformance.simulator.as_cuda import tools as cuda_tools
 from fsdp_conformance.simulator.as_cuda.names import script_asks, stand_in, translated
 from fsdp_conformance.simulator.as_cuda.refusals import refusal
@@ -62,6 +62,9 @@ def install(replaced: Replacements, labels: Labels) -> None:
     for old, new in _RENAMED.items():
         answers[old] = answers[new]
     answers |= _answers(simulator) | graphs.install(replaced)
+    answers["ExternalStream"] = stream_handles.ExternalStream
+    if hasattr(torch.cuda, "get_stream_from_external"):  # not in every version
+        answers["get_stream_from_external"] = translated(stream_handles.stream_from_external)
     answers["default_generators"] = tuple(map(simulator.default_generator, range(simulator.device_count())))
     known = {*answers, *_KEPT, *surface.refused()[torch.cuda.__name__]}
     for name, value in list(vars(torch.cuda).items()):

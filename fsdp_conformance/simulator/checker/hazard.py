@@ -174,11 +174,13 @@ class Useless(StrEnum):
     """It is for an event of another stream that was recorded before the first access."""
     WAITS_TOO_EARLY = "waits_too_early"
     """It is for the right stream, but comes before the first access."""
+    OTHER_WAITER = "other_waiter"
+    """It is for the first access, but by another stream than that of the second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UselessWait:
-    """A wait of the second access's stream, or of the host, that does not order two accesses."""
+    """A wait that does not order two accesses."""
 
     why: Useless
     stream: Stream
@@ -253,6 +255,11 @@ class Hazard:
         """True if not the uninitialized memory itself is used, but a value computed or copied from it."""
         return self.kind is HazardKind.UNINITIALIZED_READ and self.then_block != self.block
 
+    @property
+    def _is_noticed_later(self) -> bool:
+        """True if code that torch does not see has written, some time before the line of `now`."""
+        return self.now.site.op.startswith("code outside torch")
+
     def sentence(self) -> str:
         """The two accesses and the problem, in one line."""
         return f"{_KINDS[self.kind]} on {self._place()}: {self._claim()}"
@@ -311,14 +318,16 @@ class Hazard:
             return [
                 f"# after {self._at(self.then.site)}",
                 f"event = {_in_code(first)[0]}.record_event()",
-                f"# before the host {verb}: {self._at(self.now.site)}",
+                f"# before the host {verb}: "
+                + ("the first write after that" if self._is_noticed_later else self._at(self.now.site)),
                 "event.synchronize()",
             ]
         waiting, awaited = _in_code(second, first)
         lines = [f"# before {self._at(self.now.site)}", f"{waiting}.wait_stream({awaited})"]
         if _COLLECTIVE.match(self.then.site.op):
-            current = f"with {self._name(second)} current"
-            lines += [f"# or, {current}, if {self.then.site.op} returned a Work", "work.wait()"]
+            # Programs hold the Work; they know the stream of a group by no name.
+            work = [f"# before {self._at(self.now.site)}, with {self._name(second)} current", "work.wait()"]
+            return [*work, f"# or, if {self.then.site.op} returned no Work", lines[1]]
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -369,6 +378,10 @@ class Hazard:
                 return f"it was recorded before {first}. Record it after that"
             case Useless.OTHER_DEVICE:
                 return f"{first} runs on {self.device_type}:{self.then.stream.device}. Wait for that device"
+            case Useless.OTHER_WAITER if self.now.stream.is_host:
+                return "only that stream waits, and the host goes on. Let the host wait: event.synchronize()"
+            case Useless.OTHER_WAITER:
+                return f"{self._op(self.now)} does not wait. Let that stream wait"
         return f"{first} is not on that stream. Wait for {right}"
 
     def _place(self) -> str:
@@ -402,6 +415,12 @@ class Hazard:
                 return f"{second} overwrites what {first} reads, without waiting for it"
             case HazardKind.WRITE_AFTER_WRITE:
                 return f"{second} overwrites what {first} writes, without waiting for it"
+            case HazardKind.HOST_WRITE_IN_FLIGHT if self._is_noticed_later:
+                # NumPy, for example: torch does not see it write.
+                return (
+                    f"code outside torch overwrites what {first} {self.then.kind}s, without having waited for it, some "
+                    f"time before {_at_line(self.now.site)}"
+                )
             case HazardKind.HOST_WRITE_IN_FLIGHT:
                 return f"{second} overwrites what {first} {self.then.kind}s, without having waited for it"
             case HazardKind.HOST_READ_IN_FLIGHT:
@@ -513,6 +532,11 @@ def _site(data: Mapping[str, Any] | None) -> Site | None:
         return None
     stack = tuple(Frame(**frame) for frame in data["stack"])
     return Site(op=data["op"], label=data["label"], tensor=data["tensor"], stack=stack)
+
+
+def _at_line(site: Site) -> str:
+    frame = site.innermost()
+    return str(frame) if frame is not None else "a line that is not known"
 
 
 def _belongs(site: Site) -> list[str]:

@@ -4,8 +4,8 @@ Checks that all ranks call the same collectives, while a script runs.
 Before a collective is issued, it is compared with the calls of the other ranks of its group that are already there
 (`calls`): the operation, the reduction, the dtype, the sizes, the root, and for an all-to-all what each pair exchanges.
 A difference raises CollectiveMismatch on the rank that comes last, before it moves any data. Also reported: two
-communicators that two ranks use in different orders, two ranks that both send before they receive, two ranks on one
-device, and a rank that ends while others wait for it.
+communicators that two ranks use in different orders, messages whose tags differ, two ranks on one device, and a rank
+that ends while others wait for it. At the end of the script: devices that wait for each other (`device_order`).
 
 CUDA_VISIBLE_DEVICES is respected: scripts may give each process its own device 0.
 """
@@ -31,15 +31,19 @@ from fsdp_conformance.simulator.collectives.calls import (
     Standstills,
     deadlocked,
     difference,
+    issued_logs,
     logs_of,
 )
+from fsdp_conformance.simulator.collectives.device_order import device_deadlocks
 from fsdp_conformance.simulator.collectives.disagreement import Disagreement, DisagreementKind, Party
-from fsdp_conformance.simulator.collectives.messages import MessageOrder
 from fsdp_conformance.simulator.device import SIMULATED, build
 from fsdp_conformance.simulator.frames import Frame, Owner, calling_frame, owner
 
 #: For how many looks a rank must have been in the same wait before it counts as stuck.
 _LOOKS = 4
+
+#: How many parts of an all-to-all are shown.
+_SHOWN = 8
 
 #: Where the calls of a thread without frames of the user come from: the call of backward that it works for.
 Caller = Callable[[], Frame | None]
@@ -72,8 +76,6 @@ class _Peer:
     """Calls of this rank that the peer has not made yet, with their positions."""
     theirs: dict[tuple[Channel, int], tuple[int, Call]] = field(default_factory=dict)
     """Calls of the peer that this rank has not made yet."""
-    messages: dict[str, MessageOrder] = field(default_factory=dict)
-    """By group."""
     furthest_mine: _Match | None = None
     furthest_theirs: _Match | None = None
     """Among those that both have made: the last by this rank's order, and by the peer's."""
@@ -110,23 +112,22 @@ class Agreement:
         """Abort the collectives of this group, too, when the ranks are in a deadlock."""
         self._groups.add(group)
 
-    def check(self, call: Call) -> None:
-        """Note a call and compare it. Raises CollectiveMismatch."""
+    def check(self, call: Call, number: int = 0, waits_for: int = 0) -> None:
+        """Note a call (`IssuedCall`) and compare it. Raises CollectiveMismatch."""
         with self._lock:
-            number = self._counts.get(call.channel, 0)
-            self._counts[call.channel] = number + 1
+            count = self._counts.get(call.channel, 0)
+            self._counts[call.channel] = count + 1
             position = self.checked
             self.checked += 1
             # First written, then read: of two ranks at least one sees the other's call.
-            self._log.append(call)
+            self._log.append(call, number, waits_for)
             problems: list[Disagreement | None] = []
             for member in call.channel.members:
                 peer = self._peers.get(member)
                 if peer is None:
                     continue
-                key = (call.channel, number)
+                key = (call.channel, count)
                 self._catch_up(peer)
-                self._compare_messages(peer, call, is_mine=True)
                 earlier = peer.theirs.pop(key, None)
                 if earlier is None:
                     peer.mine[key] = (position, call)
@@ -148,6 +149,8 @@ class Agreement:
                 first = next(iter(peer.theirs.values()), None)
                 if first is not None:
                     problems.append(self._note(_missing(first[1], peer.rank, self._rank)))
+            if all(peer.reader.has_ended for peer in self._peers.values()):  # the last rank sees the calls of all
+                self._compare_devices()
         if problems:
             raise CollectiveMismatch(problems[0].sentence())
 
@@ -220,14 +223,13 @@ class Agreement:
 
     def _catch_up(self, peer: _Peer) -> None:
         """Read what the peer has called since the last time."""
-        for call in peer.reader.read():
+        for call in (issued.call for issued in peer.reader.read()):
             number = peer.counts.get(call.channel, 0)
             peer.counts[call.channel] = number + 1
             position = peer.position
             peer.position += 1
             if self._rank not in call.channel.members:
                 continue
-            self._compare_messages(peer, call, is_mine=False)
             key = (call.channel, number)
             earlier = peer.mine.pop(key, None)
             if earlier is None:
@@ -246,6 +248,8 @@ class Agreement:
             return self._note(Disagreement.between(DisagreementKind.DIFFERENT, parties, what))
         if mine.device_index is not None and mine.device_index == theirs.device_index:
             self._note(Disagreement.between(DisagreementKind.ONE_DEVICE, parties, str(mine.device_index)))
+        if mine.tag != theirs.tag and mine.channel.device != "cpu":
+            self._note(Disagreement.between(DisagreementKind.TAGS, parties, ""))
         if mine.orders:
             self._compare_order(peer, _Match(mine, theirs, my_position, their_position))
         return None
@@ -265,15 +269,19 @@ class Agreement:
         if peer.furthest_theirs is None or now.theirs > peer.furthest_theirs.theirs:
             peer.furthest_theirs = now
 
-    def _compare_messages(self, peer: _Peer, call: Call, *, is_mine: bool) -> None:
-        """Report two ranks that both send before they receive."""
-        if call.channel.pair is None or call.channel.device == "cpu":
-            return
-        order = peer.messages.setdefault(call.channel.group, MessageOrder())
-        waiting = order.add(call, is_mine=is_mine)
-        if waiting is not None:
-            parties = [Party.of(rank, one) for rank, one in zip((self._rank, peer.rank), waiting, strict=True)]
-            self._note(Disagreement.between(DisagreementKind.BOTH_SEND, parties, ""))
+    def compare_devices(self) -> None:
+        """Report devices that wait for each other, as far as the ranks have come: the script has failed."""
+        with self._lock:
+            self._compare_devices()
+
+    def _compare_devices(self) -> None:
+        for calls in device_deadlocks(issued_logs(self._directory, self._world_size)):
+            if len(calls) == 2 and all(call.orders for call in calls.values()):
+                continue  # two communicators that two ranks use in different orders
+            parties = [Party.of(rank, call) for rank, call in calls.items()]
+            both_send = len(calls) == 2 and all(call.op == "send" for call in calls.values())
+            kind = DisagreementKind.BOTH_SEND if both_send else DisagreementKind.DEVICE_DEADLOCK
+            self._note(Disagreement.between(kind, parties, ""))
 
     def _note(self, disagreement: Disagreement) -> Disagreement:
         if disagreement.key not in self._reported:
@@ -291,11 +299,27 @@ def _missing(call: Call, caller: int, absent: int) -> Disagreement:
     return Disagreement.between(DisagreementKind.MISSING, parties, "")
 
 
-def words_of(op: str, reduce_op: str, size: str, root: int | None, pair: tuple[int, int] | None) -> str:
-    """A call as people read it: "all_reduce(SUM, 12 float32)"."""
-    words = [reduce_op, size, f"root {root}" if root is not None else ""]
+def words_of(
+    op: str,
+    reduce_op: str,
+    size: str,
+    root: int | None = None,
+    pair: tuple[int, int] | None = None,
+    *,
+    tag: int = 0,
+    sends: Sequence[int] = (),
+    takes: Sequence[int] = (),
+) -> str:
+    """A call as people read it: "all_reduce(SUM, 12 float32)", "all_to_all(4 int8, to each 1, 3, from each 2, 2)"."""
+    words = [reduce_op, size, f"root {root}" if root is not None else "", f"tag {tag}" if tag else ""]
+    words += [f"{which} each {_shortened(numels)}" for which, numels in (("to", sends), ("from", takes)) if numels]
     text = f"{op}({', '.join(word for word in words if word)})"
     return text if pair is None else f"{text} from rank {pair[0]} to rank {pair[1]}"
+
+
+def _shortened(numels: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numels[:_SHOWN]))
+    return shown if len(numels) <= _SHOWN else f"{shown}, .."
 
 
 def place_of(caller: Caller) -> Frame | None:
@@ -306,9 +330,21 @@ def place_of(caller: Caller) -> Frame | None:
     return frame
 
 
-def in_batch() -> bool:
-    """True if the messages of a `batch_isend_irecv` are being issued."""
-    return bool(distributed_c10d._world.pg_coalesce_state)
+def is_paired(group: ProcessGroup) -> bool:
+    """
+    True if a message that a group issues now runs on a communicator of its two ranks.
+
+    One of a `batch_isend_irecv`, and any message of a group that is bound to a device, runs on the group's.
+    """
+    if distributed_c10d._world.pg_coalesce_state:
+        return False
+    return not getattr(group._get_backend(torch.device(SIMULATED)), "has_one_communicator", False)
+
+
+def device_order(index: int | None) -> tuple[int, int]:
+    """The place of a call on a device that is issued now: `IssuedCall.number` and `waits_for`."""
+    number, waits_for = build.load().exchange_order(-1 if index is None else index)
+    return number, waits_for
 
 
 def visible_index(index: int | None) -> int | None:

@@ -3,8 +3,8 @@ The collectives that each rank of a script has called, in files that the other r
 
 A rank appends every call to its own log before the call is issued, and then reads the logs of the ranks that the call
 involves. Whichever rank comes last to a collective therefore sees the calls of all others: they are compared without
-any rank waiting for another. Four bytes are written for each call; what a call says (operation, sizes, line) is written
-once, in a second file.
+any rank waiting for another. Twelve bytes are written for each call; what a call says (operation, sizes, line) is
+written once, in a second file.
 
 Standard library only: the controller reads these files too.
 """
@@ -24,8 +24,8 @@ from fsdp_conformance.simulator.frames import Frame
 #: The number that a rank writes when its script has ended.
 _ENDED = 0xFFFFFFFF
 
-#: One entry of the log: the number of the call's description.
-_ENTRY = struct.Struct("<I")
+#: One entry of the log: the number of the call's description, and its place in the order of the device.
+_ENTRY = struct.Struct("<III")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,16 +70,35 @@ class Call:
     place: Frame | None = None
     device_index: int | None = None
     """The device that the tensors are on, as an index among the devices of the machine."""
-    is_batched: bool = False
-    """True for a message of `batch_isend_irecv`."""
+    tag: int = 0
+    """Of a message."""
+    is_paired: bool = False
+    """True for a message on a communicator of its two ranks: unbatched, in a group that is not bound to a device."""
 
     @property
     def orders(self) -> bool:
         """True if calls on different communicators must come in one order: those of an accelerator, except messages."""
         return self.channel.device != "cpu" and self.channel.pair is None
 
+    @property
+    def communicator(self) -> Hashable:
+        """Calls on one communicator run on the device in the order in which they are issued."""
+        pair = frozenset(self.channel.pair) if self.is_paired and self.channel.pair is not None else None
+        return (self.channel.group, self.channel.device, pair)
+
     def __str__(self) -> str:
         return f"{self.words} on {self.title}" + (f" at {self.place}" if self.place is not None else "")
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedCall:
+    """A call, and its place in the order of its rank's device."""
+
+    call: Call
+    number: int = 0
+    """In the order in which the rank has issued them; the messages of a batch share one."""
+    waits_for: int = 0
+    """The stream that issued it has waited for all with smaller numbers."""
 
 
 def difference(mine: Call, theirs: Call, my_rank: int, their_rank: int) -> str:
@@ -112,17 +131,17 @@ class CallLog:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptions, self._entries = (os.open(path, flags, 0o600) for path in _paths(directory, rank))
 
-    def append(self, call: Call) -> None:
-        """Add a call. When this returns, other ranks can see it."""
-        number = self._described.get(call)
-        if number is None:
-            number = self._described[call] = len(self._described)
+    def append(self, call: Call, number: int = 0, waits_for: int = 0) -> None:
+        """Add a call (`IssuedCall`). When this returns, other ranks can see it."""
+        description = self._described.get(call)
+        if description is None:
+            description = self._described[call] = len(self._described)
             os.write(self._descriptions, json.dumps(asdict(call)).encode() + b"\n")
-        os.write(self._entries, _ENTRY.pack(number))
+        os.write(self._entries, _ENTRY.pack(description, number, waits_for))
 
     def end(self) -> None:
         """The script has ended normally: no more calls will come."""
-        os.write(self._entries, _ENTRY.pack(_ENDED))
+        os.write(self._entries, _ENTRY.pack(_ENDED, 0, 0))
 
     def close(self) -> None:
         """Close the files."""
@@ -142,7 +161,7 @@ class CallReader:
         self._at = [0, 0]
         self._rest = b""
 
-    def read(self) -> list[Call]:
+    def read(self) -> list[IssuedCall]:
         """The calls that were added since the last time, in order."""
         if self._files is None:
             try:
@@ -152,7 +171,11 @@ class CallReader:
         entries = self._new(1)
         entries = entries[: len(entries) - len(entries) % _ENTRY.size]
         self._at[1] += len(entries)
-        return [call for (number,) in _ENTRY.iter_unpack(entries) for call in self._described(number)]
+        return [
+            IssuedCall(call, number, waits_for)
+            for description, number, waits_for in _ENTRY.iter_unpack(entries)
+            for call in self._described(description)
+        ]
 
     def close(self) -> None:
         """Close the files."""
@@ -247,6 +270,11 @@ class Unanswered:
 
 def logs_of(directory: Path, world_size: int) -> list[list[Call]]:
     """The calls of each rank, for the controller."""
+    return [[issued.call for issued in log] for log in issued_logs(directory, world_size)]
+
+
+def issued_logs(directory: Path, world_size: int) -> list[list[IssuedCall]]:
+    """The calls of each rank, in the order of its device."""
     logs = []
     for rank in range(world_size):
         reader = CallReader(directory, rank)

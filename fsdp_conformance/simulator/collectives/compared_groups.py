@@ -27,7 +27,7 @@ from fsdp_conformance.simulator.checker.labels import caller_of_backward
 from fsdp_conformance.simulator.collectives.agreement import (
     Agreement,
     CollectiveMismatch,
-    in_batch,
+    device_order,
     place_of,
     title_of,
     visible_index,
@@ -55,7 +55,13 @@ _DTYPES = {
 }  # fmt: skip
 
 #: Findings that stop no collective: a GPU may get through.
-_HARMLESS_HERE = (DisagreementKind.ORDER, DisagreementKind.BOTH_SEND, DisagreementKind.ONE_DEVICE)
+_HARMLESS_HERE = (
+    DisagreementKind.ORDER,
+    DisagreementKind.BOTH_SEND,
+    DisagreementKind.DEVICE_DEADLOCK,
+    DisagreementKind.TAGS,
+    DisagreementKind.ONE_DEVICE,
+)
 
 
 class ComparedGroups:
@@ -185,6 +191,8 @@ def _check(
     sends: Sequence[int],
     takes: Sequence[int],
     device: int,
+    tag: int,
+    is_paired: bool,
 ) -> None:
     """An exchange is about to start. Raises CollectiveMismatch."""
     watching = agreement()
@@ -207,11 +215,15 @@ def _check(
             numels=(numel,) if dtype and op != "all_to_all" else (),
             sends=tuple(sends),
             takes=tuple(takes),
-            words=words_of(op, reduction, f"{numel} {dtype}" if dtype else "", rooted, pair),
+            words=words_of(
+                op, reduction, f"{numel} {dtype}" if dtype else "", rooted, pair, tag=tag, sends=sends, takes=takes
+            ),
             place=place_of(caller_of_backward),
             device_index=visible_index(device),
-            is_batched=pair is not None and in_batch(),
-        )
+            tag=tag,
+            is_paired=is_paired,
+        ),
+        *device_order(device),
     )
 
 

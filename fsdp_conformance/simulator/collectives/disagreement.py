@@ -29,6 +29,10 @@ class DisagreementKind(StrEnum):
     """Two ranks use two communicators in different orders."""
     BOTH_SEND = "both_send_first"
     """Two ranks send to each other before they receive."""
+    DEVICE_DEADLOCK = "deadlock_of_devices"
+    """The devices of several ranks wait for each other, each in a call that the others make later."""
+    TAGS = "tags_of_messages"
+    """A send and the receive that it meets have different tags."""
     ONE_DEVICE = "ranks_on_one_device"
     """Two ranks of a group use the same device."""
     MISSING = "missing_collective"
@@ -86,11 +90,15 @@ class Disagreement:
             calls = "; ".join(f"rank {party.rank} has called {_at(party)}" for party in self.parties)
             ranks = ", ".join(str(party.rank) for party in self.parties)
             return f"ranks {ranks} wait for each other: {calls}"
+        if self.kind is DisagreementKind.DEVICE_DEADLOCK:
+            calls = "; ".join(f"rank {party.rank} runs {_at(party)}" for party in self.parties)
+            ranks = ", ".join(str(party.rank) for party in self.parties)
+            return f"the devices of ranks {ranks} wait for each other, each in a call that others make later: {calls}"
         first, second = self.parties
         match self.kind:
             case DisagreementKind.DIFFERENT:
                 return (
-                    f"the {self.what} of a collective differ: rank {first.rank} calls {_at(first)}, "
+                    f"the {self.what} of a {self._subject()} differ: rank {first.rank} calls {_at(first)}, "
                     f"rank {second.rank} calls {_at(second)}"
                 )
             case DisagreementKind.ORDER:
@@ -103,10 +111,19 @@ class Disagreement:
                     f"ranks {first.rank} and {second.rank} both send before they receive: rank {first.rank} calls "
                     f"{_at(first)}, rank {second.rank} calls {_at(second)}"
                 )
+            case DisagreementKind.TAGS:
+                return (
+                    f"the tags of a message differ: rank {first.rank} calls {_at(first)}, rank {second.rank} calls "
+                    f"{_at(second)}"
+                )
             case DisagreementKind.ONE_DEVICE:
                 return f"ranks {first.rank} and {second.rank} use the same device, {self.what}: {_at(first)}"
         caller, absent = (first, second) if first.words else (second, first)
         return f"rank {caller.rank} calls {_at(caller)}, but rank {absent.rank} has ended without calling it"
+
+    def _subject(self) -> str:
+        is_message = all(party.words.startswith(("send(", "recv(")) for party in self.parties)
+        return "message" if is_message else "collective"
 
     def advice(self) -> str:
         """Advice on how to fix it."""
@@ -125,6 +142,16 @@ class Disagreement:
                 return (
                     "let one of the two receive first, or pass all of these messages to "
                     "torch.distributed.batch_isend_irecv. NCCL's send may last until its receive runs: both hang"
+                )
+            case DisagreementKind.DEVICE_DEADLOCK:
+                return (
+                    "call these in one order on all ranks that take part, or let the next one run on a stream that "
+                    "does not wait for the one before. On a GPU all of them hang"
+                )
+            case DisagreementKind.TAGS:
+                return (
+                    "send and receive in the same order. NCCL ignores tags: it delivers the messages between two ranks "
+                    "in the order of the calls, here into the wrong tensors"
                 )
             case DisagreementKind.ONE_DEVICE:
                 return (

@@ -27,6 +27,8 @@ RULES: Mapping[str, str] = {
     DisagreementKind.DIFFERENT: "The ranks of a group call different collectives.",
     DisagreementKind.ORDER: "Two ranks use two communicators in different orders.",
     DisagreementKind.BOTH_SEND: "Two ranks send to each other before they receive.",
+    DisagreementKind.DEVICE_DEADLOCK: "The devices of ranks wait for each other, in calls that differ in order.",
+    DisagreementKind.TAGS: "A send and the receive that it meets have different tags.",
     DisagreementKind.ONE_DEVICE: "Two ranks of a group use the same device.",
     DisagreementKind.DEADLOCK: "Ranks wait for each other in collectives that the others have not called.",
     DisagreementKind.MISSING: "A rank ends without a collective that another rank has called.",

@@ -106,9 +106,10 @@ enum class Useless : uint8_t {
   OtherDevice,       // it is for another device
   OtherEvent,        // it is for an event of another stream that was recorded before the first access
   WaitsTooEarly,     // it is for the right stream, but comes before the first access
+  OtherWaiter,       // it is for the first access, but by another stream than that of the second
 };
 
-/// A wait of the second access's stream, or of the host, that does not order two racing accesses.
+/// A wait that does not order two racing accesses.
 struct UselessWait {
   Useless why;
   Mark mark;

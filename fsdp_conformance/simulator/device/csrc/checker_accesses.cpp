@@ -195,10 +195,11 @@ std::vector<const Entry*> Checker::State::racing(const Block& block, const Entry
 
 std::vector<UselessWait> Checker::State::useless_waits(const Entry& then, const Entry& now) {
   std::map<Useless, std::pair<const NotedWait*, Lane>> last;
-  // What the host has waited for, the lane knows too.
-  for (const Lane waiter : {now.lane, kHost}) {
+  for (Lane waiter = 0; waiter < static_cast<Lane>(lanes.size()); ++waiter) {
+    // What the host has waited for, the lane knows too.
+    const bool is_for_now = waiter == now.lane || waiter == kHost;
     for (const NotedWait& wait : lane(waiter).waits) {
-      const auto why = why_useless(wait, then, now);
+      const auto why = is_for_now ? why_useless(wait, then, now) : for_another_lane(wait, waiter, then, now);
       if (!why) {
         continue;
       }
@@ -235,6 +236,13 @@ std::optional<Useless> Checker::State::why_useless(const NotedWait& wait, const 
     return std::nullopt;
   }
   return of_right_one ? Useless::RecordedTooEarly : before ? Useless::OtherEvent : Useless::OtherStream;
+}
+
+std::optional<Useless> Checker::State::for_another_lane(
+    const NotedWait& wait, Lane waiter, const Entry& then, const Entry& now) {
+  const bool between = then.order < wait.order && wait.order < now.order;
+  const bool helps = wait.mark.lane == then.lane && time_of(wait.clock, then.lane) >= then.tick;
+  return between && helps && waiter != then.lane ? std::make_optional(Useless::OtherWaiter) : std::nullopt;
 }
 
 void Checker::State::assume_ordered(const Entry& then, const Entry& now) {

@@ -26,7 +26,8 @@ constexpr std::pair<const char*, Useless> kUseless[] = {
     {"other_stream", Useless::OtherStream},
     {"other_device", Useless::OtherDevice},
     {"other_event", Useless::OtherEvent},
-    {"waits_too_early", Useless::WaitsTooEarly}};
+    {"waits_too_early", Useless::WaitsTooEarly},
+    {"other_waiter", Useless::OtherWaiter}};
 constexpr std::pair<const char*, Kind> kKinds[] = {{"read", Kind::Read}, {"write", Kind::Write}};
 constexpr std::pair<const char*, HazardKind> kHazardKinds[] = {
     {"read_after_write", HazardKind::ReadAfterWrite},        {"write_after_read", HazardKind::WriteAfterRead},

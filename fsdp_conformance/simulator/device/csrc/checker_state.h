@@ -250,6 +250,8 @@ struct Checker::State {
   /// For each reason why a wait may not order the two, the last wait of that kind.
   std::vector<UselessWait> useless_waits(const Entry& then, const Entry& now);
   std::optional<Useless> why_useless(const NotedWait& wait, const Entry& then, const Entry& now);
+  /// Whether a wait of another lane than that of `now` is for `then`.
+  std::optional<Useless> for_another_lane(const NotedWait& wait, Lane waiter, const Entry& then, const Entry& now);
   /// The host's first implicit wait after an access that covers it; null if there is none, or no longer.
   SitePtr implicit_wait_for(const Entry& then);
   /// Replace the unwritten bytes of a block.

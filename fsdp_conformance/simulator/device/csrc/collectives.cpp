@@ -355,12 +355,12 @@ c10::intrusive_ptr<Work> SimGroup::scatter(
   return issue(std::move(call));
 }
 
-c10::intrusive_ptr<Work> SimGroup::send(Tensors& tensors, int to, int /*tag*/) {
-  return point_to_point(tensors, to, OpType::SEND);
+c10::intrusive_ptr<Work> SimGroup::send(Tensors& tensors, int to, int tag) {
+  return point_to_point(tensors, to, tag, OpType::SEND);
 }
 
-c10::intrusive_ptr<Work> SimGroup::recv(Tensors& tensors, int from, int /*tag*/) {
-  return point_to_point(tensors, from, OpType::RECV);
+c10::intrusive_ptr<Work> SimGroup::recv(Tensors& tensors, int from, int tag) {
+  return point_to_point(tensors, from, tag, OpType::RECV);
 }
 
 c10::intrusive_ptr<Work> SimGroup::recvAnysource(Tensors&, int) {
@@ -513,7 +513,7 @@ c10::Device SimGroup::barrier_device(const c10d::BarrierOptions& opts) {
   return c10::Device(kSim, streams_.empty() ? current_device() : streams_.begin()->first.first);
 }
 
-c10::intrusive_ptr<Work> SimGroup::point_to_point(Tensors& tensors, int peer, OpType type) {
+c10::intrusive_ptr<Work> SimGroup::point_to_point(Tensors& tensors, int peer, int tag, OpType type) {
   TORCH_CHECK(tensors.size() == 1, kOneDevice);
   const bool sends = type == OpType::SEND;
   const Argument tensor{tensors[0], "tensor"};
@@ -523,7 +523,7 @@ c10::intrusive_ptr<Work> SimGroup::point_to_point(Tensors& tensors, int peer, Op
   TORCH_CHECK_WITH(
       ValueError, tensor.tensor.is_non_overlapping_and_dense(), "Tensors must be dense, got the ", describe(tensor),
       ". NCCL transfers as many elements as it has from where it begins.");
-  Issue call{.op = sends ? "send" : "recv", .type = type};
+  Issue call{.op = sends ? "send" : "recv", .type = type, .tag = tag};
   auto leg = move_leg(sends ? Op::Send : Op::Recv, call.op, tensor);
   leg.request.call += c10::str(sends ? " to rank " : " from rank ", peer);
   call.title = c10::str(call.op, " ", rank_, sends ? "->" : "<-", peer);

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "cuda_names.h"
+#include "exchange_order.h"
 #include "runtime.h"
 #include "uninitialized.h"
 
@@ -125,7 +126,8 @@ std::vector<int64_t> numels(const Tensors& places) {
   return result;
 }
 
-Called called(const Leg& leg, bool is_barrier, c10::Device device) {
+Called called(const Leg& leg, const Issue& call, c10::Device device) {
+  const bool is_barrier = call.type == OpType::BARRIER;
   Tensors given;
   for (const auto& places : leg.give) {
     given.insert(given.end(), places.begin(), places.end());
@@ -137,6 +139,8 @@ Called called(const Leg& leg, bool is_barrier, c10::Device device) {
   Called result;
   result.op = is_barrier ? "barrier" : name_of(op);
   result.device = device.index();
+  result.tag = call.tag;
+  result.is_paired = call.pair.has_value();
   if (is_barrier) {
     return result;
   }
@@ -280,6 +284,9 @@ c10::intrusive_ptr<Work> SimGroup::endCoalescing() {
   }
   const auto& stream = coalesced.stream;
   publish(coalesced.call, stream, coalesced.tensors);
+  if (stream) {
+    ExchangeOrder::get().issued(lane_of(*stream));
+  }
   show_to_profiler("coalesced", {});
   auto work = make_work(
       coalesced.call, OpType::COALESCED, coalesced.tensors, {},
@@ -316,7 +323,7 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
   if (watcher_ && held[0].device().type() == kSim) {
     for (const auto& leg : call.legs) {
       if (is_exchanged(leg) && !leg.local) {
-        (*watcher_)(called(leg, call.type == OpType::BARRIER, held[0].device()));
+        (*watcher_)(called(leg, call, held[0].device()));
       }
     }
   }
@@ -366,8 +373,11 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
     return make_work(target, call.type, held, std::move(call.results), nothing);
   }
   publish(target, stream, held);
-  if (stream && !call.async) {
-    return nullptr;
+  if (stream) {
+    ExchangeOrder::get().issued(lane_of(*stream));
+    if (!call.async) {
+      return nullptr;
+    }
   }
   auto work = make_work(
       target, call.type, held, std::move(call.results),

@@ -54,6 +54,7 @@ struct Issue {
   Tensors results = {};                                    // the value of the Work and its future
   Tensors through = {};                                    // a list that NCCL moves through its own buffer
   std::optional<std::pair<int, int>> pair = std::nullopt;  // for a message on the stream of these two ranks
+  int tag = 0;                                             // of a message
   std::string title = "";                                  // for profilers; `op` if empty
 };
 
@@ -67,6 +68,8 @@ struct Called {
   std::vector<int64_t> sends = {};  // for an all-to-all, to each rank
   std::vector<int64_t> takes = {};
   int device = 0;
+  int tag = 0;             // of a message
+  bool is_paired = false;  // a message on the stream of its two ranks
 };
 /// Called before an exchange starts, in the thread of the program. What it throws reaches the program.
 using Watcher = std::function<void(const Called&)>;
@@ -149,10 +152,10 @@ class SimGroup : public c10d::Backend {
   c10::intrusive_ptr<Work> scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override;
 
-  // Tags are ignored: messages between two ranks are matched in order, as by NCCL.
+  // Messages between two ranks are matched in order, as by NCCL, which ignores tags. The watcher sees them.
 
-  c10::intrusive_ptr<Work> send(Tensors& tensors, int to, int /*tag*/) override;
-  c10::intrusive_ptr<Work> recv(Tensors& tensors, int from, int /*tag*/) override;
+  c10::intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override;
+  c10::intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override;
   c10::intrusive_ptr<Work> recvAnysource(Tensors&, int) override;
 
   /// An all-reduce that the host waits for.
@@ -190,7 +193,7 @@ class SimGroup : public c10d::Backend {
   /// The group's stream on a device, or that of a pair of ranks for messages outside a batch.
   c10::Stream stream_of(c10::Device device, std::optional<std::pair<int, int>> pair = std::nullopt);
   c10::Device barrier_device(const c10d::BarrierOptions& opts);
-  c10::intrusive_ptr<Work> point_to_point(Tensors& tensors, int peer, OpType type);
+  c10::intrusive_ptr<Work> point_to_point(Tensors& tensors, int peer, int tag, OpType type);
 
   /// Order the stream, note the accesses on it, start the exchanges. Null for a call on the current stream.
   c10::intrusive_ptr<Work> issue(Issue call, std::shared_ptr<CollectiveCall>* made = nullptr);

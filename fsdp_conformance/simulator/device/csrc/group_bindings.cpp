@@ -4,7 +4,9 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "exchange_order.h"
 #include "group.h"
+#include "runtime.h"
 #include "settle.h"
 #include "staging.h"
 
@@ -88,7 +90,7 @@ Watcher watcher_of(pybind11::function function) {
       try {
         (*kept)(
             called.op, called.reduction, called.root, called.dtype, called.numel, called.sends, called.takes,
-            called.device);
+            called.device, called.tag, called.is_paired);
       } catch (pybind11::error_already_set& error) {
         failure = pybind11::str(error.value()).cast<std::string>();
       }
@@ -142,6 +144,7 @@ void register_collectives(pybind11::module_& module) {
             });
           })
       .def_property_readonly("allows_sparse", &SimGroup::allows_sparse)
+      .def_property_readonly("has_one_communicator", &SimGroup::has_one_communicator)
       .def("_set_default_timeout", &SimGroup::setTimeout, py::arg("timeout"));
   module.def(
       "group_over_gloo", &group_over_gloo, py::arg("gloo"), py::arg("store"), py::arg("name"), py::arg("rank"),
@@ -161,6 +164,11 @@ void register_collectives(pybind11::module_& module) {
   module.def("forget_thread_world", &forget_thread_world, py::arg("world"), py::call_guard<py::gil_scoped_release>());
   module.def("deliveries_pending", &deliveries_pending);
   module.def("free_staging", &free_staging);
+  // The number of the exchange that is issued next, and the first one that the current stream has not waited for.
+  module.def("exchange_order", [](c10::DeviceIndex device) {
+    const auto& order = ExchangeOrder::get();
+    return py::make_tuple(order.next(), order.waited_for(lane_of(current_stream(device))));
+  });
   module.def("waiting", [] {
     const Waiting now = waiting();
     return py::make_tuple(now.main, now.others, now.number);

@@ -263,6 +263,41 @@ void expect_new_contents(InFlight& all, const std::vector<Leaving*>& readers, co
   hide(all, written.block);
 }
 
+/// Note writes of the host, by code that torch does not see, to what unfinished copies read; `only`: to this block. The
+/// contents tell, and not who has written them when: some time since the copy, or since the last look.
+void note_overwritten(std::optional<BlockId> only, const char* op) {
+  std::vector<Leaving> written;
+  {
+    InFlight& all = in_flight();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (auto copy = all.leaving.begin(); copy != all.leaving.end();) {
+      const BlockId block = copy->block;
+      if ((only && *only != block) || Checker::get().host_knows(copy->clock)) {
+        ++copy;
+        continue;  // after_host_wait removes those that have finished
+      }
+      uncover(all, block);
+      reveal(all, block);
+      const bool same = !copy->overwritten && packed(copy->place) == copy->bytes;
+      hide(all, block);
+      cover(all, block);
+      if (same) {
+        ++copy;
+      } else {
+        written.push_back(std::move(*copy));
+        copy = all.leaving.erase(copy);
+      }
+    }
+    all.recount();
+  }
+  for (const auto& copy : written) {
+    const SitePtr site = here(op);
+    if (const auto hazard = Checker::get().access(copy.block, Kind::Write, copy.extent, kHost, site)) {
+      act_on(*hazard);
+    }
+  }
+}
+
 }  // namespace
 
 void copy_to_pinned(const at::Tensor& target, const at::Tensor& value, c10::Stream stream) {
@@ -315,6 +350,9 @@ at::Tensor contents_of_pinned(const at::Tensor& source) {
 
 void copy_from_pinned(const at::Tensor& source, const at::Tensor& contents, c10::Stream stream, const SitePtr& site) {
   const auto located = locate(source.storage().data_ptr());
+  if (checking()) {
+    note_overwritten(located->block, "code outside torch (noticed at this copy)");
+  }
   Leaving copy{
       located->block,
       Place(source),
@@ -348,38 +386,8 @@ void source_written(BlockId block, const Extent& extent) {
 
 void before_host_wait() {
   note_touches(/*may_raise=*/true);
-  if (!checking() || !pinned_copies_in_flight()) {
-    return;
-  }
-  std::vector<Leaving> written;
-  {
-    InFlight& all = in_flight();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    for (auto copy = all.leaving.begin(); copy != all.leaving.end();) {
-      if (Checker::get().host_knows(copy->clock)) {
-        ++copy;
-        continue;  // after_host_wait removes it
-      }
-      const BlockId block = copy->block;
-      uncover(all, block);
-      reveal(all, block);
-      const bool same = !copy->overwritten && packed(copy->place) == copy->bytes;
-      hide(all, block);
-      cover(all, block);
-      if (same) {
-        ++copy;
-      } else {
-        written.push_back(std::move(*copy));
-        copy = all.leaving.erase(copy);
-      }
-    }
-    all.recount();
-  }
-  for (const auto& copy : written) {
-    const SitePtr site = here("code outside torch (noticed at this wait)");
-    if (const auto hazard = Checker::get().access(copy.block, Kind::Write, copy.extent, kHost, site)) {
-      act_on(*hazard);
-    }
+  if (checking() && pinned_copies_in_flight()) {
+    note_overwritten(std::nullopt, "code outside torch (noticed at this wait)");
   }
 }
 

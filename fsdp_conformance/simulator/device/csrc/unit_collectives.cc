@@ -3,6 +3,7 @@
 #include "collectives.cpp"
 #include "collectives_sparse.cpp"
 #include "deliveries.cpp"
+#include "exchange_order.cpp"
 #include "group.cpp"
 #include "group_bindings.cpp"
 #include "legs.cpp"

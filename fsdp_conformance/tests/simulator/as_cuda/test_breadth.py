@@ -214,6 +214,26 @@ class TestDlpack:
                 torch.cuda.synchronize()
 
     @in_process_of_its_own
+    def test_an_external_stream_is_the_stream_that_it_was_made_from(self) -> None:
+        with simulated_cuda(1, hazards="report"):
+            side, other = torch.cuda.Stream(), torch.cuda.Stream()
+            for handle, is_ordered in ((side.cuda_stream, True), (other.cuda_stream, False)):
+                tensor = torch.ones(3, device="cuda")
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    tensor.mul_(2)
+                torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(handle, device="cuda:0"))
+                tensor.add_(1)
+                assert (kinds() == []) == is_ordered
+                torch.cuda.synchronize()
+            assert torch.cuda.get_stream_from_external(side.cuda_stream, "cuda:0") == side
+            assert torch.cuda.ExternalStream(0) == torch.cuda.default_stream()
+            with pytest.raises(ValueError, match="per-thread default streams are not simulated"):
+                torch.cuda.ExternalStream(2)
+            with pytest.raises(ValueError, match="got 94023: no stream has it"):
+                torch.cuda.ExternalStream(94023)
+
+    @in_process_of_its_own
     def test_races_through_shared_memory(self) -> None:
         """A write through the other name races with a read through this one, unless it is waited for."""
         with simulated_cuda(1, hazards="report"):
@@ -235,7 +255,7 @@ class TestDlpack:
                 tensor.__dlpack__(stream=0)
             with pytest.raises(TypeError, match="stream must be"):
                 tensor.__dlpack__(stream="1")
-            with pytest.raises(ValueError, match="no stream with the handle 5"):
+            with pytest.raises(ValueError, match="got 5: no stream has it"):
                 tensor.__dlpack__(stream=5)
 
 

@@ -87,10 +87,10 @@ read after write on sim:0: aten::mm on the default stream reads what all_gather_
   allocated by aten::empty.memory_format
       /src/acme/unit.py:9 in unshard
   missing:
-    # before aten::mm (/src/acme/unit.py:30 in unshard)
-    default_stream.wait_stream(all_gather_stream)
-    # or, with the default stream current, if all_gather_into_tensor returned a Work
-    work.wait()""",
+    # before aten::mm (/src/acme/unit.py:30 in unshard), with the default stream current
+    work.wait()
+    # or, if all_gather_into_tensor returned no Work
+    default_stream.wait_stream(all_gather_stream)""",
         )
 
     def test_write_after_read(self) -> None:
@@ -133,10 +133,10 @@ write after write on sim:0: all_reduce on the all-gather stream overwrites what 
       /src/acme/unit.py:51 in unshard
   memory: block 7 of sim:0 (256 bytes)
   missing:
-    # before all_reduce (/src/acme/unit.py:51 in unshard)
-    all_gather_stream.wait_stream(stream_3)
-    # or, with the all-gather stream current, if reduce_scatter_tensor returned a Work
-    work.wait()""",
+    # before all_reduce (/src/acme/unit.py:51 in unshard), with the all-gather stream current
+    work.wait()
+    # or, if reduce_scatter_tensor returned no Work
+    all_gather_stream.wait_stream(stream_3)""",
         )
 
     def test_reuse_in_flight(self) -> None:

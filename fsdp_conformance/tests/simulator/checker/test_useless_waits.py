@@ -94,17 +94,48 @@ def synchronize_of_the_device_that_stands_too_early(program: Program) -> None:
     program.read()
 
 
-#: By program: the reason, what it waits for, and whether the host waits.
-USELESS: Mapping[Callable[[Program], None], tuple[Useless, str, bool]] = {
-    event_recorded_too_early: (Useless.RECORDED_TOO_EARLY, "an event that was recorded on stream 1", False),
-    event_of_another_stream: (Useless.OTHER_STREAM, "an event that was recorded on stream 2", True),
-    earlier_event_of_another_stream: (Useless.OTHER_EVENT, "an event that was recorded on stream 2", False),
-    another_stream: (Useless.OTHER_STREAM, "stream 2", False),
-    synchronize_of_another_stream: (Useless.OTHER_STREAM, "stream 2", True),
-    synchronize_of_another_device: (Useless.OTHER_DEVICE, "sim:1", True),
-    wait_that_stands_too_early: (Useless.WAITS_TOO_EARLY, "stream 1", False),
-    synchronize_that_stands_too_early: (Useless.WAITS_TOO_EARLY, "stream 1", True),
-    synchronize_of_the_device_that_stands_too_early: (Useless.WAITS_TOO_EARLY, "sim:0", True),
+def wait_of_a_third_stream(program: Program) -> None:
+    program.write()
+    program.other.wait_stream(program.side)
+    program.read()
+
+
+def wait_of_a_stream_for_the_host(program: Program) -> None:
+    pinned = torch.zeros(4, pin_memory=True)
+    with sim.stream(program.side):
+        pinned.copy_(program.data, non_blocking=True)
+        event = program.side.record_event()
+    event.wait()
+    pinned.tolist()
+
+
+_DEFAULT, _HOST = "the default stream", "the host"
+
+#: By program: the reason, what it waits for, and what waits.
+USELESS: Mapping[Callable[[Program], None], tuple[Useless, str, str]] = {
+    event_recorded_too_early: (
+        Useless.RECORDED_TOO_EARLY,
+        "an event that was recorded on stream 1",
+        "the default stream",
+    ),
+    event_of_another_stream: (Useless.OTHER_STREAM, "an event that was recorded on stream 2", _HOST),
+    earlier_event_of_another_stream: (
+        Useless.OTHER_EVENT,
+        "an event that was recorded on stream 2",
+        "the default stream",
+    ),
+    another_stream: (Useless.OTHER_STREAM, "stream 2", _DEFAULT),
+    synchronize_of_another_stream: (Useless.OTHER_STREAM, "stream 2", _HOST),
+    synchronize_of_another_device: (Useless.OTHER_DEVICE, "sim:1", _HOST),
+    wait_that_stands_too_early: (Useless.WAITS_TOO_EARLY, "stream 1", _DEFAULT),
+    synchronize_that_stands_too_early: (Useless.WAITS_TOO_EARLY, "stream 1", _HOST),
+    synchronize_of_the_device_that_stands_too_early: (Useless.WAITS_TOO_EARLY, "sim:0", _HOST),
+    wait_of_a_third_stream: (Useless.OTHER_WAITER, "stream 1", "stream 2"),
+    wait_of_a_stream_for_the_host: (
+        Useless.OTHER_WAITER,
+        "an event that was recorded on stream 1",
+        "the default stream",
+    ),
 }
 
 
@@ -112,7 +143,7 @@ USELESS: Mapping[Callable[[Program], None], tuple[Useless, str, bool]] = {
 @in_process_of_its_own
 def test_the_wait_is_named(name: str) -> None:
     """With its line, what it is for, and why that does not help."""
-    run, (why, what, by_host) = next((run, expected) for run, expected in USELESS.items() if run.__name__ == name)
+    run, (why, what, waiter) = next((run, expected) for run, expected in USELESS.items() if run.__name__ == name)
     program = Program()
     run(program)
     (hazard,) = program.hazards()
@@ -122,18 +153,18 @@ def test_the_wait_is_named(name: str) -> None:
     frame = wait.waited.innermost()
     assert frame is not None
 
-    assert (wait.why, wait.waiter.is_host, frame.function) == (why, by_host, name)
-    waiter = "the host" if by_host else "the default stream"
-    (line,) = (line for line in hazard.explain().splitlines() if "which does not order the two" in line)
+    assert (wait.why, frame.function) == (why, name)
+    lines = hazard.explain().splitlines()
+    (line,) = (line for line in lines if f" waits for {what}" in line)
     assert line.startswith(f"  at {frame} {waiter} waits for {what}"), line
+    assert "which does not order the two" in line
 
 
 @in_process_of_its_own
 def test_nothing_is_named_without_a_wait() -> None:
-    """Neither what other streams wait for, nor what the host reads, nor a wait that was right for what came before."""
+    """Neither what the host reads, nor a wait that was right for what came before."""
     program = Program()
     program.write()
-    program.other.wait_stream(program.side)
     torch.ones(1, device="sim:0").item()
     program.read()
     (hazard,) = program.hazards()

@@ -16,6 +16,7 @@ from fsdp_conformance.simulator.collectives.calls import (
     CallLog,
     CallReader,
     Channel,
+    IssuedCall,
     call_from_json,
     deadlocked,
     logs_of,
@@ -316,13 +317,13 @@ class TestFiles:
     """Files that a rank leaves for others to read."""
 
     def test_a_call_is_described_once(self, tmp_path: Path) -> None:
-        """Four bytes for each call."""
+        """Twelve bytes for each call."""
         log = CallLog(tmp_path, 0)
         for _ in range(1000):
             log.append(call())
         log.close()
 
-        assert (tmp_path / "calls0.bin").stat().st_size == 4000
+        assert (tmp_path / "calls0.bin").stat().st_size == 12_000
         assert len((tmp_path / "calls0.jsonl").read_text().splitlines()) == 1
         assert logs_of(tmp_path, 1) == [[call()] * 1000]
 
@@ -338,11 +339,11 @@ class TestFiles:
         assert reader.read() == []
         log = CallLog(tmp_path, 0)
         log.append(call(1))
-        assert reader.read() == [call(1)]
+        assert reader.read() == [IssuedCall(call(1))]
         log.append(call(2))
-        log.append(call(1))
+        log.append(call(1), 7, 5)
         log.end()
-        assert reader.read() == [call(2), call(1)]
+        assert reader.read() == [IssuedCall(call(2)), IssuedCall(call(1), 7, 5)]
         assert reader.has_ended
         assert reader.read() == []
         reader.close()

@@ -28,6 +28,12 @@ ON_RANKS = {
     "wrong_barrier_against_reduce": r"operations of a collective differ: rank 0 calls all_reduce\(SUM, 4 float32\) on "
     r"the default group at test_rank_programs.py:\d+ in wrong_\w+, rank 1 calls barrier\(\)",
     "wrong_both_send_first": r"ranks 0 and 1 both send before they receive",
+    "wrong_ring_of_sends_of_four": r"the devices of ranks 0, 1, 2, 3 wait for each other",
+    "wrong_message_against_reduce": r"the devices of ranks 0, 1 wait for each other, each in a call that others make "
+    r"later: rank 0 runs all_reduce\(SUM, 4 float32\) on the default group at test_rank_programs.py:\d+ in \w+; rank 1 "
+    r"runs recv",
+    "wrong_batch_against_reduce": r"the devices of ranks 0, 1 wait for each other.* rank 1 runs recv",
+    "wrong_tags": r"the tags of a message differ: rank 0 calls send\(4 float32, tag 1\)",
     "wrong_groups_of_members_of_four": r"operations of a collective differ: rank \d calls new_group\(",
     "wrong_order_of_groups": r"two communicators are used in different orders",
     "wrong_ddp_hook_on_side": "read after write",
@@ -44,7 +50,7 @@ ON_RANKS = {
     r"group \S+ of ranks 2, 3 at .* rank 3 calls all_reduce\(MAX",
     "wrong_pair_order_of_four": r"ranks 0, 1, 2, 3 wait for each other: rank 0 has called all_reduce\(SUM, 4 float32\) "
     r"on group \S+ of ranks 0, 1 at test_rank_programs.py:\d+",
-    "wrong_alltoall_of_four": r"split sizes of a collective differ: rank 0 calls all_to_all\(5 float32\)",
+    "wrong_alltoall_of_four": r"split sizes of a collective differ: rank 0 calls all_to_all\(5 float32, to each",
     "wrong_wait_on_another_stream": "(read|write) after (read|write)",
 }
 

@@ -350,6 +350,67 @@ def wrong_both_send_first(rank: int) -> None:
     dist.recv(theirs, 1 - rank)
 
 
+def wrong_ring_of_sends_of_four(rank: int) -> None:
+    """Each rank sends to the next one, and then receives from the one before."""
+    mine, theirs = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
+    dist.send(mine, (rank + 1) % 4)
+    dist.recv(theirs, (rank + 3) % 4)
+
+
+def right_ring_of_messages_of_four(rank: int) -> None:
+    """None of the streams waits for the message that it sends."""
+    mine, theirs = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
+    works = [dist.isend(mine, (rank + 1) % 4), dist.irecv(theirs, (rank + 3) % 4)]
+    for work in works:
+        work.wait()
+    assert theirs.sum().item() == 4
+
+
+def wrong_message_against_reduce(rank: int) -> None:
+    total, message = torch.ones(4, device="cuda"), torch.full((4,), float(rank), device="cuda")
+    if rank == 0:
+        dist.all_reduce(total)
+        total.sum().mul_(2)
+        dist.send(message, 1)
+    else:
+        dist.recv(message, 0)
+        dist.all_reduce(total)
+
+
+def right_message_beside_reduce(rank: int) -> None:
+    """Rank 1 posts its receive ahead, and no stream waits for it before the reduction."""
+    total, message = torch.ones(4, device="cuda"), torch.full((4,), float(rank), device="cuda")
+    if rank == 0:
+        dist.all_reduce(total)
+        dist.send(message, 1)
+    else:
+        work = dist.irecv(message, 0)
+        dist.all_reduce(total)
+        work.wait()
+    assert total.sum().item() == 8
+
+
+def wrong_batch_against_reduce(rank: int) -> None:
+    """A batch runs on the communicator of the group, like the reduction: in the order of the calls."""
+    total, message = torch.ones(4, device="cuda"), torch.full((4,), float(rank), device="cuda")
+    messages = [dist.P2POp(dist.irecv if rank else dist.isend, message, 1 - rank)]
+    reduction = None if rank else dist.all_reduce(total, async_op=True)
+    works = dist.batch_isend_irecv(messages)
+    if reduction is None:
+        reduction = dist.all_reduce(total, async_op=True)
+    for work in (*works, reduction):
+        work.wait()
+
+
+def wrong_tags(rank: int) -> None:
+    first, second = (torch.full((4,), value, device="cuda") for value in (1.0, 2.0))
+    for tensor, tag in ((first, 1), (second, 2)) if rank == 0 else ((second, 2), (first, 1)):
+        if rank == 0:
+            dist.send(tensor, 1, tag=tag)
+        else:
+            dist.recv(tensor, 0, tag=tag)
+
+
 def wrong_order_of_groups(rank: int) -> None:
     """On a GPU it depends on the moment whether the ranks wait for each other."""
     groups = [dist.new_group(), dist.new_group()]
