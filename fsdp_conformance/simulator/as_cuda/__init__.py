@@ -17,6 +17,7 @@ The simulated device under CUDA's names, for scripts and tests that say "cuda".
     process_groups     process groups that a program makes itself
     attention          attention on DTensors, flex attention
     varlen             attention over packed sequences
+    triton_kernels     Triton kernels, run by its interpreter
     dtensor_rng        random operations on DTensors
     dlpack             exchange of tensors with other libraries
     stream_handles     the numbers of streams, and streams made from one

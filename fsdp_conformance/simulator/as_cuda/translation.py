@@ -35,6 +35,7 @@ from fsdp_conformance.simulator.as_cuda import (
     refusals,
     sharing,
     tensor_types,
+    triton_kernels,
     varlen,
 )
 from fsdp_conformance.simulator.as_cuda import error_messages as messages
@@ -109,6 +110,7 @@ def install(labels: Labels) -> Replacements:
     sharing.install(replaced)
     attention.install(replaced)
     varlen.install(replaced)
+    triton_kernels.install(replaced)
     dtensor_rng.install(replaced)
     _install_checkpoints(replaced)
     _install_refusals(replaced)

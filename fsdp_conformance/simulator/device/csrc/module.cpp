@@ -156,6 +156,27 @@ void bind_sites(py::module_& module) {
     expose_pinned(tensor);
     note_access(tensor, writes ? Kind::Write : Kind::Read, kHost, here(op));
   });
+  // A kernel that torch does not see has run on the current stream. Returns whether an access has raced in the mode in
+  // which that makes values NaN.
+  module.def(
+      "note_kernel",
+      [](const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes, const std::string& op) {
+        const auto& any = reads.empty() ? writes : reads;
+        if (any.empty()) {
+          return false;
+        }
+        const auto stream = current_stream(any[0].device().index());
+        const SitePtr site = checking() ? here(op) : nullptr;
+        Checker::get().submit(lane_of(stream));
+        bool poisoned = false;
+        for (const auto& tensor : reads) {
+          poisoned |= note_access(tensor, Kind::Read, stream, site);
+        }
+        for (const auto& tensor : writes) {
+          poisoned |= note_access(tensor, Kind::Write, stream, site);
+        }
+        return poisoned;
+      });
   module.def("set_memory_limit", &set_memory_limit, py::arg("nbytes"));
 }
 

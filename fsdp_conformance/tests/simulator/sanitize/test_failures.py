@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from fsdp_conformance.cli.child import end_family, family
 from fsdp_conformance.tests.cli.cli_runs import words
@@ -137,7 +136,6 @@ torch.ones(2, device="cuda")
 for ask in (
     lambda: torch.cuda.CUDAGraph().debug_dump("graph.dot"),
     lambda: torch.cuda.MemPool(),
-    *([lambda: torch.cuda.get_stream_from_external(1)] if hasattr(torch.cuda, "get_stream_from_external") else []),
     lambda: torch.cuda.utilization(),
     lambda: torch.nn.DataParallel(torch.nn.ReLU(), [0])(torch.ones(2)),
     lambda: cpp_extension.load("kernels", ["kernels.cu"]),
@@ -146,7 +144,7 @@ for ask in (
         ask()
     except NotImplementedError as error:
         print("refused:", error)
-torch.cuda.ExternalStream(1)
+torch.cuda.current_blas_handle()
 """
 
 
@@ -159,12 +157,11 @@ def test_what_cannot_be_simulated_says_so(tmp_path: Path) -> None:
     assert [line.partition(" has no counterpart on the simulated accelerator: ")[0] for line in refused] == [
         "torch.cuda.CUDAGraph.debug_dump",
         "torch.cuda.MemPool",
-        *(["torch.cuda.get_stream_from_external"] if hasattr(torch.cuda, "get_stream_from_external") else []),
         "torch.cuda.utilization",
         "torch.nn.parallel.comm.scatter",
         "a CUDA kernel of torch.utils.cpp_extension.load",
     ]
-    assert "NotSimulated: torch.cuda.ExternalStream has no counterpart" in run.verdict
+    assert "NotSimulated: torch.cuda.current_blas_handle has no counterpart" in run.verdict
 
 
 def test_a_script_that_says_cuda_is_told_about_the_option(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""
+Triton kernels, with a stand-in for Triton that runs a kernel as its interpreter does: on copies on the host.
+
+Triton's own interpreter (3.9.0) has the same two methods; it is no dependency of the tests because of its size.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_conformance.simulated_cuda import simulated_cuda
+from fsdp_conformance.simulator import checker
+from fsdp_conformance.simulator.as_cuda.names import NotSimulated
+from fsdp_conformance.simulator.checker.hazard import HazardKind
+from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
+
+pytestmark = compiled
+
+
+class GridExecutor:
+    """The interpreter: it copies the arguments to the host, runs the function, and copies all of them back."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        self.fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        copies = [_to_host(arg) for arg in args]
+        self.fn(*copies, **kwargs)
+        for arg, copy in zip(args, copies, strict=True):
+            if isinstance(arg, Tensor):
+                arg.copy_(copy)
+
+
+class JITFunction:
+    """A kernel that is compiled for a GPU."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        self.fn = fn
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("libcuda.so cannot be found")
+
+
+def _to_host(arg: Any) -> Any:
+    return arg.cpu() if isinstance(arg, Tensor) else arg
+
+
+def _import_triton() -> None:
+    for name in ("triton", "triton.runtime", "triton.runtime.jit", "triton.runtime.interpreter"):
+        module: Any = types.ModuleType(name)
+        module.__spec__ = types.SimpleNamespace(_initializing=False)
+        module.JITFunction, module.GridExecutor = JITFunction, GridExecutor
+        sys.modules[name] = module
+
+
+def scale(x: Tensor, out: Tensor, factor: float) -> None:
+    """A kernel."""
+    out[:] = x * factor
+
+
+@in_process_of_its_own
+def test_a_compiled_kernel_is_refused_by_name() -> None:
+    _import_triton()
+    with simulated_cuda(1), pytest.raises(NotSimulated, match=r"the Triton kernel scale .* Set TRITON_INTERPRET=1"):
+        JITFunction(scale).run(torch.ones(2, device="cuda"), grid=(1,))
+
+
+@in_process_of_its_own
+def test_an_interpreted_kernel_is_one_operation_of_its_stream() -> None:
+    """Its result need not be written before, its copies are no waits, and what it reads and writes can race."""
+    _import_triton()
+    kernel = GridExecutor(scale)
+    with simulated_cuda(1, hazards="report"):
+        x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+        for waits in (True, False):
+            out = torch.empty(4, device="cuda")
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                kernel(x, out, 3.0)
+            if waits:
+                torch.cuda.current_stream().wait_stream(side)
+            out.add_(1)
+            found = checker.hazards()
+            checker.clear_hazards()
+            assert [hazard.kind for hazard in found] == [] if waits else [HazardKind.READ_AFTER_WRITE]
+            torch.cuda.synchronize()
+            assert out.tolist() == [4.0] * 4
+        assert found[0].then.site.op == "Triton kernel scale"
+
+
+@in_process_of_its_own
+def test_a_kernel_reads_what_it_does_not_change() -> None:
+    _import_triton()
+    with simulated_cuda(1, hazards="report"):
+        x, out, side = torch.ones(4, device="cuda"), torch.empty(4, device="cuda"), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.mul_(2)
+        GridExecutor(scale)(x, out, 3.0)
+        (hazard,) = checker.hazards()
+        checker.clear_hazards()
+        assert (hazard.kind, hazard.now.site.op) == (HazardKind.READ_AFTER_WRITE, "Triton kernel scale")
+
+
+@in_process_of_its_own
+def test_tensors_of_the_host_are_left_to_triton() -> None:
+    _import_triton()
+    with simulated_cuda(1):
+        out = torch.empty(4)
+        GridExecutor(scale)(torch.ones(4), out, 3.0)
+        assert out.tolist() == [3.0] * 4
