@@ -241,7 +241,7 @@ def test_a_write_between_two_copies_is_noticed_at_the_second() -> None:
     for step in range(3):
         view[:] = step
         device.copy_(staging, non_blocking=True)
-    torch.sim.synchronize()
+    sim.synchronize()
     (hazard,) = checker.hazards()
     checker.clear_hazards()
 

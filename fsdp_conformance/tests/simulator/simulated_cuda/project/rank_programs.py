@@ -360,8 +360,8 @@ def wrong_ring_of_sends_of_four(rank: int) -> None:
 def right_ring_of_messages_of_four(rank: int) -> None:
     """None of the streams waits for the message that it sends."""
     mine, theirs = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
-    works = [dist.isend(mine, (rank + 1) % 4), dist.irecv(theirs, (rank + 3) % 4)]
-    for work in works:
+    for work in (dist.isend(mine, (rank + 1) % 4), dist.irecv(theirs, (rank + 3) % 4)):
+        assert work is not None
         work.wait()
     assert theirs.sum().item() == 4
 
@@ -385,6 +385,7 @@ def right_message_beside_reduce(rank: int) -> None:
         dist.send(message, 1)
     else:
         work = dist.irecv(message, 0)
+        assert work is not None
         dist.all_reduce(total)
         work.wait()
     assert total.sum().item() == 8
