@@ -295,6 +295,10 @@ class Hazard:
             lines.append(f"  its previous tenant, allocated on {self._name(self.tenant_stream)}, was {self._freed()}")
             lines += _belongs(self.freed) + stack(self.freed.stack) if self.freed is not None else []
         lines += self._explained_wait()
+        if self.kind is HazardKind.HOST_READ_IN_FLIGHT:
+            lines.append(
+                "  until the host has waited, it reads NaN here; on a GPU it reads whatever the memory holds by then"
+            )
         if self.hidden_by is not None:
             lines.append(f"  in this run the host waits in between, to get a result of {self.hidden_by.op}")
             lines += stack(self.hidden_by.stack)
@@ -311,7 +315,7 @@ class Hazard:
         if self.kind is HazardKind.UNINITIALIZED_READ:
             return [
                 f"# after {self._at(self.then.site)}, before {self._at(self.now.site)}",
-                "tensor.zero_()  # or write every element of it",
+                "tensor.zero_()  # if zeros are right there; else write every element, or leave out what is padding",
             ]
         if second.is_host:
             verb = "writes" if self.kind is HazardKind.HOST_WRITE_IN_FLIGHT else "reads"
@@ -437,7 +441,7 @@ class Hazard:
         first, second, owner = self.then.stream, self.now.stream, self.tenant_stream
         if self.pinned:
             return [
-                f"# keep a reference to the tensor until, after {self._at(self.then.site)}",
+                f"# after {self._at(self.then.site)}, before the tensor is freed",
                 f"event = {_in_code(first)[0]}.record_event()",
                 "event.synchronize()",
             ]
@@ -452,7 +456,7 @@ class Hazard:
         return [
             "# before the tensor is freed" + (f" ({frame})" if frame is not None else ""),
             f"tensor.record_stream({using})",
-            f"# or keep a reference to it until, after {self._at(self.then.site)}",
+            f"# or, after {self._at(self.then.site)} and still before the tensor is freed",
             f"{owning}.wait_stream({using})",
         ]
 

@@ -372,7 +372,7 @@ class ScriptReport:
             for rank, one in enumerate(self.observed)
             if one is not None and not one["accesses"] and not self._children_of(rank)
         ]
-        words = f"checked: {self._amount()}, {waits:,} waits, {_duration(self.seconds)}"
+        words = f"checked: {self._amount()}, {waits:,} wait{'' if waits == 1 else 's'}, {_duration(self.seconds)}"
         if self.order.ordering_only:
             words += "; ordering only, without numbers"
         return words + (f"; nothing on {_ranks(idle)}" if idle else "")

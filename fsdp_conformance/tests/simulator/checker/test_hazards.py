@@ -166,7 +166,7 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream use
   missing:
     # before the tensor is freed (/src/acme/unit.py:80 in reshard)
     tensor.record_stream(all_gather_stream)
-    # or keep a reference to it until, after all_gather_into_tensor (/src/acme/unit.py:12 in unshard)
+    # or, after all_gather_into_tensor (/src/acme/unit.py:12 in unshard) and still before the tensor is freed
     default_stream.wait_stream(all_gather_stream)""",
         )
 
@@ -197,7 +197,7 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream may
   missing:
     # before the tensor is freed (/src/acme/unit.py:80 in reshard)
     tensor.record_stream(all_gather_stream)
-    # or keep a reference to it until, after all_gather_into_tensor (/src/acme/unit.py:12 in unshard)
+    # or, after all_gather_into_tensor (/src/acme/unit.py:12 in unshard) and still before the tensor is freed
     default_stream.wait_stream(all_gather_stream)""",
         )
 
@@ -250,7 +250,7 @@ reuse of memory in flight on sim:0: all_gather_into_tensor on the all-gather str
         self.assertExpectedInline(
             "\n".join(described.missing()),
             """\
-# keep a reference to the tensor until, after aten::copy_ (/src/acme/unit.py:70 in unshard)
+# after aten::copy_ (/src/acme/unit.py:70 in unshard), before the tensor is freed
 event = stream_3.record_event()
 event.synchronize()""",
         )
@@ -299,6 +299,7 @@ host read in flight on pinned memory: aten::sum on the host reads what aten::cop
   then: aten::sum on the host reads bytes 0 to 255 (256 bytes)
       /src/acme/unit.py:71 in unshard
   memory: block 7 of pinned memory (256 bytes)
+  until the host has waited, it reads NaN here; on a GPU it reads whatever the memory holds by then
   missing:
     # after aten::copy_ (/src/acme/unit.py:70 in unshard)
     event = default_stream.record_event()
@@ -324,7 +325,7 @@ use of uninitialized memory on sim:0: all_reduce on the default stream uses a va
       /src/acme/unit.py:30 in unshard
   missing:
     # after aten::empty (/src/acme/unit.py:9 in unshard), before all_reduce (/src/acme/unit.py:30 in unshard)
-    tensor.zero_()  # or write every element of it""",
+    tensor.zero_()  # if zeros are right there; else write every element, or leave out what is padding""",
         )
         derived = replace(described, block=8)
         assert derived.sentence().endswith("uses a value computed or copied from memory that nothing has written")
