@@ -9,12 +9,13 @@ differs although all of them are equal is the engine's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
+from fsdp_conformance.parity.changed import why_changed
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import FACTOR, TENSORS, Noise, Select, eps_of, noise_of, relative
 from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
@@ -342,6 +343,17 @@ class _Comparing:
         if not beyond:
             return
         name, value, wanted, bound = beyond[0]
+        if self._agree_after_backward(step, expected, [item[0] for item in beyond]):
+            yield Finding(
+                title="The gradients agree after the backward, and no longer once the script has changed them",
+                whose=Whose.SCRIPT,
+                step=step.number,
+                first=f"'{name}' · {_size(value, wanted, bound)}",
+                likely=why_changed(step, expected),
+                evidence=_also(len(beyond), len(others)),
+                line=next((each.changed for each in step.steps if each.changed), step.backward_line),
+            )
+            return
         previous = self.reference.steps[step.number - 1] if step.number else None
         made_of = gradients.Gradients(
             values={name: value for name, value, *_ in beyond},
@@ -356,8 +368,11 @@ class _Comparing:
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
         whose = self._whose_gradients(step, expected)
         if whose is Whose.ENGINE and not likely:
-            # Gradients are recorded where the optimizer takes them, and a script may have clipped them by hand.
-            whose, likely = Whose.EITHER, "the reduction, or code that changes gradients before the optimizer's step"
+            # Hooks of the script change gradients too.
+            whose, likely = (
+                Whose.EITHER,
+                "the reduction, or a hook of the script that changes gradients in the backward",
+            )
         yield Finding(
             title="The gradients differ",
             whose=whose,
@@ -366,6 +381,20 @@ class _Comparing:
             likely=likely,
             evidence=(*_also(len(beyond), len(others)), *self._still_equal(with_outputs=True)),
             line=step.backward_line,
+        )
+
+    def _agree_after_backward(self, step: TrainingStep, expected: TrainingStep, names: Sequence[str]) -> bool:
+        """True if these gradients were the expected ones when the last backward had reduced them."""
+        values, others = step.reduced.values, expected.reduced.values
+        if not any(each.reduced for each in (*step.steps, *expected.steps)):
+            return False
+        bounds = {name: self.noise.bound("reduced", TENSORS["reduced"], step.number, name) for name in names}
+        return all(
+            name in values
+            and name in others
+            and values[name].dtype == others[name].dtype
+            and relative(values[name], others[name]) <= (bounds[name] or 0.0)
+            for name in names
         )
 
     def _whose_gradients(self, step: TrainingStep, expected: TrainingStep) -> Whose:

@@ -47,8 +47,10 @@ EPS = {
 
 Select = Callable[[TrainingStep], Tensors]
 
-#: The tensors of a step by kind, in the order in which it computes them; "gradient" is before clipping.
+#: The tensors of a step by kind, in the order in which it computes them; "reduced" is after the backward, and
+#: "gradient" before clipping.
 TENSORS: dict[str, Select] = {
+    "reduced": attrgetter("reduced"),
     "gradient": attrgetter("unclipped"),
     "clipped": attrgetter("gradients"),
     "parameter": attrgetter("parameters"),

@@ -71,9 +71,20 @@ class TrainingStep:
     @functools.cached_property
     def unclipped(self) -> Tensors:
         """Before the first clipping, or as the optimizer got them if nothing was clipped."""
-        if not all(self.clips):
-            return self.gradients
-        return whole_tensors([clips[0].gradients for clips in self.clips])
+        return whole_tensors([self.unclipped_of(rank) for rank in range(len(self.steps))])
+
+    def reduced_of(self, rank: int) -> Mapping[str, Fingerprint]:
+        """A rank's gradients after the last backward that reduces them."""
+        return self.steps[rank].reduced or self.unclipped_of(rank)
+
+    def unclipped_of(self, rank: int) -> Mapping[str, Fingerprint]:
+        """A rank's gradients before the first clipping, or as the optimizer got them if nothing was clipped."""
+        return self.clips[rank][0].gradients if all(self.clips) else self.steps[rank].gradients
+
+    @functools.cached_property
+    def reduced(self) -> Tensors:
+        """After the last backward that reduces them."""
+        return whole_tensors([self.reduced_of(rank) for rank in range(len(self.steps))])
 
     @functools.cached_property
     def parameters(self) -> Tensors:

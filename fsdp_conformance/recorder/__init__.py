@@ -7,6 +7,8 @@ change to what it computes.
     process         begins in a process that has the variables for it, when torch has been imported
     observer        what is recorded, and when
     hooks           the places in torch where a training loop is seen
+    changes         where the script changes gradients after a backward
+    lines           lines of the script, as they are shown
     names           parameters by the names that the unsharded model gives them
     layouts         which elements of a parameter this rank holds
     shards          the parameters that an optimizer has, while modules hold gathered ones

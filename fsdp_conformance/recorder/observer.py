@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,8 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from fsdp_conformance.recorder.changes import Changes
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
+from fsdp_conformance.recorder.lines import script_line
 from fsdp_conformance.recorder.names import Roots, unwrapped
 from fsdp_conformance.recorder.random_state import random_states
 from fsdp_conformance.recorder.shards import Shards
@@ -51,7 +52,6 @@ from fsdp_conformance.recordings.events import (
     Step,
 )
 from fsdp_conformance.recordings.fingerprint import MODULUS, Fingerprint
-from fsdp_conformance.stack import Owner, owner, shown
 
 #: An input with more samples than this is recorded as a whole only.
 MAX_SAMPLES = 4096
@@ -61,10 +61,6 @@ _MOST_MEANS = 64
 
 #: Settings of an optimizer that say how it computes, not what.
 _NOT_SETTINGS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-
-#: Directories of this package whose code stands between the script and torch.
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN = tuple(os.path.join(_PACKAGE, part, "") for part in ("recorder", "engine"))
 
 #: Tensors by name, each with the parts that this rank holds.
 Parts = dict[str, list[Part]]
@@ -133,6 +129,10 @@ class Observer:
         self._in_backward = False
         self._in_clipping = False
         self._stepping: list[Named] = []
+        # The gradients after the last backward that reduces them, and as they were clipped first.
+        self._reduced: Named | None = None
+        self._unclipped: Named | None = None
+        self._changes = Changes()
         self.before_forward: Callable[[], object] = lambda: None
         """Called before each outermost forward, before anything is recorded of it."""
         self.is_reduced = True
@@ -216,6 +216,7 @@ class Observer:
         return inputs
 
     def _begin_pass(self) -> None:
+        self._changes.stop()
         self._pass += 1
         if self._pass == 0:
             self._kept = sum(parameter.grad is not None for parameter in self._parameters())
@@ -293,6 +294,9 @@ class Observer:
             )
 
         self._later(event)
+        if is_reduced:
+            self._reduced = Named(self._gradients())
+            self._changes.watch(self._parameters())
         return result
 
     def _take_contributions(self) -> Named | None:
@@ -310,6 +314,7 @@ class Observer:
             self._in_clipping = False
 
     def _clip(self, call: Callable[[], Any], limit: float, kind: float) -> Any:
+        self._changes.stop()
         step, line = self._step, script_line()
         gradients = Named(self._gradients())
         norm = call()
@@ -327,6 +332,7 @@ class Observer:
     def _clipped(self, step: int, line: str, gradients: Named, norm: Any, limit: float, kind: float) -> None:
         local = norm.to_local() if hasattr(norm, "to_local") and hasattr(norm, "placements") else norm
         local = local.detach().clone() if isinstance(local, Tensor) else local
+        self._unclipped = self._unclipped or gradients
         is_partial = any(placement.is_partial() for placement in getattr(norm, "placements", ()))
 
         def event() -> Event:
@@ -346,6 +352,7 @@ class Observer:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
+        self._changes.stop()
         self._stepping.append(Named(self._gradients(optimizer)) if not self._stepping else Named({}))
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -372,6 +379,7 @@ class Observer:
         line = script_line()
         self._flush()
         numbers = {name: _finite(value) for name, value in after.counters.items()}
+        reduced = self._changed_since_backward(gradients)
         self._writer.write(
             Step(
                 step=self._step,
@@ -379,6 +387,8 @@ class Observer:
                 line=line,
                 groups=after.groups,
                 gradients=gradients.values(),
+                reduced=reduced,
+                changed=self._changes.line,
                 parameters=parameters.values(),
                 state=state.values(),
                 counters={name: number for name, number in numbers.items() if number is not None},
@@ -390,6 +400,14 @@ class Observer:
         self._step += 1
         self._pass = -1
         self._has_layouts = False
+
+    def _changed_since_backward(self, gradients: Named) -> dict[str, Fingerprint]:
+        """The gradients as they were after the backward, if they were others when they were clipped or stepped with."""
+        reduced, unclipped = self._reduced, self._unclipped or gradients
+        self._reduced = self._unclipped = None
+        before, after = reduced.values() if reduced is not None else {}, unclipped.values()
+        # The step may be of an optimizer that has a part of the parameters.
+        return {} if all(before.get(name, value) == value for name, value in after.items()) else before
 
     def _after_step_of(self, optimizer: Optimizer) -> Stepped:
         parameters: Parts = defaultdict(list)
@@ -442,6 +460,7 @@ class Observer:
         if self._has_ended:
             return
         self._has_ended = True
+        self._changes.stop()
         if self._writer.has_begun or self._waiting:
             self._flush()
             self._writer.write(End(error=error))
@@ -530,20 +549,6 @@ class Observer:
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a parameter group that say what its optimizer computes."""
     return {key: _plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
-
-
-def script_line() -> str:
-    """The innermost line of the script, "train.py:30"; of a library, if no script is on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    library = ""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if owner(file) is Owner.USER and not file.startswith(_OWN):
-            if "site-packages" not in file:
-                return f"{shown(file)}:{frame.f_lineno}"
-            library = library or f"{os.path.basename(file)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return library
 
 
 @torch.no_grad()

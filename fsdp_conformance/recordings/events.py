@@ -158,6 +158,11 @@ class Step:
     """Parameters that require gradients and are in no optimizer that has stepped so far."""
     kept: int
     """How many parameters still had a gradient when the step's first forward began."""
+    reduced: dict[str, Fingerprint] = field(default_factory=dict)
+    """The gradients after the last backward that reduces them. Empty if they were the same when they were clipped, or
+    when the optimizer got them."""
+    changed: str = ""
+    """The last line that has written to them in between, if it was seen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
+queue = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def thrice(model):
+    for parameter in model.parameters():
+        if hasattr(parameter, "device_mesh"):
+            parameter.grad.mul_(3)
+
 
 def main(mistake):
     dist.init_process_group("gloo")
@@ -44,11 +52,15 @@ def main(mistake):
         for number in range(2):
             model.set_requires_gradient_sync(number == 1)
             loss = model(data[step, number, rank]).square().mean() / 2
+            if mistake == "sum" and number == 1:
+                # Behind FSDP2's own callback, at the end of the backward.
+                loss.register_hook(lambda gradient: queue(lambda: queue(lambda: thrice(model))))
             loss.backward()
-        if mistake == "sum":
-            for parameter in model.parameters():
-                if hasattr(parameter, "device_mesh"):
-                    parameter.grad.mul_(3)
+        if mistake == "own norm":
+            shards = [parameter.grad.to_local() for parameter in model.parameters()]
+            norm = torch.stack([shard.norm() for shard in shards]).norm()
+            for shard in shards:
+                shard.mul_((0.01 / norm).clamp(max=1.0))
         nn.utils.clip_grad_norm_(model.parameters(), 1e6)
         optimizer.step()
         optimizer.zero_grad()
@@ -99,6 +111,18 @@ def test_a_mistake_of_the_engine_is_named(script: Path) -> None:
     assert "every element is 3 times the expected one" in run.output
     assert re.search(r"line      \S*train\.py:\d+\n", run.output)
     assert "DIFFERENT from step 0" in run.output
+
+
+@pytest.mark.nightly
+def test_a_norm_of_this_ranks_shard_is_the_mistake_of_the_script(script: Path) -> None:
+    run = said("parity", str(script), "own norm")
+
+    assert run.status == 1, run.output
+    assert "✗ The gradients agree after the backward, and no longer once the script has changed them" in run.output
+    assert "whose     the script" in run.output
+    assert "clipped by a norm of this rank's shard alone" in run.output
+    number = SCRIPT.splitlines().index("                shard.mul_((0.01 / norm).clamp(max=1.0))") + 1
+    assert f"train.py:{number}\n" in run.output
 
 
 @pytest.mark.nightly

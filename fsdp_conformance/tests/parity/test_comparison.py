@@ -125,7 +125,11 @@ MISTAKES = {
         "the sign is wrong: every element is -1 times the expected one (1 of 4 tensors)",
     ),
     "clipped by hand": (
-        Script(gradients=clamped), Whose.EITHER, 0, "'first.", "or code that changes gradients before the optimizer's",
+        Script(changed=clamped), Whose.SCRIPT, 0, "'first.", "a maximum of a shard must be combined over the ranks",
+    ),
+    "scaled by hand": (Script(changed=scaled(1.4)), Whose.SCRIPT, 0, "'first.", "scaled by 1.4 instead of 1"),
+    "clamped in the backward": (
+        Script(gradients=clamped), Whose.EITHER, 0, "'first.", "or a hook of the script that changes gradients",
     ),
     "zero": (Script(gradients=scaled(0.0, from_step=1)), Whose.ENGINE, 1, "'first.", "the gradients are zero"),
     "infinite": (Script(gradients=scaled(1e39)), Whose.ENGINE, 0, "infinite or NaN", "an overflow"),
@@ -147,7 +151,8 @@ def test_a_mistake_is_found_where_it_begins(name: str, tmp_path: Path) -> None:
     assert (finding.whose, finding.step) == (whose, step), finding
     assert first in finding.first, finding
     assert likely in finding.likely, finding
-    assert finding.line.startswith(("trainings.py:", "fsdp_conformance/tests/parity/trainings.py:")), finding
+    where = "test_comparison.py:" if "hand" in name else "trainings.py:"
+    assert finding.line.removeprefix("fsdp_conformance/tests/parity/").startswith(where), finding
 
 
 def test_a_run_that_is_the_same_is_equal_bit_for_bit(tmp_path: Path) -> None:

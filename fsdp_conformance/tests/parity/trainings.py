@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn import functional
 
 from fsdp_conformance.parity.comparison import Comparison, compare
@@ -44,7 +46,9 @@ class Script:
     counts: Callable[[int, int], float] = lambda rank, number: 1.0
     """How often the engine counts what a rank adds in a pass."""
     gradients: Callable[[nn.Module, int], object] = lambda model, step: None
-    """Changes gradients before the script clips them, as an engine might."""
+    """Changes gradients at the end of the step's last backward, as an engine might."""
+    changed: Callable[[nn.Module, int], object] = lambda model, step: None
+    """Changes gradients after the backward, as a script might."""
     clipped: Callable[[nn.Module, int], object] = lambda model, step: None
     """Changes them afterwards."""
     updated: Callable[[nn.Module, int], object] = lambda model, step: None
@@ -89,17 +93,12 @@ def train(script: Script, rank: int) -> None:
                     for total, gradient in zip(others, torch.autograd.grad(loss, parameters), strict=True):
                         total.add_(gradient, alpha=weight)
             loss = _loss(model(script.samples(data[script.batch(step, rank), number], rank)), script, rank, number)
-            weight = script.counts(rank, number)
             before = [None if each.grad is None else each.grad.clone() for each in parameters]
+            reduce = functools.partial(_reduce, script, model, rank, step, number, before, others)
+            # As engines do: when all gradients have been computed, and the backward is not over yet.
+            loss.register_hook(lambda gradient, reduce=reduce: Variable._execution_engine.queue_callback(reduce))
             loss.backward()
-            for parameter, kept in zip(parameters, before, strict=True):
-                assert parameter.grad is not None
-                added = parameter.grad if kept is None else parameter.grad - kept
-                parameter.grad = weight * added if kept is None else kept + weight * added
-        for parameter, total in zip(parameters, others, strict=True):
-            assert parameter.grad is not None
-            parameter.grad.add_(total).div_(script.ranks)
-        script.gradients(model, step)
+        script.changed(model, step)
         if script.limit is not None:
             nn.utils.clip_grad_norm_(model.parameters(), script.limit)
         script.clipped(model, step)
@@ -107,6 +106,28 @@ def train(script: Script, rank: int) -> None:
         script.updated(model, step)
         if script.clears(step):
             optimizer.zero_grad()
+
+
+def _reduce(
+    script: Script,
+    model: nn.Module,
+    rank: int,
+    step: int,
+    number: int,
+    before: Sequence[Tensor | None],
+    others: Sequence[Tensor],
+) -> None:
+    """The engine's part of a backward."""
+    weight = script.counts(rank, number)
+    for parameter, kept in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is not None
+        added = parameter.grad if kept is None else parameter.grad - kept
+        parameter.grad = weight * added if kept is None else kept + weight * added
+    if number == script.passes - 1:
+        for parameter, total in zip(model.parameters(), others, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.add_(total).div_(script.ranks)
+        script.gradients(model, step)
 
 
 def _forward(parameters: Sequence[Tensor], x: Tensor, dropout: float) -> Tensor:

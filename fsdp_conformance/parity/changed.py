@@ -1,0 +1,81 @@
+"""
+What the script does to its gradients between the backward and the optimizer's step.
+
+A gradient can be compared at both ends, on every rank by itself: a script that takes a norm of its shard alone scales
+the shard of each rank by another factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from fsdp_conformance.parity.runs import TrainingStep
+from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
+
+#: What a factor leaves unexplained of a tensor may be this much of its norm.
+_EXPLAINED = 2e-3
+#: Factors that differ by less, relative to themselves, are equal.
+_SAME = 1e-2
+
+
+def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
+    """The likely cause of gradients that agree after the backward and no longer before the step; in words."""
+    factors = _factors(step)
+    wanted = _factors(expected)
+    if not factors or not wanted or not _are_near(wanted, [wanted[0]] * len(wanted)):
+        return (
+            "what it does to the shard of a rank is not what it does to a whole tensor: a norm, a mean or a maximum of "
+            "a shard must be combined over the ranks"
+        )
+    shown = ", ".join(f"rank {rank}: {factor:.3g}" for rank, factor in enumerate(factors))
+    if _are_near(factors, _by_own_norm(step, wanted[0] * _norm(expected.reduced.values))):
+        return (
+            "they are clipped by a norm of this rank's shard alone, which is smaller than that of the whole gradients: "
+            "call torch.nn.utils.clip_grad_norm_ on the model's parameters (FSDP2), or the model's own "
+            f"clip_grad_norm_ (FSDP1), which add it up over the ranks. Scaled by {shown}, instead of {wanted[0]:.3g}"
+        )
+    if not _are_near(factors, [factors[0]] * len(factors)):
+        return (
+            f"each rank has scaled its own shard, {shown}, instead of all by {wanted[0]:.3g}: a norm, or another "
+            "number of this rank's shard, must be combined over the ranks"
+        )
+    return f"they are scaled by {factors[0]:.3g} instead of {wanted[0]:.3g}"
+
+
+def _by_own_norm(step: TrainingStep, limit: float) -> list[float]:
+    """The factors of ranks each of which clips by the norm of what it holds."""
+    norms = [_norm(step.reduced_of(rank)) for rank in range(len(step.steps))]
+    return [min(1.0, limit / norm) if norm else 1.0 for norm in norms]
+
+
+def _norm(values: Mapping[str, Fingerprint] | Mapping[str, Whole]) -> float:
+    return math.sqrt(math.fsum(value.square for value in values.values()))
+
+
+def _factors(step: TrainingStep) -> list[float]:
+    """The factor by which each rank has scaled all that it holds; empty if one has not scaled it all alike."""
+    factors = []
+    for rank in range(len(step.steps)):
+        factor = _factor(step.reduced_of(rank), step.unclipped_of(rank))
+        if factor is None:
+            return []
+        factors.append(factor)
+    return factors
+
+
+def _factor(before: Mapping[str, Fingerprint], after: Mapping[str, Fingerprint]) -> float | None:
+    factors = []
+    for name, value in after.items():
+        if name in before and before[name].square:
+            old, new = before[name].numbers(), value.numbers()
+            factor = inner_product(new, old) / inner_product(old, old)
+            rest = norm_of([b - factor * a for a, b in zip(old, new, strict=True)])
+            if rest > _EXPLAINED * math.sqrt(before[name].square):
+                return None
+            factors.append(factor)
+    return factors[0] if factors and _are_near(factors, [factors[0]] * len(factors)) else None
+
+
+def _are_near(values: Sequence[float], others: Sequence[float]) -> bool:
+    return all(abs(a - b) <= _SAME * abs(b) for a, b in zip(values, others, strict=True))

@@ -1,0 +1,37 @@
+"""Lines of the script, as they are shown: "train.py:30"."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from fsdp_conformance.stack import Owner, owner, shown
+
+#: Directories of this package whose code stands between the script and torch.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = tuple(os.path.join(_PACKAGE, part, "") for part in ("recorder", "engine"))
+
+
+def is_of_script(file: str) -> bool:
+    """True for a file of the script or of a library, named as in `co_filename`: neither torch's nor one of these."""
+    return owner(file) is Owner.USER and not file.startswith(_OWN)
+
+
+def script_line(frame: FrameType | None = None) -> str:
+    """The innermost line of the script, from a frame or the caller's; of a library, if no script is on the stack."""
+    library = ""
+    for file, line in _lines(frame or sys._getframe(1)):
+        if "site-packages" not in file:
+            return f"{shown(file)}:{line}"
+        library = library or f"{os.path.basename(file)}:{line}"
+    return library
+
+
+def _lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_of_script(file):
+            yield file, frame.f_lineno
+        frame = frame.f_back
