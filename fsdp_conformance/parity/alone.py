@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
-from fsdp_conformance.parity.samples import samples_of, shares_samples
+from fsdp_conformance.parity.samples import repetition, shares_samples
 from fsdp_conformance.recordings.events import Backward, Clip, Initial, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint
 
@@ -66,22 +66,18 @@ def _same_samples(run: Run) -> Iterator[Finding]:
 
 
 def _repeated_order(run: Run) -> Iterator[Finding]:
-    """The samples of all steps repeat with a period: the order is the same in every epoch."""
-    orders = [
-        tuple(sample for rank in range(run.world_size) for sample in samples_of(step, rank)) for step in run.steps
-    ]
-    for period in range(2, len(orders) // 2 + 1):
-        is_repeated = all(orders[index] == orders[index + period] for index in range(len(orders) - period))
-        if is_repeated and all(orders[:period]) and len(set(orders[:period])) == period:
-            yield _suspicion(
-                "The samples come in the same order in every epoch",
-                Whose.DATA,
-                step=period,
-                likely="the sampler's `set_epoch` is not called, or the data is not shuffled",
-                evidence=(f"the order repeats every {period} steps",),
-                line=_line(run),
-            )
-            return
+    """The micro-batches repeat with a period: the order is the same in every epoch."""
+    repeated = repetition(run, least=2)
+    if repeated is not None:
+        period, step = repeated
+        yield _suspicion(
+            "The samples come in the same order in every epoch",
+            Whose.DATA,
+            step=step,
+            likely="the sampler's `set_epoch` is not called, or the data is not shuffled",
+            evidence=(f"the order repeats every {period} micro-batches",),
+            line=_line(run),
+        )
 
 
 def _untrained(run: Run) -> Iterator[Finding]:
@@ -167,7 +163,7 @@ def _unequal_means(run: Run) -> Iterator[Finding]:
             # The script weights them.
             continue
         shown = ", ".join(
-            f"rank {rank} pass {backward.number}: {count}"
+            f"rank {rank} micro-batch {backward.number}: {count}"
             for (rank, backward), count in list(zip(backwards, counts, strict=True))[:_SHOWN]
         )
         yield _suspicion(
@@ -175,7 +171,7 @@ def _unequal_means(run: Run) -> Iterator[Finding]:
             step=step.number,
             first=f"targets that are not ignored · {shown}",
             likely="a token of a short batch counts more than one of a long batch: divide the sum by the number of "
-            "tokens of all ranks and passes, times the number of ranks",
+            "tokens of all ranks and micro-batches, times the number of ranks",
             line=backwards[0][1].line,
         )
         return

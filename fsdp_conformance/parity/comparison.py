@@ -32,6 +32,8 @@ _IGNORED_SETTINGS = frozenset({"initial_lr", "name", "decoupled_weight_decay", "
 _LOSS = 1e-3
 #: By how much a loss may differ more than the outputs that it is computed of.
 _AMPLIFIED = 16.0
+#: Updates whose factors are nearer to 1 are not scaled: another part of them differs.
+_SAME_UPDATE = 1e-3
 #: The kind of the 2-norm.
 _TWO = 2.0
 
@@ -69,6 +71,10 @@ class Comparison:
     """True if the runs would be equal whatever the engine does, or have nothing in common; the finding says why."""
     unjudged: int | None = None
     """The first step at which rounding alone is too large to judge."""
+    unjudged_tensors: int = 0
+    """In how many comparisons of a tensor it is."""
+    coarsest: float = 0.0
+    """The largest difference that has counted as rounding could have been, relative to its tensor."""
 
     @property
     def differs(self) -> bool:
@@ -79,6 +85,15 @@ class Comparison:
     def is_bitwise(self) -> bool:
         """True if everything was equal, bit for bit."""
         return not self.findings and all(row.equal == row.tensors for row in self.rows)
+
+    @property
+    def idle_limit(self) -> float | None:
+        """The largest limit of a clipping that has never changed a gradient; None if one has, or nothing clips."""
+        clips = [clip for step in self.run.steps[: self.steps] for clips in step.clips for clip in clips]
+        # Some scripts clip by infinity, only to get the norm.
+        if not clips or any(clip.norm is None or clip.norm > clip.limit for clip in clips):
+            return None
+        return max(clip.limit for clip in clips)
 
     @property
     def largest(self) -> Row | None:
@@ -103,6 +118,7 @@ class _Comparing:
         # Samples went to other ranks or passes: what one rank computes cannot be compared.
         self.are_aligned = True
         self._random = ""
+        self._tied = {**run.tied, **reference.tied}
         #: Each rank of the reference computed the samples of all of them.
         self._is_whole_batch = reference.sharding == "whole batch"
 
@@ -137,6 +153,7 @@ class _Comparing:
                 step=len(self.run.steps),
                 first=f"rank {rank} · {error.splitlines()[0]}",
                 evidence=(f"it has {len(self.run.steps)} steps, the reference {len(self.reference.steps)}",),
+                is_exact=True,
             )
         elif len(set(self.run.counts)) > 1:
             yield Finding(
@@ -218,7 +235,7 @@ class _Comparing:
                 title="The model draws random numbers, and one process draws others for the whole batch",
                 whose=Whose.RUN,
                 step=expected.number,
-                first=f"pass {drawing.number} · {' and '.join(drawing.draws)}",
+                first=f"micro-batch {drawing.number} · {' and '.join(drawing.draws)}",
                 likely="dropout: set it to 0 for this comparison, or compare without --reference one-process",
                 line=drawing.line,
                 is_exact=True,
@@ -236,7 +253,7 @@ class _Comparing:
                 title="The initial values differ",
                 whose=Whose.SCRIPT,
                 step=step.number,
-                first=f"'{name}' · {_size(value, wanted)}",
+                first=f"{self._named(name)} · {_size(value, wanted)}",
                 likely="the generators are seeded differently or draw in another order, as when a sharded model is "
                 "initialised after it was sharded; or the model is loaded from other files",
                 evidence=_also(len(differing), len(shared)),
@@ -261,7 +278,9 @@ class _Comparing:
             return whole_tensors([select(forwards[position])] if position < len(forwards) else [])
 
         for name, value, wanted, bound in self._beyond(f"{kind} {rank} {mine.number}", of, step.number, values, others):
-            where = f"rank {rank} · pass {mine.number} · {f'output of {name!r}' if name else 'output of the model'}"
+            where = (
+                f"rank {rank} · micro-batch {mine.number} · {f'output of {name!r}' if name else 'output of the model'}"
+            )
             yield Finding(
                 title="The forward computes something else",
                 whose=self._whose_forward(step),
@@ -312,8 +331,8 @@ class _Comparing:
                     title="The loss differs although the outputs agree",
                     whose=Whose.SCRIPT,
                     step=step.number,
-                    first=f"rank {rank} · pass {mine.number} · {mine.loss:.6g} instead of {theirs.loss:.6g}",
-                    likely=f"the loss is scaled by {factor:.4g}: by the number of ranks or passes, a count of tokens, "
+                    first=f"rank {rank} · micro-batch {mine.number} · {_instead(mine.loss, theirs.loss)}",
+                    likely=f"the loss is scaled by {factor:.4g}: by the number of ranks or micro-batches, a count of tokens, "
                     "or a gradient scaler",
                     line=mine.line,
                 )
@@ -348,7 +367,7 @@ class _Comparing:
                 title="The gradients agree after the backward, and no longer once the script has changed them",
                 whose=Whose.SCRIPT,
                 step=step.number,
-                first=f"'{name}' · {_size(value, wanted, bound)}",
+                first=f"{self._named(name)} · {_size(value, wanted, bound)}",
                 likely=why_changed(step, expected),
                 evidence=_also(len(beyond), len(others)),
                 line=next((each.changed for each in step.steps if each.changed), step.backward_line),
@@ -377,7 +396,7 @@ class _Comparing:
             title="The gradients differ",
             whose=whose,
             step=step.number,
-            first=f"'{name}' · {_size(value, wanted, bound)}",
+            first=f"{self._named(name)} · {_size(value, wanted, bound)}",
             likely=likely,
             evidence=(*_also(len(beyond), len(others)), *self._still_equal(with_outputs=True)),
             line=step.backward_line,
@@ -439,7 +458,7 @@ class _Comparing:
                 is_exact=True,
                 whose=Whose.SCRIPT,
                 step=step.number,
-                first=f"{limit:g} instead of {expected_limit:g}",
+                first=_instead(limit, expected_limit),
                 line=line,
             )
         # The gradients may differ by rounding. The norm must still be the norm of the gradients that it was taken of.
@@ -462,7 +481,7 @@ class _Comparing:
                 title="The norm of the gradients differs although the gradients agree",
                 whose=whose,
                 step=step.number,
-                first=f"{norm:.6g} instead of {expected_norm:.6g}",
+                first=_instead(norm, expected_norm),
                 likely=likely,
                 line=line,
             )
@@ -475,7 +494,7 @@ class _Comparing:
                 title="The gradients differ after clipping",
                 whose=self._whose(),
                 step=step.number,
-                first=f"'{name}' · {_size(value, wanted, bound)}",
+                first=f"{self._named(name)} · {_size(value, wanted, bound)}",
                 likely=_scaled(value, wanted),
                 evidence=_also(len(clipped), len(expected.gradients.values)),
                 line=line,
@@ -490,12 +509,14 @@ class _Comparing:
             if not beyond:
                 continue
             name, value, wanted, bound = beyond[0]
+            defined = step.steps[0].defined if kind != "buffer" else ""
+            likely = self._why_update(kind, step, expected, [item[0] for item in beyond])
             yield Finding(
                 title=f"The {kind}s differ after the step",
-                whose=self._whose(),
+                whose=Whose.SCRIPT if defined else self._whose(),
                 step=step.number,
-                first=f"'{name}' · {_size(value, wanted, bound)}",
-                likely=self._why_update(kind, step, expected, [item[0] for item in beyond]),
+                first=f"{self._named(name)} · {_size(value, wanted, bound)}",
+                likely=_of_own_optimizer(step, likely) if defined else likely,
                 evidence=(*_also(len(beyond), len(others)), "the gradients and the settings of the optimizer agree"),
                 line=line,
             )
@@ -506,7 +527,7 @@ class _Comparing:
                     title="The optimizer counts its steps differently",
                     whose=self._whose(),
                     step=step.number,
-                    first=f"'{name}' · {counters[name]:g} instead of {number:g}",
+                    first=f"'{name}' · {_instead(counters[name], number)}",
                     line=line,
                 )
 
@@ -526,7 +547,8 @@ class _Comparing:
             factors.append(sum(a * b for a, b in zip(moved, wanted, strict=True)) / square if square else 0.0)
         if all(abs(factor) < 1e-6 for factor in factors):
             return "the parameters were not updated"
-        if max(factors) - min(factors) < 0.02 * abs(factors[0]):
+        are_same = max(factors) - min(factors) < 0.02 * abs(factors[0])
+        if are_same and all(abs(factor - 1) > _SAME_UPDATE for factor in factors):
             return f"the update is {factors[0]:.4g} times the expected one"
         return ""
 
@@ -541,7 +563,7 @@ class _Comparing:
         for name, wanted in _settings(self.reference.steps[number]).items():
             for key, value in wanted.items():
                 if name in mine and key not in _IGNORED_SETTINGS and mine[name].get(key, value) != value:
-                    return f"'{name}'", f"{key} is {_shown(mine[name][key])} instead of {_shown(value)}"
+                    return self._named(name), f"{key} is {_both_shown(mine[name][key], value)}"
         return None
 
     def _why_setting(self, number: int, difference: str) -> str:
@@ -589,7 +611,16 @@ class _Comparing:
         if not missing and not extra:
             return
         unknown = sum(group.unknown for group in step.steps[0].groups)
-        likely = "the optimizer is made of other parameters than in the reference"
+        likely = "the script leaves them out where it makes the optimizer, as by a condition on their names or shapes"
+        if extra and not missing:
+            likely = "the script leaves them out in the reference alone, or the model has other parameters there"
+        tied = [(name, first) for name in extra for first, others in self.reference.tied.items() if name in others]
+        if tied:
+            name, first = tied[0]
+            likely = (
+                f"in the reference, '{name}' is tied to '{first}': they are one parameter. Sharding them in different "
+                f"units, or replacing one, breaks the tie: give both modules to one call, fully_shard([a, b])"
+            )
         if unknown:
             likely = (
                 f"the optimizer was made before the model was wrapped or moved: {unknown} of its tensors belong to no "
@@ -629,9 +660,11 @@ class _Comparing:
             bound = self.noise.bound(kind, select, number, name)
             distance = relative(value, wanted)
             if bound is None:
+                self.comparison.unjudged_tensors += 1
                 if self.comparison.unjudged is None:
                     self.comparison.unjudged = number
                 continue
+            self.comparison.coarsest = max(self.comparison.coarsest, bound)
             if distance / bound > worst:
                 worst, worst_name = distance / bound, name
             if distance > bound:
@@ -640,6 +673,11 @@ class _Comparing:
             Row(step=number, kind=kind, tensors=count, equal=equal, worst=worst, name=worst_name)
         )
         yield from beyond
+
+    def _named(self, name: str) -> str:
+        """A parameter's name, with those of modules that share it."""
+        others = self._tied.get(name, ())
+        return f"'{name}' (tied to {', '.join(map(repr, others))})" if others else f"'{name}'"
 
     def _whose(self) -> Whose:
         return Whose.SCRIPT if self._random else Whose.ENGINE
@@ -752,8 +790,24 @@ def _norm_together(step: TrainingStep) -> float | None:
     return max(known) if kind < 0 else float(sum(norm**kind for norm in known) ** (1 / kind))
 
 
+def _of_own_optimizer(step: TrainingStep, likely: str) -> str:
+    """The likely cause of an update by a class that is neither torch's nor the engine's."""
+    each = step.steps[0]
+    more = f"; {likely}" if likely else ""
+    return (
+        f"the optimizer's class {each.optimizer}, defined at {each.defined}, computes something over a shard, such as "
+        f"a norm or a mean of each tensor, which must be combined over the ranks{more}"
+    )
+
+
 def _change(before: Whole | None, after: Whole) -> list[float] | None:
     return None if before is None else [b - a for a, b in zip(before.numbers, after.numbers, strict=True)]
+
+
+def _instead(value: float, wanted: float) -> str:
+    """Two numbers, with as many digits as it takes to tell them apart."""
+    digits = next((digits for digits in (6, 9, 12) if f"{value:.{digits}g}" != f"{wanted:.{digits}g}"), 17)
+    return f"{value:.{digits}g} instead of {wanted:.{digits}g}"
 
 
 def _size(value: Whole, wanted: Whole, bound: float | None = None) -> str:
@@ -764,13 +818,15 @@ def _size(value: Whole, wanted: Whole, bound: float | None = None) -> str:
     if value.nonfinite != wanted.nonfinite:
         return f"{value.nonfinite} infinite or NaN elements instead of {wanted.nonfinite}"
     limit = f" (rounding explains {bound:.2g})" if bound is not None else ""
-    return (
-        f"relative difference {relative(value, wanted):.2g}{limit} · norm {value.norm:.6g} instead of {wanted.norm:.6g}"
-    )
+    # A part of a tensor can change while its norm stays the same.
+    norms = f"{value.norm:.6g}", f"{wanted.norm:.6g}"
+    norm = f"norm {norms[0]} instead of {norms[1]}" if norms[0] != norms[1] else f"norm {norms[0]} in both"
+    return f"relative difference {relative(value, wanted):.2g}{limit} · {norm}"
 
 
 def _scaled(value: Whole, wanted: Whole) -> str:
-    return f"scaled by {value.norm / wanted.norm:.4g}" if wanted.norm else ""
+    factor = f"{value.norm / wanted.norm:.4g}" if wanted.norm else "1"
+    return f"scaled by {factor}" if factor != "1" else ""
 
 
 def _also(count: int, total: int) -> tuple[str, ...]:
@@ -779,6 +835,12 @@ def _also(count: int, total: int) -> tuple[str, ...]:
 
 def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _both_shown(value: object, wanted: object) -> str:
+    if isinstance(value, float) and isinstance(wanted, float):
+        return _instead(value, wanted)
+    return f"{_shown(value)} instead of {_shown(wanted)}"
 
 
 def _why_setting(difference: str, ranks: int) -> str:

@@ -190,7 +190,7 @@ def _read_counts(counts: Mapping[tuple[int, int], float], gradients: Gradients) 
     of_ranks = {rank: [counts[key] for key in counts if key[0] == rank] for rank in ranks}
     of_numbers = {number: [counts[key] for key in counts if key[1] == number] for number in numbers}
     if all(map(_are_same, of_ranks.values())):
-        return _read_ranks({rank: values[0] for rank, values in of_ranks.items()})
+        return _read_ranks({rank: values[0] for rank, values in of_ranks.items()}, gradients.ranks)
     if all(map(_are_same, of_numbers.values())):
         wrong = {number: values[0] for number, values in of_numbers.items() if not _is_near(values[0], 1)}
         missing = [number for number, value in wrong.items() if abs(value) <= _SAME]
@@ -202,10 +202,10 @@ def _read_counts(counts: Mapping[tuple[int, int], float], gradients: Gradients) 
     return f"they weigh ranks and backwards differently, with 1 for what they should be: {'; '.join(shown)}"
 
 
-def _read_ranks(counts: Mapping[int, float]) -> str:
+def _read_ranks(counts: Mapping[int, float], ranks: int) -> str:
     missing = [rank for rank, value in counts.items() if abs(value) <= _SAME]
     others = [value for rank, value in counts.items() if rank not in missing]
-    if len(others) == 1 and missing:
+    if len(others) == 1 and missing and _is_near(others[0], ranks):
         alone = next(rank for rank in counts if rank not in missing)
         return f"not reduced: only what rank {alone} computed is in the gradients"
     if missing:

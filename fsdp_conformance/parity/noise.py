@@ -76,6 +76,11 @@ class Noise:
             return FLOOR * EPS["float32"]
         return max(UNMEASURED * EPS["float32"], NUDGED * self.eps)
 
+    @property
+    def allowance(self) -> str:
+        """In words, how much rounding is allowed."""
+        return f"{NUDGED:g} times its eps" if self.nudged is None else f"{FACTOR:g} times its measured noise"
+
     def bound(self, kind: str, select: Select, step: int, name: str) -> float | None:
         """The bound of a tensor at a step, relative to its norm. None if rounding alone is too large to judge."""
         noise = self._of_step(kind, select, step)

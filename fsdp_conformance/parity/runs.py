@@ -153,6 +153,12 @@ class Run:
         return {rank: error for rank, error in ends.items() if error}
 
     @property
+    def tied(self) -> dict[str, tuple[str, ...]]:
+        """The other names of parameters that have several."""
+        initial = [event for event in self.recording.ranks[0].events if isinstance(event, Initial)]
+        return {name: others for event in initial for name, others in event.tied.items()}
+
+    @property
     def marks(self) -> list[Mark]:
         """The marks of rank 0."""
         return [event for event in self.recording.ranks[0].events if isinstance(event, Mark)]

@@ -35,6 +35,8 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
         likely = (
             f"the step has {count} samples instead of {total}: another batch size, or a last batch that is left out"
         )
+    elif repeated := _repeated(run, reference, number):
+        likely = repeated
     elif shifted := _shifted(run, reference, number):
         likely = shifted
     elif samples and common == 0:
@@ -51,6 +53,44 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
             line=line,
         ),
         False,
+    )
+
+
+def repetition(run: Run, *, least: int) -> tuple[int, int] | None:
+    """
+    After how many micro-batches those of all ranks come again in the same order, and the step in which they do.
+
+    At least so many must have come again, and all that have been trained since. None if they do not.
+    """
+    of_ranks = [
+        [
+            (step.number, item.samples)
+            for step in run.steps
+            for forward in step.training_forwards(rank)
+            if (item := main_input(forward)) is not None
+        ]
+        for rank in range(run.world_size)
+    ]
+    count = len(of_ranks[0])
+    if any(len(batches) != count for batches in of_ranks):
+        return None
+    orders = [tuple(batches[index][1] for batches in of_ranks) for index in range(count)]
+    for period in range(2, count - least + 1):
+        comes_again = orders[period:] == orders[: count - period]
+        # Each once, or the order would have a shorter period, or not be one of a shuffled epoch.
+        if comes_again and len(set(orders[:period])) == len(orders[:period]):
+            return period, of_ranks[0][period][0]
+    return None
+
+
+def _repeated(run: Run, reference: Run, number: int) -> str:
+    """In words, that the run begins again with the samples of its first epoch; empty if it does not."""
+    mine = repetition(run, least=1)
+    if mine is None or number < mine[1] or repetition(reference, least=1) is not None:
+        return ""
+    return (
+        f"after {mine[0]} micro-batches the run trains the same samples again in the same order, and the reference in "
+        "another one: the sampler's `set_epoch` is not called in each epoch"
     )
 
 
@@ -92,8 +132,8 @@ def _first_difference(step: TrainingStep, other: TrainingStep, run: Run, referen
                 if mine is None or theirs is None or mine.value.hash != theirs.value.hash:
                     shapes = [list(item.value.shape) if item is not None else "none" for item in (mine, theirs)]
                     seen = f" · shape {shapes[0]} instead of {shapes[1]}" if shapes[0] != shapes[1] else ""
-                    return f"rank {rank} · pass {forward.number} · argument {name}{seen}"
-    return "another number of passes or ranks"
+                    return f"rank {rank} · micro-batch {forward.number} · argument {name}{seen}"
+    return "another number of micro-batches or ranks"
 
 
 def _hashes(step: TrainingStep, rank: int) -> Iterator[tuple[str, ...]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from fsdp_conformance.parity.comparison import Comparison
 from fsdp_conformance.parity.finding import Finding
+from fsdp_conformance.parity.noise import CEILING, EPS
 
 #: Suspicions that are shown.
 _SHOWN = 5
@@ -54,7 +55,7 @@ def _finding(finding: Finding, mark: str, style: str) -> Iterator[tuple[str, str
     for line in finding.evidence:
         yield f"    seen      {line}", ""
     if finding.line:
-        yield f"    line      {finding.line}", ""
+        yield f"    noticed   {finding.line}", ""
 
 
 def agreement_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
@@ -68,5 +69,22 @@ def agreement_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
         place = f"{largest.kind} '{largest.name}' at step {largest.step}"
         yield f"  rounding    the largest difference is {largest.worst:.2g} of what rounding explains: {place}", ""
     if comparison.unjudged is not None:
-        why = "rounding alone changes them by 5 % or more"
-        yield f"  not judged  some tensors from step {comparison.unjudged} on: {why}", ""
+        number = comparison.unjudged_tensors
+        what = f"{number} tensor{'s' * (number != 1)}, from step {comparison.unjudged} on"
+        yield f"  not judged  {what}: rounding alone changes them by more than {CEILING:.0%}", ""
+    if comparison.steps and not comparison.differs:
+        yield from _limits_of(comparison)
+
+
+def _limits_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """What equality does not show."""
+    noise, limit = comparison.noise, comparison.idle_limit
+    if limit is not None:
+        yield f"  not used    clipping: the norm of the gradients was never above the limit of {limit:g}", ""
+    if noise.eps > EPS["float32"] and not comparison.is_bitwise:
+        dtype = next(name for name, eps in EPS.items() if eps == noise.eps)
+        part = f"{comparison.coarsest:.2g} of a tensor, {noise.allowance}"
+        yield f"  coarse      in {dtype}, differences of up to {part}, pass as rounding: compare in float32 too", ""
+    if comparison.reference.sharding != "kept":
+        shared = "mistakes of the script itself, which its reference makes as well"
+        yield f"  not seen    {shared}: compare with a DDP script too (--reference)", ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,11 @@ from fsdp_conformance.stack import Owner, owner, shown
 #: Directories of this package whose code stands between the script and torch.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(os.path.join(_PACKAGE, part, "") for part in ("recorder", "engine"))
+
+#: Packages whose optimizers belong to an engine.
+_ENGINES = frozenset(
+    {"torch", "accelerate", "colossalai", "deepspeed", "fairscale", "lightning", "megatron", "pytorch_lightning"}
+)
 
 
 def is_of_script(file: str) -> bool:
@@ -27,6 +34,18 @@ def script_line(frame: FrameType | None = None) -> str:
             return f"{shown(file)}:{line}"
         library = library or f"{os.path.basename(file)}:{line}"
     return library
+
+
+@functools.cache
+def place_of(kind: type) -> str:
+    """Where a class is defined, "train.py:86". Empty for a class of torch's or an engine's, or without a source."""
+    if kind.__module__.partition(".")[0] in _ENGINES:
+        return ""
+    try:
+        file, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
+    except (OSError, TypeError):
+        return ""
+    return f"{shown(file)}:{line}" if file is not None else ""
 
 
 def _lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from fsdp_conformance.recorder.changes import Changes
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
-from fsdp_conformance.recorder.lines import script_line
+from fsdp_conformance.recorder.lines import place_of, script_line
 from fsdp_conformance.recorder.names import Roots, unwrapped
 from fsdp_conformance.recorder.random_state import random_states
 from fsdp_conformance.recorder.shards import Shards
@@ -94,6 +94,8 @@ class Stepped:
     parameters: Parts
     states: Parts
     counters: Mapping[str, Tensor | float]
+    defined: str = ""
+    """Where its class is defined, if it is neither torch's nor an engine's."""
 
 
 class Observer:
@@ -230,7 +232,15 @@ class Observer:
         parameters = [parameter for each in module.modules() for _, parameter in self.shards.parameters_of(each)]
         values = Named({**self._parts_of({id(each): each for each in parameters}.values()), **self._buffers()})
         wrapped = "" if self._wrapped is None else f"{self._wrapped % MODULUS:016x}"
-        self._later(lambda: Initial(values=values.values(), wrapped=wrapped))
+        tied = self._tied()
+        self._later(lambda: Initial(values=values.values(), wrapped=wrapped, tied=tied))
+
+    def _tied(self) -> dict[str, tuple[str, ...]]:
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, module in self._roots.named_modules():
+            for key, parameter in self.shards.parameters_of(module):
+                names[id(parameter)].append(f"{name}.{key}".removeprefix("."))
+        return {first: tuple(others) for first, *others in names.values() if others}
 
     def wrapping(self, modules: Iterable[nn.Module], *, starts_with_rank0: bool = False) -> None:
         """A sharding function is about to shard what these modules have, which nothing has sharded yet."""
@@ -389,6 +399,7 @@ class Observer:
                 gradients=gradients.values(),
                 reduced=reduced,
                 changed=self._changes.line,
+                defined=after.defined,
                 parameters=parameters.values(),
                 state=state.values(),
                 counters={name: number for name, number in numbers.items() if number is not None},
@@ -432,7 +443,8 @@ class Observer:
                     elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
                         counters[f"{layout.names[0]}/{key}"] = value
             groups.append(Group(settings=settings_of(group), parameters=tuple(names), unknown=unknown))
-        return Stepped(self._optimizer_name(optimizer), tuple(groups), parameters, states, counters)
+        name, defined = self._optimizer_name(optimizer), place_of(type(optimizer))
+        return Stepped(name, tuple(groups), parameters, states, counters, defined)
 
     def _untrained(self) -> Iterator[str]:
         for parameter in self._parameters():

@@ -81,6 +81,8 @@ class Initial:
     values: dict[str, Fingerprint]
     wrapped: str = ""
     """A hash of this rank's values when the model was sharded; empty if they were replaced by rank 0's, or not seen."""
+    tied: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The other names of parameters that have several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +163,8 @@ class Step:
     reduced: dict[str, Fingerprint] = field(default_factory=dict)
     """The gradients after the last backward that reduces them. Empty if they were the same when they were clipped, or
     when the optimizer got them."""
+    defined: str = ""
+    """Where the optimizer's class is defined, if it is neither torch's nor an engine's."""
     changed: str = ""
     """The last line that has written to them in between, if it was seen."""
 

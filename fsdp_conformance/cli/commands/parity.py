@@ -73,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.module_words is None and len(words) == 2 and all(Path(word).is_dir() for word in words):
         nudged = files.read(Path(arguments.nudged)) if arguments.nudged else None
         comparison = compare(files.read(Path(words[0])), files.read(Path(words[1])), nudged)
-        return _report(comparison, terminal, arguments.html)
+        return _report(comparison, terminal, arguments, arguments.html)
     order, reference = _order(arguments, words)
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-parity-") as temporary:
         directory = fresh_directory(arguments.output) if arguments.output else Path(temporary)
@@ -89,7 +89,8 @@ def main(arguments: argparse.Namespace) -> int:
             if arguments.output:
                 messages.complain(f"what was recorded is in {directory}")
             raise
-        status = _report(comparison, terminal, arguments.html or (str(directory / NAME) if arguments.output else ""))
+        page = arguments.html or (str(directory / NAME) if arguments.output else "")
+        status = _report(comparison, terminal, arguments, page)
         if arguments.output:
             terminal.say(f"recordings: {directory}")
         return status
@@ -205,7 +206,7 @@ def _not_deterministic(again: Comparison) -> Finding:
     )
 
 
-def _report(comparison: Comparison, terminal: Terminal, page: str) -> int:
+def _report(comparison: Comparison, terminal: Terminal, arguments: argparse.Namespace, page: str) -> int:
     """Say it, and write the page, if there is a path for it. Returns the exit status."""
     terminal.say("")
     for text, style in lines_of(comparison):
@@ -216,9 +217,10 @@ def _report(comparison: Comparison, terminal: Terminal, page: str) -> int:
         except OSError as error:
             raise UsageError(f"--html must name a file that can be written, got {page!r}: {error.strerror}") from None
         terminal.say(f"report: {page}")
-    if comparison.is_vacuous or not comparison.steps:
+    if comparison.is_vacuous or not (comparison.steps or comparison.differs):
         return Status.USAGE
-    return Status.NOT_CERTIFIED if comparison.differs else Status.CERTIFIED
+    fails = comparison.differs or (arguments.strict_suspicions and comparison.suspicions)
+    return Status.NOT_CERTIFIED if fails else Status.CERTIFIED
 
 
 def _words(arguments: argparse.Namespace) -> list[str]:

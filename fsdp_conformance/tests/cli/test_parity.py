@@ -109,7 +109,7 @@ def test_a_mistake_of_the_engine_is_named(script: Path) -> None:
     assert "✗ The gradients differ, from step 0 on" in run.output
     assert "whose     the engine" in run.output
     assert "every element is 3 times the expected one" in run.output
-    assert re.search(r"line      \S*train\.py:\d+\n", run.output)
+    assert re.search(r"noticed   \S*train\.py:\d+\n", run.output)
     assert "DIFFERENT from step 0" in run.output
 
 
@@ -262,7 +262,7 @@ def test_one_process_weighs_every_token_equally(uneven: Path, tmp_path: Path) ->
     assert "a mean over the tokens or samples of each rank" in run.output
     assert "outputs agree" in run.output
     assert "? The loss is averaged over each batch by itself" in run.output
-    assert "rank 0 pass 0: 1, rank 1 pass 0: 4" in run.output
+    assert "rank 0 micro-batch 0: 1, rank 1 micro-batch 0: 4" in run.output
     assert "? The gradients are clipped before they are unscaled" in run.output
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert "The gradients differ, from step 0 on" in page

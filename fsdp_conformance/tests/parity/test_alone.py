@@ -62,7 +62,7 @@ def test_means_over_uneven_batches_are_suspicious(tmp_path: Path) -> None:
     finding = found(tmp_path, ignored=4)[0]
 
     assert (finding.title, finding.step) == (UNEVEN, 0)
-    assert finding.first == "targets that are not ignored · rank 0 pass 0: 2, rank 1 pass 0: 6"
+    assert finding.first == "targets that are not ignored · rank 0 micro-batch 0: 2, rank 1 micro-batch 0: 6"
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from torch import nn
 
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Whose
-from fsdp_conformance.parity.text import verdict_of
+from fsdp_conformance.parity.text import lines_of, verdict_of
+from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
-from fsdp_conformance.tests.parity.trainings import SAMPLES, Net, Script, compared
+from fsdp_conformance.recordings.files import Recording
+from fsdp_conformance.tests.parity.trainings import SAMPLES, Net, Script, as_rank, compared
 
 
 def scaled(factor: float, *, name: str = "", from_step: int = 0) -> Callable[[nn.Module, int], None]:
@@ -78,11 +80,27 @@ def of_a_copy(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.O
     return torch.optim.AdamW(tensors, lr=lr, weight_decay=weight_decay)
 
 
+class Damped(torch.optim.AdamW):
+    """An optimizer of the script's own, which takes back a little of the largest updates."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        pairs = [(parameter, parameter.clone()) for group in self.param_groups for parameter in group["params"]]
+        super().step()
+        for parameter, before in pairs:
+            change = parameter - before
+            parameter.copy_(before + change.clamp(max=float(change.max()) * 0.9999))
+
+
+def damped(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    return Damped(model.parameters(), lr=lr, weight_decay=weight_decay)
+
+
 MISTAKES = {
     "rate times ranks": (Script(lr=0.2), Whose.SCRIPT, 0, "lr is 0.2 instead of 0.1", "scaled by the number of ranks"),
     "weight decay": (Script(weight_decay=0.0), Whose.SCRIPT, 0, "weight_decay is 0 instead of 0.01", ""),
     "parameter left out": (
-        Script(optimizer=without_last), Whose.SCRIPT, 0, "'second.bias' is missing", "made of other parameters",
+        Script(optimizer=without_last), Whose.SCRIPT, 0, "'second.bias' is missing", "leaves them out where it makes the optimizer",
     ),
     "optimizer of other tensors": (
         Script(optimizer=of_a_copy), Whose.SCRIPT, 0, "is missing", "4 of its tensors belong to no module",
@@ -110,7 +128,7 @@ MISTAKES = {
     ),
     "another seed": (Script(seed=1), Whose.SCRIPT, 0, "'first.weight'", "seeded differently"),
     "not divided by the passes": (
-        Script(scale=lambda rank, number: 2.0), Whose.SCRIPT, 0, "rank 0 · pass 0", "the loss is scaled by 2",
+        Script(scale=lambda rank, number: 2.0), Whose.SCRIPT, 0, "rank 0 · micro-batch 0", "the loss is scaled by 2",
     ),
     "gradients not cleared": (Script(clears=lambda step: step != 1), Whose.SCRIPT, 2, "'first.", "not cleared"),
     "summed": (
@@ -135,6 +153,13 @@ MISTAKES = {
     "infinite": (Script(gradients=scaled(1e39)), Whose.ENGINE, 0, "infinite or NaN", "an overflow"),
     "stale": (Script(gradients=Stale()), Whose.ENGINE, 1, "'first.", "stale"),
     "scaled after clipping": (Script(clipped=scaled(0.9)), Whose.ENGINE, 0, "'first.", "scaled by 0.9"),
+    "optimizer of the script's own": (
+        Script(optimizer=damped), Whose.SCRIPT, 0, "'first.", "the optimizer's class Damped, defined at ",
+    ),
+    "the first epoch again": (
+        Script(batch=lambda step, rank: step % 3), Whose.DATA, 3, "rank 0 · micro-batch 0",
+        "after 6 micro-batches the run trains the same samples again in the same order",
+    ),
     "not updated": (Script(updated=not_updated), Whose.ENGINE, 1, "rank 0", "after the last step agree"),
     "changed between steps": (Script(before_forward=changed_between), Whose.ENGINE, 2, "rank 0", "changed since"),
 }  # fmt: skip
@@ -212,6 +237,66 @@ def test_what_both_do_wrong_is_suspicious(tmp_path: Path) -> None:
         "Parameters that require gradients are in no optimizer",
     ]
     assert verdict_of(comparison).endswith("bit for bit; 2 suspicions above, which both runs may share")
+
+
+def test_numbers_that_differ_are_shown_with_the_digits_that_do(tmp_path: Path) -> None:
+    update = compared(Script(optimizer=damped), tmp_path / "update").findings[0]
+    rate = compared(Script(lr=0.1 + 1e-9), tmp_path / "rate").findings[0]
+
+    assert "1 times the expected" not in update.likely
+    assert "lr is 0.100000001 instead of 0.1" in rate.first
+
+
+def test_an_order_that_ends_within_a_step_is_suspicious(tmp_path: Path) -> None:
+    """Epochs of three micro-batches, steps of two."""
+    order = [0, 1, 2, 0, 1, 2, 0, 1]
+    wrong = Script(samples=lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES], numbers=order.__getitem__)
+
+    comparison = compared(wrong, tmp_path, wrong)
+
+    assert [(finding.title, finding.step) for finding in comparison.suspicions] == [
+        ("The samples come in the same order in every epoch", 1)
+    ]
+    assert comparison.suspicions[0].evidence == ("the order repeats every 3 micro-batches",)
+
+
+def test_equality_says_what_it_does_not_show(tmp_path: Path) -> None:
+    idle, used = Script(limit=1e6), Script(limit=0.5)
+
+    lines = [text for text, _ in lines_of(compared(idle, tmp_path / "idle", idle))]
+
+    assert "  not used    clipping: the norm of the gradients was never above the limit of 1e+06" in lines
+    assert "not used" not in "".join(text for text, _ in lines_of(compared(used, tmp_path / "used", used)))
+
+
+class Tied(Net):
+    def __init__(self, shares: bool) -> None:
+        super().__init__(0.0)
+        self.third = nn.Linear(33, 9)
+        if shares:
+            self.third.weight = self.second.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden) + self.third(hidden)  # type: ignore[no-any-return]
+
+
+def recorded_tied(directory: Path, shares: bool) -> Recording:
+    torch.manual_seed(0)
+    with as_rank(0, 1), recording(directory):
+        model = Tied(shares)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 17)).square().mean().backward()
+        optimizer.step()
+    return files.read(directory)
+
+
+def test_a_tied_parameter_is_named_with_both_names(tmp_path: Path) -> None:
+    comparison = compare(recorded_tied(tmp_path / "run", False), recorded_tied(tmp_path / "reference", True))
+
+    finding = comparison.findings[0]
+    assert finding.first == "'third.weight' should not be there"
+    assert "in the reference, 'third.weight' is tied to 'second.weight'" in finding.likely
 
 
 def test_one_that_steps_less_often_has_another_number_of_steps(tmp_path: Path) -> None:

@@ -67,6 +67,10 @@ def cause(gradients: Mapping[str, Tensor], previous: Sequence[Mapping[str, Tenso
             "not reduced: only what rank 0 computed is in the gradients",
         ),
         (
+            {(1, 0): 0.0, (1, 1): 0.0, (2, 0): 0.0, (2, 1): 0.0},
+            "what ranks 1, 2 computed is not in the gradients",
+        ),
+        (
             {(0, 0): 1.2, (0, 1): 1.2, (1, 0): 0.9, (1, 1): 0.9, (2, 0): 0.9, (2, 1): 0.9},
             "the ranks are weighted 1.2 : 0.9 : 0.9 instead of equally",
         ),

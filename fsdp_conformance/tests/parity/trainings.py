@@ -41,6 +41,8 @@ class Script:
     """The rank's part of a batch."""
     batch: Callable[[int, int], int] = lambda step, rank: step
     """The number of the batch that a rank trains in a step."""
+    numbers: Callable[[int], int] = lambda place: place
+    """The number of the micro-batch that all ranks train in a place of the training."""
     scale: Callable[[int, int], float] = lambda rank, number: 1.0
     """The factor of the loss."""
     counts: Callable[[int, int], float] = lambda rank, number: 1.0
@@ -77,7 +79,9 @@ def train(script: Script, rank: int) -> None:
     torch.manual_seed(script.seed)
     model = Net(script.dropout)
     optimizer = script.optimizer(model, script.lr, script.weight_decay)
-    data = torch.randn(STEPS, script.passes, script.ranks * SAMPLES, 17, generator=torch.Generator().manual_seed(1))
+    drawn = torch.randn(STEPS, script.passes, script.ranks * SAMPLES, 17, generator=torch.Generator().manual_seed(1))
+    places = [script.numbers(place) for place in range(STEPS * script.passes)]
+    data = drawn.flatten(0, 1)[places].unflatten(0, (STEPS, script.passes))
     parameters = list(model.parameters())
     for step in range(STEPS):
         script.before_forward(model, step)
