@@ -7,6 +7,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     samples          what the ranks were given
     gradients        the likely cause of a gradient that differs
     changed          what the script does to gradients between the backward and the step
+    forwards         the forwards of a failed run that only some of its ranks ran
     alone            what is suspicious in one recording by itself
     comparison       all steps of two recordings, in the order in which a step computes
     trajectory       every tensor over all steps

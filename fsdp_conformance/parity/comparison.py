@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
 from fsdp_conformance.parity.changed import why_changed
 from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.forwards import first_error, unequal_forwards
 from fsdp_conformance.parity.noise import FACTOR, TENSORS, Noise, Select, eps_of, noise_of, relative
 from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
 from fsdp_conformance.parity.samples import compare_samples
@@ -144,15 +145,21 @@ class _Comparing:
 
     def _ends(self) -> Iterator[Finding]:
         """Nothing differs as far as both have come; but one has come further."""
-        errors = {**self.run.errors}
-        if errors and not self.reference.errors:
-            rank, error = next(iter(errors.items()))
+        errors, others = self.run.errors, self.reference.errors
+        if bool(errors) is not bool(others):
+            rank, error = first_error(errors or others)
+            failed = f"rank {rank} · {error.splitlines()[0]}"
+            counts = f"the run has {len(self.run.steps)} steps, the reference {len(self.reference.steps)}"
+            cause = unequal_forwards(self.run) if errors else None
+            if cause is not None:
+                yield replace(cause, evidence=(*cause.evidence, f"the run ended early: {failed}", counts))
+                return
             yield Finding(
-                title="The run ended early",
+                title="The run ended early" if errors else "The reference ended early",
                 whose=Whose.RUN,
-                step=len(self.run.steps),
-                first=f"rank {rank} · {error.splitlines()[0]}",
-                evidence=(f"it has {len(self.run.steps)} steps, the reference {len(self.reference.steps)}",),
+                step=self.comparison.steps,
+                first=failed,
+                evidence=(counts,),
                 is_exact=True,
             )
         elif len(set(self.run.counts)) > 1:
@@ -278,9 +285,8 @@ class _Comparing:
             return whole_tensors([select(forwards[position])] if position < len(forwards) else [])
 
         for name, value, wanted, bound in self._beyond(f"{kind} {rank} {mine.number}", of, step.number, values, others):
-            where = (
-                f"rank {rank} · micro-batch {mine.number} · {f'output of {name!r}' if name else 'output of the model'}"
-            )
+            output = f"output of {name!r}" if name else "output of the model"
+            where = f"rank {rank} · micro-batch {mine.number} · {output}"
             yield Finding(
                 title="The forward computes something else",
                 whose=self._whose_forward(step),
@@ -332,8 +338,8 @@ class _Comparing:
                     whose=Whose.SCRIPT,
                     step=step.number,
                     first=f"rank {rank} · micro-batch {mine.number} · {_instead(mine.loss, theirs.loss)}",
-                    likely=f"the loss is scaled by {factor:.4g}: by the number of ranks or micro-batches, a count of tokens, "
-                    "or a gradient scaler",
+                    likely=f"the loss is scaled by {factor:.4g}: by the number of ranks or micro-batches, a count "
+                    "of tokens, or a gradient scaler",
                     line=mine.line,
                 )
 

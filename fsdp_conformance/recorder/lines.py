@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,12 @@ def script_line(frame: FrameType | None = None) -> str:
             return f"{shown(file)}:{line}"
         library = library or f"{os.path.basename(file)}:{line}"
     return library
+
+
+def script_lines(most: int = 4) -> list[str]:
+    """The innermost lines of the script, each called from the next one."""
+    lines = (f"{shown(file)}:{line}" for file, line in _lines(sys._getframe(1)) if "site-packages" not in file)
+    return list(itertools.islice(lines, most))
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from fsdp_conformance.recorder.changes import Changes
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
-from fsdp_conformance.recorder.lines import place_of, script_line
+from fsdp_conformance.recorder.lines import place_of, script_line, script_lines
 from fsdp_conformance.recorder.names import Roots, unwrapped
 from fsdp_conformance.recorder.random_state import random_states
 from fsdp_conformance.recorder.shards import Shards
@@ -189,6 +189,7 @@ class Observer:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], tuple[Forward, dict[str, Input]]]:
         self._begin_pass()
+        self._mark_forward()
         if torch.is_grad_enabled() and module.training:
             self._before_training(module)
         tensors = dict(_named_parts((args, kwargs)))
@@ -216,6 +217,16 @@ class Observer:
             }
 
         return inputs
+
+    def _mark_forward(self) -> None:
+        kind = "training" if torch.is_grad_enabled() else "evaluation"
+        lines = ", called from ".join(script_lines())
+        event = Mark(step=self._step, kind="forward", line=script_line(), detail=f"{kind} at {lines}")
+        if self._writer.has_begun:
+            # At once: what waits is lost where the rank is killed.
+            self._writer.write(event)
+        else:
+            self._later(lambda: event)
 
     def _begin_pass(self) -> None:
         self._changes.stop()
@@ -443,7 +454,8 @@ class Observer:
                     elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
                         counters[f"{layout.names[0]}/{key}"] = value
             groups.append(Group(settings=settings_of(group), parameters=tuple(names), unknown=unknown))
-        name, defined = self._optimizer_name(optimizer), place_of(type(optimizer))
+        # Classes have hashes, which mypy does not see.
+        name, defined = self._optimizer_name(optimizer), place_of(type(optimizer))  # type: ignore[arg-type]
         return Stepped(name, tuple(groups), parameters, states, counters, defined)
 
     def _untrained(self) -> Iterator[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._common_utils import TrainingState
 
 from fsdp_conformance.recorder.observer import Observer
 from fsdp_conformance.recorder.replica import Replica, Replicas, owned_modules
@@ -48,6 +49,9 @@ class Replacement:
         self._show("fully_shard", function)
         ReplicatedInPlaceOfFSDP.replacement = self
         self._show("FullyShardedDataParallel", ReplicatedInPlaceOfFSDP)
+        from torch.distributed.checkpoint import state_dict
+
+        state_dict.FSDP = AsCheckpointsSeeIt  # type: ignore[assignment, misc]
         from torch.distributed.tensor import parallel
 
         parallel.parallelize_module = _refusing("parallelize_module (tensor parallelism)")
@@ -255,13 +259,51 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
             if mixed_precision.buffer_dtype is not None:
                 # In the first forward, as FSDP1 does.
                 module.register_forward_pre_hook(_casting_buffers(mixed_precision.buffer_dtype), prepend=True)
+        self.sharding_strategy = sharding_strategy or fsdp.ShardingStrategy.FULL_SHARD
+        self.process_group = self._group_in(group)
+        self.mixed_precision = mixed_precision or fsdp.MixedPrecision()
+        self.cpu_offload = cpu_offload or fsdp.CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = bool(options.get("forward_prefetch"))
+        self.limit_all_gathers = bool(options.get("limit_all_gathers", True))
+        self.compute_device = device or next((each.device for each in module.parameters()), torch.device("cpu"))
+        self.training_state = TrainingState.IDLE
+        self._use_orig_params = bool(options.get("use_orig_params"))
+        self._is_root = True
+        for each in self.fsdp_modules(module):
+            each._is_root = False  # type: ignore[assignment]
         self._fsdp_wrapped_module = module
         self.register_load_state_dict_pre_hook(self._with_wrapper_in_names)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _group_in(group: Any) -> Any:
+        """The one group of ranks, of what FSDP1 takes: a group, or one to shard in and one to replicate over."""
+        if group is not None and not isinstance(group, tuple):
+            return group
+        return dist.group.WORLD if dist.is_initialized() else None
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
         return self._fsdp_wrapped_module
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in its group."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """The size of its group."""
+        return dist.get_world_size(self.process_group)
+
+    def check_is_root(self) -> bool:
+        """True if no other wrapper has it inside."""
+        return self._is_root
+
+    def register_comm_hook(self, *args: object, **kwargs: object) -> None:
+        """Refuse: gradients are averaged in float32, without a hook."""
+        raise CannotTakeOut("register_comm_hook of FullyShardedDataParallel")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fsdp_wrapped_module(*args, **kwargs)
@@ -331,6 +373,13 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
         """There is one type."""
 
     @staticmethod
+    def get_state_dict_type(module: nn.Module) -> Any:
+        """State dicts are whole."""
+        return fsdp.StateDictSettings(
+            fsdp.StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig()
+        )
+
+    @staticmethod
     def optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The optimizer's state by parameters' names."""
         names = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
@@ -355,6 +404,22 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
         ]
         state = {numbers[name]: value for name, value in optim_state_dict["state"].items()}
         return {"state": state, "param_groups": groups}
+
+
+class _Wrappers(type):
+    """Instances are the wrappers."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, ReplicatedInPlaceOfFSDP)
+
+
+class AsCheckpointsSeeIt(metaclass=_Wrappers):
+    """FSDP1 for `torch.distributed.checkpoint.state_dict`: the names have wrappers, and nothing is sharded."""
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+        """No module has a shard."""
+        return []
 
 
 def _clean(name: str) -> str:

@@ -174,7 +174,8 @@ class Mark:
     """Something else that matters for the comparison."""
 
     step: int
-    kind: Literal["save", "load", "unscale", "no optimizer", "note"]
+    kind: Literal["save", "load", "unscale", "no optimizer", "note", "forward"]
+    """A forward is marked when it begins: a rank that fails in it has not recorded it otherwise."""
     line: str
     detail: str = ""
 

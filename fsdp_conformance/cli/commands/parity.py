@@ -81,7 +81,8 @@ def main(arguments: argparse.Namespace) -> int:
             with contextlib.ExitStack() as resources:
                 gpus = order.world_size if arguments.as_cuda else 0
                 variables = resources.enter_context(simulated_gpus(gpus)) if gpus else {}
-                comparison = _Runs(order, reference, directory, terminal, variables).comparison()
+                runs = _Runs(order, reference, directory, terminal, variables)
+                comparison = runs.comparison()
         except ScriptFailed as error:
             messages.complain(str(error))
             return Status.SCRIPT_FAILED
@@ -93,6 +94,10 @@ def main(arguments: argparse.Namespace) -> int:
         status = _report(comparison, terminal, arguments, page)
         if arguments.output:
             terminal.say(f"recordings: {directory}")
+        if runs.failure:
+            messages.complain(runs.failure)
+            # A difference before the failure is what counts.
+            return status if comparison.findings[0].whose is not Whose.RUN else Status.SCRIPT_FAILED
         return status
 
 
@@ -113,6 +118,8 @@ class _Runs:
         self._directory = directory
         self._terminal = terminal
         self._variables = variables
+        self.failure = ""
+        """How a run of the reference failed that had trained before."""
 
     def comparison(self) -> Comparison:
         """Run what is needed, and compare. Raises ScriptFailed."""
@@ -170,7 +177,7 @@ class _Runs:
                 raise ScriptFailed(f"{name} failed before it had trained: {ended}; its output is above{hint}") from None
             raise UsageError(f"{name}: {error.problems[0]}") from None
         if status != 0 and name != "run":
-            raise ScriptFailed(f"{name} failed: {ended}; its output is above")
+            self.failure = self.failure or f"{name} failed: {ended}; its output is above"
         short = f"; {ended}: what it had trained until then is compared" if status != 0 else ""
         self._terminal.say(f"{name}: {elapsed(began)}{short}")
         return recording

@@ -10,6 +10,7 @@ import pytest
 
 from fsdp_conformance.tests import warm_interpreter
 from fsdp_conformance.tests.cli.cli_runs import answered, said, words
+from fsdp_conformance.tests.parity.trainings import SAMPLES, Script, record
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +136,17 @@ def test_a_script_that_fails_in_the_end_is_recorded(script: Path, tmp_path: Path
     assert "recorded 3 steps of 2 ranks" in done.stdout
     compared = answered("parity", str(tmp_path / "out"), str(tmp_path / "out"))
     assert compared.status == 0, compared.output
+
+
+def test_a_suspicion_fails_where_it_should(tmp_path: Path) -> None:
+    record(Script(samples=lambda data, rank: data[:SAMPLES]), tmp_path / "run")
+    recordings = [str(tmp_path / "run")] * 2
+
+    assert answered("parity", *recordings).status == 0
+    strict = answered("parity", "--strict-suspicions", *recordings)
+
+    assert strict.status == 1
+    assert "? Every rank trains the same samples" in strict.output
 
 
 @pytest.mark.parametrize(
@@ -293,6 +305,58 @@ def test_a_norm_of_shards_alone_is_the_mistake_of_the_script(uneven: Path) -> No
     assert "✗ The norm of the gradients differs although the gradients agree, from step 0 on" in run.output
     assert "whose     the script" in run.output
     assert "each rank has taken the norm of its own shards" in run.output
+
+
+#: FSDP1, whose state torch's checkpoints read; the second step of the reference fails.
+CHECKPOINTED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for step in range(2):
+    if step == 1 and sys.argv[1:] == ["fails"]:
+        assert model._handle is not None
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    get_state_dict(model, optimizer)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("words", "status"), [((), 0), (("fails",), 5)])
+def test_a_reference_is_compared_as_far_as_it_comes(words: tuple[str, ...], status: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CHECKPOINTED, encoding="utf-8")
+
+    run = said("parity", str(tmp_path / "train.py"), *words)
+
+    assert run.status == status, run.output
+    if words:
+        assert "✗ The reference ended early, from step 1 on" in run.output
+        assert "reference failed: status 1, AttributeError" in run.output
+    else:
+        assert "EQUAL  2 steps of 2 ranks" in run.output
+
+
+@pytest.mark.nightly
+def test_a_run_that_never_trains_differs(tmp_path: Path) -> None:
+    """It has begun to train, so there is something to compare, and no reference runs more than once."""
+    (tmp_path / "plain.py").write_text(CHECKPOINTED, encoding="utf-8")
+    wrong = CHECKPOINTED.replace("    optimizer.step()", "    raise ValueError('before the first step')")
+    (tmp_path / "train.py").write_text(wrong, encoding="utf-8")
+
+    run = said("parity", "--reference", str(tmp_path / "plain.py"), str(tmp_path / "train.py"))
+
+    assert run.status == 1, run.output
+    assert "DIFFERENT from step 0: the run ended early" in run.output
+    assert "again: " not in run.output
 
 
 HANGING = """

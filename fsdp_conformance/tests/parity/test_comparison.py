@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fsdp_conformance.parity.text import lines_of, verdict_of
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.files import Recording
-from fsdp_conformance.tests.parity.trainings import SAMPLES, Net, Script, as_rank, compared
+from fsdp_conformance.tests.parity.trainings import SAMPLES, Net, Script, as_rank, compared, record, train
 
 
 def scaled(factor: float, *, name: str = "", from_step: int = 0) -> Callable[[nn.Module, int], None]:
@@ -100,7 +101,7 @@ MISTAKES = {
     "rate times ranks": (Script(lr=0.2), Whose.SCRIPT, 0, "lr is 0.2 instead of 0.1", "scaled by the number of ranks"),
     "weight decay": (Script(weight_decay=0.0), Whose.SCRIPT, 0, "weight_decay is 0 instead of 0.01", ""),
     "parameter left out": (
-        Script(optimizer=without_last), Whose.SCRIPT, 0, "'second.bias' is missing", "leaves them out where it makes the optimizer",
+        Script(optimizer=without_last), Whose.SCRIPT, 0, "'second.bias' is missing", "where it makes the optimizer",
     ),
     "optimizer of other tensors": (
         Script(optimizer=of_a_copy), Whose.SCRIPT, 0, "is missing", "4 of its tensors belong to no module",
@@ -309,13 +310,37 @@ def test_one_that_steps_less_often_has_another_number_of_steps(tmp_path: Path) -
 
     with pytest.raises(Stop):
         compared(Script(ranks=1, before_forward=stop), tmp_path)
-    from fsdp_conformance.tests.parity.trainings import record
-
     comparison = compare(files.read(tmp_path / "run"), record(Script(ranks=1), tmp_path / "reference"))
 
     assert comparison.findings[0].title == "The run ended early"
     assert comparison.findings[0].first == "rank 0 · Stop: "
-    assert comparison.findings[0].evidence == ("it has 2 steps, the reference 4",)
+    swapped = compare(files.read(tmp_path / "reference"), files.read(tmp_path / "run"))
+    assert [finding.title for finding in swapped.findings] == ["The reference ended early"]
+    assert comparison.findings[0].evidence == ("the run has 2 steps, the reference 4",)
+
+
+def test_a_forward_that_one_rank_runs_alone_is_why_all_fail(tmp_path: Path) -> None:
+    def evaluate(model: nn.Module, step: int) -> None:
+        if step == 2 and os.environ["RANK"] == "1":
+            with torch.no_grad():
+                model(torch.ones(1, 17))
+
+    def fail(model: nn.Module, step: int) -> None:
+        if step == 2:
+            rank = os.environ["RANK"]
+            raise ConnectionError("Connection reset by peer" if rank == "0" else "wrong size")
+
+    for rank in range(2):
+        with pytest.raises(ConnectionError), as_rank(rank, 2), recording(tmp_path / "run"):
+            train(Script(before_forward=evaluate, changed=fail), rank)
+
+    comparison = compare(files.read(tmp_path / "run"), record(Script(), tmp_path / "reference"))
+
+    finding = comparison.findings[0]
+    assert (finding.title, finding.whose, finding.step) == ("The ranks ran different forwards", Whose.SCRIPT, 2)
+    assert finding.first.startswith("rank 1 ran a forward that rank 0 did not · evaluation at ")
+    assert "test_comparison.py:" in finding.line
+    assert "the run ended early: rank 1 · ConnectionError: wrong size" in finding.evidence
 
 
 def with_another_norm(directory: Path, factor: float) -> None:

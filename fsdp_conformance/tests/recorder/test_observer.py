@@ -87,7 +87,7 @@ def test_a_step_has_its_events_in_order(tmp_path: Path) -> None:
     with recording(tmp_path / "run"):
         train(Model(), 2)
 
-    kinds = [type(event) for event in events(tmp_path / "run")]
+    kinds = [type(event) for event in events(tmp_path / "run") if not isinstance(event, Mark)]
     assert kinds == [Initial, Forward, Backward, Clip, Step, Forward, Backward, Clip, Step]
     forward, step = of(Forward, tmp_path / "run")[0], of(Step, tmp_path / "run")[1]
     assert (forward.module, forward.training, forward.with_gradients) == ("Model", True, True)
@@ -167,7 +167,8 @@ def test_saves_and_loads_are_marked(tmp_path: Path) -> None:
         torch.save(model.state_dict(), tmp_path / "model.pt")
         model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
 
-    assert [mark.kind for mark in of(Mark, tmp_path / "run")] == ["save", "load"]
+    kinds = [mark.kind for mark in of(Mark, tmp_path / "run")]
+    assert [kind for kind in kinds if kind != "forward"] == ["save", "load"]
 
 
 def test_hooks_of_units_are_copied_and_saved_with_them(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from fsdp_conformance.recorder.unsharded import ReplicatedInPlaceOfFSDP
+from fsdp_conformance.recorder.unsharded import AsCheckpointsSeeIt, ReplicatedInPlaceOfFSDP
 
 
 @pytest.fixture(name="model")
@@ -48,3 +52,35 @@ def test_states_are_named_as_in_the_model(model: ReplicatedInPlaceOfFSDP) -> Non
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert list(model.state_dict()) == names
     assert list(state["state"]) == state["param_groups"][0]["params"] == names
+
+
+def test_it_has_what_instances_of_fsdp1_have(model: ReplicatedInPlaceOfFSDP, tmp_path: Path) -> None:
+    """Torch, libraries and scripts read these. What handles flat parameters is not among them."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        original = FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu"))
+        public = {name for name in (*dir(original), *vars(original)) if not name.startswith("_")}
+        missing = {name for name in public if not hasattr(model, name)}
+        values = (model.rank, model.world_size, model.sharding_strategy, model[0].check_is_root())
+    finally:
+        dist.destroy_process_group()
+
+    layouts = {"flatten_sharded_optim_state_dict", "rekey_optim_state_dict"}
+    layouts |= {"scatter_full_optim_state_dict", "shard_full_optim_state_dict", "params"}
+    assert missing - layouts == set()
+    assert values == (0, 1, ShardingStrategy.FULL_SHARD, False)
+
+
+def test_torchs_state_dicts_are_those_of_the_model(
+    model: ReplicatedInPlaceOfFSDP, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_dict, "FSDP", AsCheckpointsSeeIt)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+    values, states = state_dict.get_state_dict(model, optimizer)
+
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert list(values) == list(states["state"]) == names
+    state_dict.set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
