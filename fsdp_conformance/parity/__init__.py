@@ -9,6 +9,8 @@ Two recordings of a training, compared: where does one first leave the other, an
     changed          what the script does to gradients between the backward and the step
     forwards         the forwards of a failed run that only some of its ranks ran
     alone            what is suspicious in one recording by itself
+    vacuous          runs that would be equal whatever the engine does
+    words            differences in words
     comparison       all steps of two recordings, in the order in which a step computes
     trajectory       every tensor over all steps
     text             the comparison for a terminal

@@ -1,5 +1,5 @@
 """
-What the script does to its gradients between the backward and the optimizer's step.
+The cause of gradients that a script changes wrongly between the backward and the optimizer's step.
 
 A gradient can be compared at both ends, on every rank by itself: a script that takes a norm of its shard alone scales
 the shard of each rank by another factor.

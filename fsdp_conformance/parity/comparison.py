@@ -21,6 +21,16 @@ from fsdp_conformance.parity.forwards import first_error, unequal_forwards
 from fsdp_conformance.parity.noise import FACTOR, TENSORS, Noise, Select, eps_of, noise_of, relative
 from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
 from fsdp_conformance.parity.samples import compare_samples
+from fsdp_conformance.parity.vacuous import nothing_to_compare
+from fsdp_conformance.parity.words import (
+    both_settings,
+    instead,
+    number_of_tensors,
+    scaled,
+    short,
+    size_of_difference,
+    why_scaled,
+)
 from fsdp_conformance.recordings.events import Backward, Forward
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole
@@ -126,7 +136,7 @@ class _Comparing:
     def result(self) -> Comparison:
         """The comparison."""
         comparison = self.comparison
-        comparison.findings += _nothing_to_compare(self.run, self.reference)
+        comparison.findings += nothing_to_compare(self.run, self.reference)
         if comparison.findings:
             comparison.is_vacuous = True
             return comparison
@@ -260,10 +270,10 @@ class _Comparing:
                 title="The initial values differ",
                 whose=Whose.SCRIPT,
                 step=step.number,
-                first=f"{self._named(name)} · {_size(value, wanted)}",
+                first=f"{self._named(name)} · {size_of_difference(value, wanted)}",
                 likely="the generators are seeded differently or draw in another order, as when a sharded model is "
                 "initialised after it was sharded; or the model is loaded from other files",
-                evidence=_also(len(differing), len(shared)),
+                evidence=number_of_tensors(len(differing), len(shared)),
                 line=next((forward.line for forward in step.forwards[0]), ""),
             )
             return
@@ -291,7 +301,7 @@ class _Comparing:
                 title="The forward computes something else",
                 whose=self._whose_forward(step),
                 step=step.number,
-                first=f"{where} · {_size(value, wanted, bound)}",
+                first=f"{where} · {size_of_difference(value, wanted, bound)}",
                 likely=self._why_forward(step, value, wanted),
                 line=mine.line,
                 evidence=self._still_equal(),
@@ -337,7 +347,7 @@ class _Comparing:
                     title="The loss differs although the outputs agree",
                     whose=Whose.SCRIPT,
                     step=step.number,
-                    first=f"rank {rank} · micro-batch {mine.number} · {_instead(mine.loss, theirs.loss)}",
+                    first=f"rank {rank} · micro-batch {mine.number} · {instead(mine.loss, theirs.loss)}",
                     likely=f"the loss is scaled by {factor:.4g}: by the number of ranks or micro-batches, a count "
                     "of tokens, or a gradient scaler",
                     line=mine.line,
@@ -373,9 +383,9 @@ class _Comparing:
                 title="The gradients agree after the backward, and no longer once the script has changed them",
                 whose=Whose.SCRIPT,
                 step=step.number,
-                first=f"{self._named(name)} · {_size(value, wanted, bound)}",
+                first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
                 likely=why_changed(step, expected),
-                evidence=_also(len(beyond), len(others)),
+                evidence=number_of_tensors(len(beyond), len(others)),
                 line=next((each.changed for each in step.steps if each.changed), step.backward_line),
             )
             return
@@ -402,9 +412,9 @@ class _Comparing:
             title="The gradients differ",
             whose=whose,
             step=step.number,
-            first=f"{self._named(name)} · {_size(value, wanted, bound)}",
+            first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
             likely=likely,
-            evidence=(*_also(len(beyond), len(others)), *self._still_equal(with_outputs=True)),
+            evidence=(*number_of_tensors(len(beyond), len(others)), *self._still_equal(with_outputs=True)),
             line=step.backward_line,
         )
 
@@ -464,7 +474,7 @@ class _Comparing:
                 is_exact=True,
                 whose=Whose.SCRIPT,
                 step=step.number,
-                first=_instead(limit, expected_limit),
+                first=instead(limit, expected_limit),
                 line=line,
             )
         # The gradients may differ by rounding. The norm must still be the norm of the gradients that it was taken of.
@@ -487,7 +497,7 @@ class _Comparing:
                 title="The norm of the gradients differs although the gradients agree",
                 whose=whose,
                 step=step.number,
-                first=_instead(norm, expected_norm),
+                first=instead(norm, expected_norm),
                 likely=likely,
                 line=line,
             )
@@ -500,9 +510,9 @@ class _Comparing:
                 title="The gradients differ after clipping",
                 whose=self._whose(),
                 step=step.number,
-                first=f"{self._named(name)} · {_size(value, wanted, bound)}",
-                likely=_scaled(value, wanted),
-                evidence=_also(len(clipped), len(expected.gradients.values)),
+                first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
+                likely=scaled(value, wanted),
+                evidence=number_of_tensors(len(clipped), len(expected.gradients.values)),
                 line=line,
             )
 
@@ -521,9 +531,12 @@ class _Comparing:
                 title=f"The {kind}s differ after the step",
                 whose=Whose.SCRIPT if defined else self._whose(),
                 step=step.number,
-                first=f"{self._named(name)} · {_size(value, wanted, bound)}",
+                first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
                 likely=_of_own_optimizer(step, likely) if defined else likely,
-                evidence=(*_also(len(beyond), len(others)), "the gradients and the settings of the optimizer agree"),
+                evidence=(
+                    *number_of_tensors(len(beyond), len(others)),
+                    "the gradients and the settings of the optimizer agree",
+                ),
                 line=line,
             )
         counters, others_ = step.steps[0].counters, expected.steps[0].counters
@@ -533,7 +546,7 @@ class _Comparing:
                     title="The optimizer counts its steps differently",
                     whose=self._whose(),
                     step=step.number,
-                    first=f"'{name}' · {_instead(counters[name], number)}",
+                    first=f"'{name}' · {instead(counters[name], number)}",
                     line=line,
                 )
 
@@ -569,14 +582,14 @@ class _Comparing:
         for name, wanted in _settings(self.reference.steps[number]).items():
             for key, value in wanted.items():
                 if name in mine and key not in _IGNORED_SETTINGS and mine[name].get(key, value) != value:
-                    return self._named(name), f"{key} is {_both_shown(mine[name][key], value)}"
+                    return self._named(name), f"{key} is {both_settings(mine[name][key], value)}"
         return None
 
     def _why_setting(self, number: int, difference: str) -> str:
         """The likely cause of another setting."""
         words = difference.split()
         if words[0] == "lr":
-            schedule = [_shown(rate) for rate in map(_rate_of, self.reference.steps)]
+            schedule = [short(rate) for rate in map(_rate_of, self.reference.steps)]
             if words[2] in schedule and schedule.index(words[2]) != number:
                 place = schedule.index(words[2])
                 how = "more" if place > number else "less"
@@ -584,10 +597,10 @@ class _Comparing:
             starts = [_first_group(run.steps[number]).get("initial_lr") for run in (self.run, self.reference)]
             if starts[0] is not None and starts[0] == starts[1]:
                 return (
-                    f"both begin with {_shown(starts[0])}: the scheduler is stepped another number of times, or is "
+                    f"both begin with {short(starts[0])}: the scheduler is stepped another number of times, or is "
                     "made for another number of steps"
                 )
-        return _why_setting(difference, self.run.world_size)
+        return why_scaled(difference, self.run.world_size)
 
     def _settings(self, number: int) -> Iterator[Finding]:
         difference = self._setting_difference(number)
@@ -697,32 +710,6 @@ class _Comparing:
         return (f"{', '.join(words[:-1])} and {words[-1]} agree",)
 
 
-def _nothing_to_compare(run: Run, reference: Run) -> Iterator[Finding]:
-    """Runs that would be equal whatever the engine does."""
-    if not reference.steps or not run.steps:
-        return
-    line, optimizer = run.steps[0].steps[0].line, run.steps[0].steps[0].optimizer
-    if reference.sharding == "taken out" and reference.replaced == 0:
-        yield Finding(
-            title="The script shards nothing, so its reference is the same training",
-            whose=Whose.RUN,
-            first="no call of fully_shard, FullyShardedDataParallel or deepspeed.initialize was seen",
-            likely="it is not configured to shard here, as on a machine without a GPU (--as-cuda), or it shards with "
-            "another function: give the unsharded training as --reference COMMAND",
-            line=line,
-            is_exact=True,
-        )
-    if not reference.steps[0].parameters.values:
-        yield Finding(
-            title="No parameter could be compared",
-            whose=Whose.RUN,
-            first=f"the tensors of the optimizer '{optimizer}' belong to no module",
-            likely="the engine keeps its own copies, in a layout that is not known here",
-            line=line,
-            is_exact=True,
-        )
-
-
 def _units_of(forward: Forward) -> Mapping[str, Fingerprint]:
     return forward.units
 
@@ -808,55 +795,3 @@ def _of_own_optimizer(step: TrainingStep, likely: str) -> str:
 
 def _change(before: Whole | None, after: Whole) -> list[float] | None:
     return None if before is None else [b - a for a, b in zip(before.numbers, after.numbers, strict=True)]
-
-
-def _instead(value: float, wanted: float) -> str:
-    """Two numbers, with as many digits as it takes to tell them apart."""
-    digits = next((digits for digits in (6, 9, 12) if f"{value:.{digits}g}" != f"{wanted:.{digits}g}"), 17)
-    return f"{value:.{digits}g} instead of {wanted:.{digits}g}"
-
-
-def _size(value: Whole, wanted: Whole, bound: float | None = None) -> str:
-    if value.dtype != wanted.dtype:
-        return f"{value.dtype} instead of {wanted.dtype}"
-    if value.shape != wanted.shape:
-        return f"shape {list(value.shape)} instead of {list(wanted.shape)}"
-    if value.nonfinite != wanted.nonfinite:
-        return f"{value.nonfinite} infinite or NaN elements instead of {wanted.nonfinite}"
-    limit = f" (rounding explains {bound:.2g})" if bound is not None else ""
-    # A part of a tensor can change while its norm stays the same.
-    norms = f"{value.norm:.6g}", f"{wanted.norm:.6g}"
-    norm = f"norm {norms[0]} instead of {norms[1]}" if norms[0] != norms[1] else f"norm {norms[0]} in both"
-    return f"relative difference {relative(value, wanted):.2g}{limit} · {norm}"
-
-
-def _scaled(value: Whole, wanted: Whole) -> str:
-    factor = f"{value.norm / wanted.norm:.4g}" if wanted.norm else "1"
-    return f"scaled by {factor}" if factor != "1" else ""
-
-
-def _also(count: int, total: int) -> tuple[str, ...]:
-    return (f"{count} of {total} tensors differ",)
-
-
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _both_shown(value: object, wanted: object) -> str:
-    if isinstance(value, float) and isinstance(wanted, float):
-        return _instead(value, wanted)
-    return f"{_shown(value)} instead of {_shown(wanted)}"
-
-
-def _why_setting(difference: str, ranks: int) -> str:
-    words = difference.split()
-    try:
-        ratio = float(words[2]) / float(words[-1])
-    except (ValueError, IndexError, ZeroDivisionError):
-        return ""
-    if ranks > 1 and abs(ratio - ranks) < 1e-6 * ranks:
-        return "it is scaled by the number of ranks"
-    if ranks > 1 and abs(ratio - 1 / ranks) < 1e-6:
-        return "it is divided by the number of ranks"
-    return ""

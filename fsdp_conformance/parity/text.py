@@ -77,7 +77,7 @@ def agreement_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _limits_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """What equality does not show."""
+    """The differences that equality may hide."""
     noise, limit = comparison.noise, comparison.idle_limit
     if limit is not None:
         yield f"  not used    clipping: the norm of the gradients was never above the limit of {limit:g}", ""

@@ -51,7 +51,7 @@ class Replacement:
         self._show("FullyShardedDataParallel", ReplicatedInPlaceOfFSDP)
         from torch.distributed.checkpoint import state_dict
 
-        state_dict.FSDP = AsCheckpointsSeeIt  # type: ignore[assignment, misc]
+        state_dict.FSDP = AsCheckpointsSeeIt  # type: ignore[assignment, attr-defined]
         from torch.distributed.tensor import parallel
 
         parallel.parallelize_module = _refusing("parallelize_module (tensor parallelism)")
