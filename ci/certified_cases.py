@@ -3,10 +3,15 @@ The cases that ci/test certifies, as options of ci/certify. ci/nightly runs ever
 
     python ci/certified_cases.py [--quick] IMPLEMENTATION
 
-Of every requirement the case with the fewest capabilities, which most engines declare, at the smallest world size of at
-least two ranks, and every case that ci/known-findings.toml lists for the implementation, except for rows of pairs; with
---quick the cases of the profile `quick` instead. For an adapter in ci/components.py that is done with the profile of
-components.
+Every case of the profile `quick`, which finds most known-wrong engines with few cases, and one case of each chapter of
+the profile. With --quick, for slower engines, only one case of each chapter of `quick`. For an adapter in
+ci/components.py, one case of each chapter of the profile of components.
+
+The case of a chapter is the one with the fewest capabilities, which most engines declare, at the smallest world size of
+at least two ranks.
+
+Cases that ci/known-findings.toml lists for the implementation are added, if they are among those to choose from and no
+rows of pairs.
 """
 
 from __future__ import annotations
@@ -20,39 +25,43 @@ import components
 import known_findings
 
 from fsdp_conformance.contract.profile import Entry, load_profile
+from fsdp_conformance.contract.requirement import load
 from fsdp_conformance.run_settings import RunSettings
 
 QUICK = "quick-2026.11"
 
 
 def smallest(entries: Iterable[Entry]) -> list[Entry]:
-    """One entry of each requirement, the one that asks for the least."""
+    """One entry of each chapter, the one that asks for the least."""
     chosen: dict[str, Entry] = {}
     for entry in sorted(
         entries, key=lambda entry: (len(entry.needs), entry.world_size < 2, entry.world_size, entry.id)
     ):
-        chosen.setdefault(entry.primary, entry)
+        chosen.setdefault(load()[entry.primary].chapter, entry)
     return list(chosen.values())
 
 
 def selected(implementation: str, *, quick: bool = False) -> list[str]:
     """The ids of the cases, in order."""
-    if quick:
-        return sorted(entry.id for entry in load_profile(QUICK).entries)
-    profile = components.PROFILE if implementation in components.ADAPTERS else RunSettings().profile
-    entries = load_profile(profile).entries
+    shortlist = load_profile(QUICK).entries
+    if implementation in components.ADAPTERS:
+        entries, always = load_profile(components.PROFILE).entries, set[str]()
+    elif quick:
+        entries, always = shortlist, set[str]()
+    else:
+        entries, always = load_profile(RunSettings().profile).entries, {entry.id for entry in shortlist}
     listed = {
         finding.case
         for finding in known_findings.known_findings()
         if fnmatchcase(implementation, finding.implementation)
     }
-    return sorted({entry.id for entry in smallest(entries)} | listed & {entry.id for entry in entries})
+    return sorted({entry.id for entry in smallest(entries)} | always | listed & {entry.id for entry in entries})
 
 
 def main(words: Sequence[str]) -> int:
     """Print the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the cases of the profile quick instead")
+    parser.add_argument("--quick", action="store_true", help="one case of each chapter of the profile quick")
     parser.add_argument("implementation", metavar="IMPLEMENTATION")
     options = parser.parse_args(words)
     print(*components.profile_options(options.implementation))
