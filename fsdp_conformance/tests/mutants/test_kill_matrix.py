@@ -2,8 +2,8 @@
 The kill matrix: every case kills each known-wrong implementation that it names, for the right reason.
 
 A case that fails no implementation proves nothing, and neither does one that fails because something raised before it
-compared. One pair of each method runs with the other tests, at its smallest world size and with one value of each other
-axis. All others are marked nightly, so every case id is shown to kill something.
+compared. One pair of each requirement runs with the other tests: its smallest case, at the smallest world size. All others
+are marked nightly, so every case id is shown to kill something.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _why_not_here(bound: BoundCase) -> str:
     return "" if record is None else record.reason
 
 
-def _smallest_of_each_method(cases: Sequence[BoundCase]) -> set[str]:
+def _smallest_of_each_requirement(cases: Sequence[BoundCase]) -> set[str]:
     """
     Ids of the cases that are run whenever tests are.
 
@@ -46,11 +46,11 @@ def _smallest_of_each_method(cases: Sequence[BoundCase]) -> set[str]:
     """
     smallest: dict[str, BoundCase] = {}
     for bound in cases:
-        if _why_not_here(bound) or _matches(bound, _COSTLY):
+        if not bound.case.kills or _why_not_here(bound) or _matches(bound, _COSTLY):
             continue
-        key = f"{bound.owner.__qualname__}.{bound.case.title}"
-        if key not in smallest or _size(bound) < _size(smallest[key]):
-            smallest[key] = bound
+        primary = bound.case.requirements[0]
+        if primary not in smallest or _size(bound) < _size(smallest[primary]):
+            smallest[primary] = bound
     return {bound.case.id for bound in smallest.values()}
 
 
@@ -64,16 +64,15 @@ def _size(bound: BoundCase) -> tuple[int, int]:
 
 def _usual_pairs(cases: Sequence[BoundCase]) -> dict[str, str]:
     """
-    The mutant that each case kills whenever tests are run, for one case of each method.
+    The mutant that each case kills whenever tests are run, for one case of each requirement.
 
     That is a mutant that no case before it has, if there is one, so that these kill as many as they can.
     """
     pairs: dict[str, str] = {}
-    usual = _smallest_of_each_method(cases)
+    usual = _smallest_of_each_requirement(cases)
     for bound in cases:
-        mutants = bound.case.kills
-        if mutants and bound.case.id in usual:
-            taken = set(pairs.values())
+        if bound.case.id in usual:
+            mutants, taken = bound.case.kills, set(pairs.values())
             pairs[bound.case.id] = next((mutant for mutant in mutants if mutant not in taken), mutants[0])
     return pairs
 
