@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsdp_conformance.report.folding import WIDTH
 from fsdp_conformance.run_settings import REFERENCES_STORE, use_secret
 from fsdp_conformance.simulator.device.devices import is_active
+from fsdp_conformance.tests import temporary_files
 from fsdp_conformance.tests.simulator import simulator_process
 from fsdp_conformance.tests.torch_versions import limit_of
 
@@ -24,12 +25,14 @@ PRIVATE_STORE = "FSDP_CONFORMANCE_TEST_REFERENCES"
 _UNSEEN = pytest.StashKey[dict[str, set[str]]]()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """
     Share no references with the user's store, and with other tests only in ci/test, except where a test asks for it.
 
     And restore SIGINT, which background jobs of a shell ignore together with their children: some tests send it.
     """
+    if not hasattr(config, "workerinput"):  # workers of xdist have that of their controller
+        temporary_files.keep_apart()
     os.environ[REFERENCES_STORE] = os.environ.get(PRIVATE_STORE, "off")
     if PRIVATE_STORE in os.environ:
         # The processes of one ci/test are one run: the referees of each take what those of the others have trained.

@@ -259,6 +259,7 @@ def _become(line: Sequence[str], cwd: str | None, env: Mapping[str, str], fds: S
     os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # the server's; $TMPDIR may be another one
     if cwd is not None:
         os.chdir(cwd)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
