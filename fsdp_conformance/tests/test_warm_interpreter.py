@@ -48,6 +48,7 @@ def ran(place: Path, how: str, *, merged: bool = False, timeout: float = 120.0) 
     return warm_interpreter.run(words, cwd=place, env={"MINE": "yes"}, timeout=timeout, merged=merged)
 
 
+@pytest.mark.slow
 def test_it_has_its_own_directory_environment_and_modules(place: Path) -> None:
     """Nothing of this project is imported; torch is."""
     done = ran(place, "0")

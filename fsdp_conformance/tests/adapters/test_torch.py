@@ -47,6 +47,7 @@ class Parity(RankTestCase):
             for optimizer in ("sgd", "adam"):
                 self.assert_trains(name, regime=Regime(optimizer=optimizer))
 
+    @pytest.mark.slow
     @with_fsdp2_on_the_cpu
     def test_traps(self) -> None:
         """A tied weight, a frozen layer, a unit called twice, and an unused parameter."""
@@ -56,6 +57,7 @@ class Parity(RankTestCase):
             self.assertEqual(len(zeros), 6 if name in FLAT else 0, name)
             self.assertEqual([], [line for line in divergences if line not in zeros], name)
 
+    @pytest.mark.slow
     @with_fsdp2_on_the_cpu
     def test_checkpoints_of_parameters_without_state(self) -> None:
         """They load, and such parameters are without state again; also from a state dict."""
@@ -133,6 +135,7 @@ class Parity(RankTestCase):
         # On the CPU init modes need no flag.
         self.assertEqual(taken, 50)
 
+    @pytest.mark.slow
     def test_auto_wrap(self) -> None:
         """FSDP1's policies make units: one gather for each, and one for what the root keeps."""
         for policy, units in (("size:40", 3), ("class:Linear", 4)):
@@ -140,6 +143,7 @@ class Parity(RankTestCase):
             gathers = [record for record in history.collectives if record.op is Op.ALL_GATHER and record.step == 1]
             self.assertEqual(units, len([record for record in gathers if record.phase == "forward"]), policy)
 
+    @pytest.mark.slow
     def test_written_parameters_are_trained(self) -> None:
         """Values that are written after the wrap are where training starts."""
         for name in ENGINES:
@@ -175,6 +179,7 @@ class Parity(RankTestCase):
             self.assertTrue(torch.equal(first, frozen), msg=name)
             self.assertFalse(torch.equal(frozen, thawed), msg=name)
 
+    @pytest.mark.slow
     @with_fsdp2_on_the_cpu
     def test_units_on_a_group_of_their_own_and_ignored_modules(self) -> None:
         """Gradients of local units and of ignored modules are this rank's own; the others' are means."""

@@ -11,6 +11,7 @@ from fsdp_conformance.verdict import Verdict
 _MODULE = "fsdp_conformance.tests.references.unfit_workloads"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "comparison"), [("exact", "bitwise"), ("right", "calibrated")])
 @pytest.mark.parametrize("implementation", ["torch-fsdp2", "reference"])
 def test_comparisons_are_as_exact_as_the_references(implementation: str, name: str, comparison: str) -> None:

@@ -57,6 +57,7 @@ def test_a_capability_is_worth_a_case(quick: ModuleType) -> None:
     assert names == ["R001/another-ws2", "R001/plain-ws2"]
 
 
+@pytest.mark.slow
 def test_rows_have_nearly_every_value_that_an_engine_can_be_asked_for(quick: ModuleType) -> None:
     """In few rows on two ranks, for engines with many capabilities as for those with few."""
     sets = set(quick.capabilities().values())

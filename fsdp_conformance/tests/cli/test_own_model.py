@@ -22,6 +22,7 @@ def _records(report: Path) -> dict[str, dict[str, object]]:
     return {line["case"]: line for line in lines if line["type"] == "case"}
 
 
+@pytest.mark.slow
 @pytest.mark.nightly_params("torch-fsdp2-PASS-")
 @pytest.mark.parametrize(
     ("implementation", "verdict", "requirement"),
@@ -117,6 +118,7 @@ def test_debug_runs_a_case_on_it(tmp_path: Path) -> None:
     assert (other.status, "which trains its own model" in other.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_list_says_what_the_model_lacks(tmp_path: Path) -> None:
     """And why a case would not run."""
     done = said("list", "--not-run", "--workload", f"{_MODULE}:right", cwd=tmp_path)

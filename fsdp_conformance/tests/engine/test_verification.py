@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_group
@@ -48,6 +49,7 @@ class Verification(ReducerTestCase):
             for text in texts:
                 self.assertIn(sentence, text)
 
+    @pytest.mark.slow
     def test_all_differences_at_once(self) -> None:
         """The error names all differences, not only the first."""
         module = Coded([(3 + self.rank,), (5 + self.rank,)])

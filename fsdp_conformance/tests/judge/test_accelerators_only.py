@@ -18,6 +18,7 @@ class AcceleratorsOnly(TorchFSDP2):
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = {"cpu": frozenset({"cpu_compute"})}
 
 
+@pytest.mark.slow
 @pytest.mark.nightly_params("R140/made-after-a-forward-evaluation-ws2", "R160/exception-reaches-the-caller-forward-ws2")
 @pytest.mark.parametrize(
     "case",

@@ -2,8 +2,8 @@
 The kill matrix: every case kills each known-wrong implementation that it names, for the right reason.
 
 A case that fails no implementation proves nothing, and neither does one that fails because something raised before it
-compared. One pair of each requirement runs with the other tests: its smallest case, at the smallest world size. All others
-are marked nightly, so every case id is shown to kill something.
+compared. One pair of each requirement runs with the other tests: its smallest case, at the smallest world size. All
+others are marked nightly, so every case id is shown to kill something.
 """
 
 from __future__ import annotations

@@ -180,6 +180,7 @@ def test_hooks_of_units_are_copied_and_saved_with_them(tmp_path: Path) -> None:
     assert list(of(Forward, tmp_path / "run")[0].units) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_recorded_at_its_boundary(tmp_path: Path) -> None:
     model = Model()
     with recording(tmp_path / "run"):

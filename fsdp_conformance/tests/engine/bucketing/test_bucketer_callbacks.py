@@ -72,6 +72,7 @@ class CallbackTest(BucketerTestCase):
         del self.results[-1]
         self.check_results({0: (2,), 1: (3,), 2: (3,), 3: (17,), 4: (5,)})
 
+    @pytest.mark.slow
     def test_a_callback_that_raises(self) -> None:
         """The others still run before it is raised, and the bucketer continues normally."""
         bucketer = self.start()

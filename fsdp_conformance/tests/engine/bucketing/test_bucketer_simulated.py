@@ -72,6 +72,7 @@ class SimulatedBucketerTest(SimulatedRanks):
         with checker.without_waits():
             self.assertNotEqual((), self.reduce()[1])
 
+    @pytest.mark.slow
     def test_each_wait_is_needed(self) -> None:
         """Every wait of the bucketer, dropped alone, is a hazard."""
         _, _, sites = self.reduce()

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -104,6 +105,7 @@ class Changes(ReducerTestCase):
 
         self.assert_means(model, step=1)
 
+    @pytest.mark.slow
     def test_a_parameter_that_was_replaced(self) -> None:
         """Its gradient would stay local, so the next forward raises."""
         model = DataParallel(Coded())

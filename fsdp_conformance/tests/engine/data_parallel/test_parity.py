@@ -113,6 +113,7 @@ class TwoRanks(ParityTestCase):
             regime = Regime(micro_batches=2, reduced=(False, True), unused_parameters=True)
             self.assert_bitwise(workload_by_name(name), regime)
 
+    @pytest.mark.slow
     def test_other_regimes(self) -> None:
         """Adam, clipping, evaluation, forwards without backward, dropped gradients, freezing, two backwards."""
         frozen = ((1, ("stages.0.linear.weight", "stages.1.linear.bias")), (2, ("stages.2.linear.weight",)))
@@ -128,6 +129,7 @@ class TwoRanks(ParityTestCase):
         ):
             self.assert_bitwise(workload_by_name("exact-long"), regime, OPTIONS[:2])
 
+    @pytest.mark.slow
     def test_without_the_search_for_unused_parameters(self) -> None:
         """Parity holds with rebuilt buckets, too, which change after the first step."""
         for name in ("exact-nested", "exact-tied", "exact-multi-forward", "transformer"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -234,6 +235,7 @@ class ThreeRanks(ReducerTestCase):
             self.assert_mean(module.p0)
             self.assert_mean(module.p3)
 
+    @pytest.mark.slow
     def test_an_old_value_is_part_of_what_others_average(self) -> None:
         """Ranks 1 and 2 do not use p0 this time: the mean of their old values and of rank 0's sum is kept."""
         for kind in KINDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +26,7 @@ class Twice(ReducerTestCase):
         reducer.prepare_for_backward([output])
         return output
 
+    @pytest.mark.slow
     def test_a_second_gradient_raises_and_names_the_parameter(self) -> None:
         """Two reentrant checkpoints share it; the error suggests static_graph."""
         module = Coded()

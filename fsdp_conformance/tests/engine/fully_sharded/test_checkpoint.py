@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,6 +30,7 @@ class TestCheckpoint(CheckpointTestCase):
     def world_size(self) -> int:
         return 4
 
+    @pytest.mark.slow
     def test_saved_on_four_loaded_on_two(self) -> None:
         """Training saved on four ranks resumes on two, with other units, as if it had not been interrupted."""
         directory = self.shared_directory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -164,6 +165,7 @@ class TestDeferral(ShardedTestCase):
                 loss.backward()
             model.recover()
 
+    @pytest.mark.slow
     def test_a_hook_may_write_anything(self) -> None:
         """A communication hook that fills a shard with zeros gives gradients of zeros, not an error about order."""
         model = sharded(chain())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ class Broadcast(MeshTestCase):
                 self.assertIs(tensor, result)
                 self.assert_equal(coded(sender, 2, 3), tensor)
 
+    @pytest.mark.slow
     def test_axis_by_axis_the_first_rank_reaches_all(self) -> None:
         """Two broadcasts of two ranks each make one of four."""
         tensor = coded(self.rank, 3)

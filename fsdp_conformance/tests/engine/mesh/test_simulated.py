@@ -116,6 +116,7 @@ class SimulatedMeshTest(SimulatedRanks):
             with checker.without_waits():
                 self.assertNotEqual((), self.on_device(name)[1], msg=name)
 
+    @pytest.mark.slow
     def test_each_wait_is_needed(self) -> None:
         """Every wait of a mesh collective, dropped alone, is a hazard in at least one of them."""
         executed, flagged = set(), set()

@@ -55,6 +55,7 @@ def wait_for_end(pid: int) -> None:
     raise TimeoutError(f"process {pid} did not end")
 
 
+@pytest.mark.slow
 def test_child_has_everything_imported() -> None:
     """A case finds its imports loaded, and the controller's own __main__ was not run again."""
     child_facts = run_in_child(facts)

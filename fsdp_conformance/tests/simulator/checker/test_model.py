@@ -43,6 +43,7 @@ class TestExtents:
 
         assert bool(bytes_of(*first) & bytes_of(*second)) == build.load().overlap(*first, *second)
 
+    @pytest.mark.slow
     @settings(max_examples=500, deadline=None)
     @given(dense | sparse | elements)
     def test_normalized_extents_have_the_same_bytes(self, extent: Extent) -> None:

@@ -239,6 +239,7 @@ class TestUnavailable:
         monkeypatch.setenv("CXX", "nowhere-c++")
         assert "'nowhere-c++' is not on PATH" in str(build.unavailable())
 
+    @pytest.mark.slow
     def test_a_compiler_with_its_own_runtime(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """A second C++ standard library in the process would end it with SIGSEGV in the first collective."""
         compiler = tmp_path / "c++"

@@ -164,6 +164,7 @@ class Streams(OnSim):
             work.wait()
         self.assertEqual([16.0], mine.tolist())
 
+    @pytest.mark.slow
     def test_coalesced_works(self) -> None:
         """One work for all calls; without a wait every output is in flight."""
         tensors = [self.values(1.0), self.values(2.0)]
