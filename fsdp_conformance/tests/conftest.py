@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -105,12 +106,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Raise UsageError for a name in `nightly_params` that no set of parameters has.
 
     And start the server before any test has run, so that its forks begin from a clean state.
+
+    The garbage collector passes over what has been collected and imported, a million objects: many tests call it.
     """
     unseen = session.config.stash.get(_UNSEEN, {})
     if any(unseen.values()) and not any("[" in argument for argument in session.config.args):
         names = "; ".join(f"{function}: {', '.join(sorted(ids))}" for function, ids in unseen.items() if ids)
         raise pytest.UsageError(f"nightly_params names sets of parameters that do not exist: {names}")
     if not session.config.option.collectonly:
+        gc.freeze()
         simulator_process.start_server(session.items)
 
 

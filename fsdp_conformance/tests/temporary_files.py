@@ -7,10 +7,10 @@ that tests kill leave their sockets and logs.
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import tempfile
+from multiprocessing.util import Finalize
 
 #: Short, because the paths of sockets are limited to about a hundred characters.
 PREFIX = "fsdp-tests-"
@@ -20,13 +20,7 @@ def keep_apart() -> None:
     """From now on this process and those that it starts have their temporary files there; it is removed at exit."""
     # pytest's own directories stay where they are, to be looked at after a failure; it deletes all but the last few.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    directory, owner = tempfile.mkdtemp(prefix=PREFIX), os.getpid()
-
-    def remove() -> None:
-        # A fork that ends in the usual way comes here, too.
-        if os.getpid() == owner:
-            shutil.rmtree(directory, ignore_errors=True)
-
-    # Registered first, so called last, after servers have ended.
-    atexit.register(remove)
+    directory = tempfile.mkdtemp(prefix=PREFIX)
+    # After multiprocessing has removed its own directory, which has priority -100. Not called in forks.
+    Finalize(None, shutil.rmtree, args=(directory,), kwargs={"ignore_errors": True}, exitpriority=-200)
     tempfile.tempdir = os.environ["TMPDIR"] = directory

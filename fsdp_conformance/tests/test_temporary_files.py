@@ -14,7 +14,7 @@ from fsdp_conformance.tests import temporary_files, warm_interpreter
 
 #: Leaves files at the start and at the end of a run of pytest, in this process and in another one.
 _LEAVING = """
-import subprocess, sys, tempfile
+import multiprocessing.util, subprocess, sys, tempfile
 
 def leave():
     tempfile.mkdtemp(prefix="left-")
@@ -23,6 +23,7 @@ def leave():
 
 def pytest_collection_finish():
     leave()
+    multiprocessing.util.get_temp_dir()
 
 def pytest_unconfigure():
     leave()
@@ -51,6 +52,6 @@ def test_what_is_left_is_removed_with_it(workers: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(temporary)}
     done = warm_interpreter.run(words, cwd=tmp_path, env=environment, timeout=240)
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert (tmp_path / "seen").read_text(encoding="utf-8").startswith(str(temporary / temporary_files.PREFIX))
     assert list(temporary.iterdir()) == []
