@@ -102,12 +102,12 @@ def test_every_entry_point_names_something_that_exists() -> None:
     """Scripts, the pytest plugin, adapters and mutants are defined in the modules that pyproject names."""
     project = pyproject()["project"]
     groups = {"scripts": project["scripts"], **project["entry-points"]}
-    trees = {module.name: module.tree() for module in checkout.modules()}
+    modules = {module.name: module for module in checkout.modules()}
     missing = []
     for group, entries in groups.items():
         for name, target in entries.items():
             module, _, attribute = target.partition(":")
-            if module not in trees or (attribute and attribute not in _defined(trees[module])):
+            if module not in modules or (attribute and attribute not in _defined(modules[module].tree())):
                 missing.append(f"{group}: {name} = {target}")
 
     assert missing == []
