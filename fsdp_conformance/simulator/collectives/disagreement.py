@@ -146,7 +146,8 @@ class Disagreement:
             case DisagreementKind.DEVICE_DEADLOCK:
                 return (
                     "call these in one order on all ranks that take part, or let the next one run on a stream that "
-                    "does not wait for the one before. On a GPU all of them hang"
+                    "does not wait for the one before. On a GPU they hang; a send may get through while its message "
+                    "fits NCCL's buffers"
                 )
             case DisagreementKind.TAGS:
                 return (

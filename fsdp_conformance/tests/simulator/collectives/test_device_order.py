@@ -159,7 +159,7 @@ def test_a_message_against_a_collective(ranks: list[Agreement]) -> None:
         "all_reduce() on 0; rank 1 runs recv(4 float32) from rank 0 to rank 1 on the default group at "
         "/src/train.py:11 in step"
     )
-    assert "On a GPU all of them hang" in finding.explain()
+    assert "On a GPU they hang" in finding.explain()
 
 
 def test_two_communicators_in_two_orders_are_one_finding(ranks: list[Agreement]) -> None:
