@@ -258,7 +258,7 @@ class Hazard:
     @property
     def _is_noticed_later(self) -> bool:
         """True if code that torch does not see has written, some time before the line of `now`."""
-        return self.now.site.op.startswith("code outside torch")
+        return self.now.site.op.startswith("code outside torch (noticed at ")
 
     def sentence(self) -> str:
         """The two accesses and the problem, in one line."""
