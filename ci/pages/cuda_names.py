@@ -17,7 +17,7 @@ This table has every public name of `torch.cuda` and its modules, of `torch.dist
 methods of tensors about CUDA: {number} names. With [simulated GPUs](simulated-cuda.md) or under
 [`sanitize --as-cuda`](sanitize.md),
 
-- {own} have a *behaviour of their own* on the simulated device;
+- {own} are *reimplemented* on the simulated device;
 - {torch} are *torch's*: its code runs unchanged, on top of other names and of the device's kernels, or they are data;
 - {refused} are *refused*: using one raises `NotSimulated`, with the reason;
 - {listed} are *listed*: they mean nothing here.

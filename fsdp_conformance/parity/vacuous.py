@@ -9,7 +9,7 @@ from fsdp_conformance.parity.runs import Run
 
 
 def nothing_to_compare(run: Run, reference: Run) -> Iterator[Finding]:
-    """Runs that would be equal whatever the engine does."""
+    """Why a comparison of two runs would prove nothing: a finding for each reason."""
     if not reference.steps or not run.steps:
         return
     line, optimizer = run.steps[0].steps[0].line, run.steps[0].steps[0].optimizer

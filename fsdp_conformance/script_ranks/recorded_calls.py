@@ -37,7 +37,7 @@ def issue(agreement: Agreement, rank: int, collective: Collective) -> Work | Non
     if collective.group in distributed_c10d._world.pg_group_ranks:  # else torch is still making the group
         agreement.watch(collective.group)
         call = described(collective, rank)
-        agreement.check(call, *(device_order(_local_index(collective)) if call.channel.device != "cpu" else ()))
+        agreement.check(call, *(device_order(_index(collective)) if call.channel.device != "cpu" else ()))
     _note_pinned(collective)
     return collective.issue()
 
@@ -74,7 +74,7 @@ def described(collective: Collective, rank: int) -> Call:
         takes=takes,
         words=words_of(op.value, traffic.reduce_op, size, root, channel.pair, tag=tag, sends=sends, takes=takes),
         place=place_of(caller_of_backward),
-        device_index=_index(counted) if channel.device != "cpu" else None,
+        device_index=visible_index(_index(collective)) if channel.device != "cpu" else None,
         tag=tag,
         is_paired=channel.pair is not None and channel.device != "cpu" and is_paired(collective.group),
     )
@@ -150,12 +150,7 @@ def _device_of_options(options: Sequence[Any]) -> str:
     return next((device.type for device in devices if device is not None), "cpu")
 
 
-def _local_index(collective: Collective) -> int | None:
-    """The device of a collective, counted in this process."""
+def _index(collective: Collective) -> int | None:
+    """The device of the tensors, counted in this process."""
     tensors = collective.traffic.inputs or collective.traffic.outputs
     return tensors[0].device.index if tensors else None
-
-
-def _index(tensors: Sequence[Tensor]) -> int | None:
-    """The device of the tensors, counted on the machine."""
-    return visible_index(tensors[0].device.index if tensors else None)

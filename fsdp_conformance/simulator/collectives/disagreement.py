@@ -87,13 +87,10 @@ class Disagreement:
     def sentence(self) -> str:
         """The problem in one line."""
         if self.kind is DisagreementKind.DEADLOCK:
-            calls = "; ".join(f"rank {party.rank} has called {_at(party)}" for party in self.parties)
-            ranks = ", ".join(str(party.rank) for party in self.parties)
-            return f"ranks {ranks} wait for each other: {calls}"
+            return f"ranks {self._ranks()} wait for each other: {self._calls('has called')}"
         if self.kind is DisagreementKind.DEVICE_DEADLOCK:
-            calls = "; ".join(f"rank {party.rank} runs {_at(party)}" for party in self.parties)
-            ranks = ", ".join(str(party.rank) for party in self.parties)
-            return f"the devices of ranks {ranks} wait for each other, each in a call that others make later: {calls}"
+            claim = f"the devices of ranks {self._ranks()} wait for each other, each in a call that others make later"
+            return f"{claim}: {self._calls('runs')}"
         first, second = self.parties
         match self.kind:
             case DisagreementKind.DIFFERENT:
@@ -120,6 +117,12 @@ class Disagreement:
                 return f"ranks {first.rank} and {second.rank} use the same device, {self.what}: {_at(first)}"
         caller, absent = (first, second) if first.words else (second, first)
         return f"rank {caller.rank} calls {_at(caller)}, but rank {absent.rank} has ended without calling it"
+
+    def _ranks(self) -> str:
+        return ", ".join(str(party.rank) for party in self.parties)
+
+    def _calls(self, verb: str) -> str:
+        return "; ".join(f"rank {party.rank} {verb} {_at(party)}" for party in self.parties)
 
     def _subject(self) -> str:
         is_message = all(party.words.startswith(("send(", "recv(")) for party in self.parties)

@@ -22,7 +22,7 @@ _HINTS: Mapping[str, str] = {
     r"not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs|not linked with support for cuda devices": (
         "the script uses CUDA: pass --as-cuda before the script's name, or use the device 'sim' in it"
     ),
-    # A kernel that is refused says so itself.
+    # NotSimulated already explains why a kernel is refused.
     r"(?s)\A(?!.*NotSimulated).*\btriton\b": (
         "Triton compiles for GPUs, but the simulated accelerator runs the CPU kernels of torch's operators"
     ),

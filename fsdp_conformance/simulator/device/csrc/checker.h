@@ -25,6 +25,10 @@ constexpr Lane kHost = 0;
 
 /// For each lane, the number of the last operation that is known to have finished; missing entries are 0.
 using Clock = std::vector<uint64_t>;
+inline uint64_t time_of(const Clock& clock, Lane lane) {
+  const auto index = static_cast<size_t>(lane);
+  return index < clock.size() ? clock[index] : 0;
+}
 
 using BlockId = uint64_t;
 

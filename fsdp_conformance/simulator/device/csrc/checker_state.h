@@ -16,11 +16,6 @@
 
 namespace sim {
 
-inline uint64_t time_of(const Clock& clock, Lane lane) {
-  const auto index = static_cast<size_t>(lane);
-  return index < clock.size() ? clock[index] : 0;
-}
-
 /// A clock's entry for a lane, which is 0 if the clock did not have one.
 inline uint64_t& entry_of(Clock& clock, Lane lane) {
   const auto index = static_cast<size_t>(lane);

@@ -9,10 +9,6 @@ namespace {
 /// How many exchanges of a lane are kept before those that the host has waited for are dropped.
 constexpr size_t kKept = 4096;
 
-uint64_t tick_of(const Clock& clock, Lane lane) {
-  return static_cast<size_t>(lane) < clock.size() ? clock[lane] : 0;
-}
-
 }  // namespace
 
 ExchangeOrder& ExchangeOrder::get() {
@@ -31,7 +27,7 @@ uint64_t ExchangeOrder::waited_for(Lane lane) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   uint64_t first = next_;
   for (const auto& [other, exchanges] : unfinished_) {
-    const uint64_t known = std::max(tick_of(own, other), tick_of(host, other));
+    const uint64_t known = std::max(time_of(own, other), time_of(host, other));
     const auto later = std::upper_bound(
         exchanges.begin(), exchanges.end(), known, [](uint64_t tick, const Exchange& one) { return tick < one.tick; });
     if (later != exchanges.end()) {
@@ -45,8 +41,8 @@ void ExchangeOrder::issued(Lane lane) {
   // Without the checker streams have no clocks: nothing counts as waited for, so nothing is reported.
   const bool has_clocks = Checker::get().mode() != Mode::Off;
   const uint64_t tick =
-      has_clocks ? tick_of(Checker::get().snapshot(lane), lane) : std::numeric_limits<uint64_t>::max();
-  const uint64_t finished = tick_of(Checker::get().snapshot(kHost), lane);
+      has_clocks ? time_of(Checker::get().snapshot(lane), lane) : std::numeric_limits<uint64_t>::max();
+  const uint64_t finished = time_of(Checker::get().snapshot(kHost), lane);
   const std::lock_guard<std::mutex> lock(mutex_);
   auto& exchanges = unfinished_[lane];
   if (exchanges.size() >= kKept) {

@@ -397,7 +397,7 @@ void SimGroup::publish(
     const Lane lane = lane_of(*stream);
     const Clock clock = Checker::get().snapshot(lane);
     // A stream has no entry in its clock yet if none of its operations was checked.
-    const uint64_t tick = static_cast<size_t>(lane) < clock.size() ? clock[lane] : 0;
+    const uint64_t tick = time_of(clock, lane);
     call->publish(stream->device_index(), lane, tick);
   } else {
     call->hold(held);

@@ -1,7 +1,7 @@
 """
 Triton kernels, with a stand-in for Triton that runs a kernel as its interpreter does: on copies on the host.
 
-Triton's own interpreter (3.9.0) has the same two methods; it is no dependency of the tests because of its size.
+Triton's own interpreter (3.9.0) has the same two methods. Triton is too large to be a dependency of the tests.
 """
 
 from __future__ import annotations
