@@ -128,6 +128,7 @@ class _Declaration:
         parameterized.expand(
             [tuple(values.values()) for values in points],
             name_func=lambda function, index, point: names[int(index)],
+            doc_func=lambda function, index, point: function.__doc__,
             namespace=expanded,
         )(method)
         for name, case in zip(names, cases, strict=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsdp_conformance
@@ -30,9 +32,18 @@ def _files() -> dict[str, Path]:
         spec = importlib.util.find_spec(f"fsdp_conformance.{part}")
         places = spec.submodule_search_locations if spec is not None else None
         roots |= {f"{part}/": Path(place) for place in places or ()}
-    return {
-        f"{prefix}{inside.as_posix()}": path
-        for prefix, root in roots.items()
-        for path in root.rglob("*")
-        if path.suffix in _SUFFIXES and not _LEFT_OUT & set((inside := path.relative_to(root)).parts)
-    }
+    return {f"{prefix}{name}": root / name for prefix, root in roots.items() for name in _names(root)}
+
+
+def _names(root: Path) -> Iterator[str]:
+    """
+    The files below `root` that count, with slashes, in no order.
+
+    Every run and every rank's server hash the suite: os.walk takes a tenth of the time that Path.rglob takes.
+    """
+    for directory, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in _LEFT_OUT]
+        inside = directory[len(str(root)) :].replace(os.sep, "/").lstrip("/")
+        for name in files:
+            if os.path.splitext(name)[1] in _SUFFIXES:
+                yield f"{inside}/{name}" if inside else name

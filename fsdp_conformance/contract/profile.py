@@ -121,6 +121,8 @@ class Profile:
     certifies: bool = True
     """False for a selection that is only meant for a quick check."""
     by_id: Mapping[str, Entry] = field(init=False, repr=False, compare=False)
+    _sha256: str = field(default="", init=False, repr=False, compare=False)
+    """Of this object, once it was asked for: a run needs it six times."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_id", {entry.id: entry for entry in self.entries})
@@ -128,6 +130,11 @@ class Profile:
     @property
     def sha256(self) -> str:
         """The hash of everything that a verdict depends on."""
+        if not self._sha256:
+            object.__setattr__(self, "_sha256", self._hash())
+        return self._sha256
+
+    def _hash(self) -> str:
         content = {
             "name": self.name,
             "interpretation": self.interpretation,

@@ -108,7 +108,7 @@ def _problems(profile: Profile, settings: RunSettings, suites: str) -> list[str]
     ids = [entry.id for entry in profile.entries]
     primary = {entry.primary for entry in profile.entries}
     bound = {name for entry in profile.entries for name in entry.requirements}
-    chapters = {entry.case().chapter for entry in profile.entries}
+    chapters = {load()[entry.primary].chapter for entry in profile.entries}
     scopes = sorted({name for entry in profile.entries for name in entry.scope})
     sizes = sorted({entry.world_size for entry in profile.entries})
     problems = []

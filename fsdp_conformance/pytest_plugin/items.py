@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fsdp_conformance.contract.case import Case
     from fsdp_conformance.explore.shrinking import RowShrinker
     from fsdp_conformance.outcome.records import CaseRecord
+    from fsdp_conformance.run_settings import RunOrder
 
 
 class Cases:
@@ -23,6 +24,7 @@ class Cases:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self._shrinker: RowShrinker | None = None
+        self._kept: tuple[RunOrder, set[str]] | None = None
 
     def pytest_sessionstart(self) -> None:
         """Start the server from which ranks are forked: it imports torch while this process collects the cases."""
@@ -31,6 +33,28 @@ class Cases:
             from fsdp_conformance.harness.processes.forkserver import server_for
 
             server_for().ensure_running()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, obj: object) -> list[pytest.Item] | None:
+        """
+        Pass over classes of this suite without a selected case: pytest takes 10 ms to look for fixtures in each.
+
+        Node ids on the command line may name any case, and are told which are not selected.
+        """
+        base = sys.modules.get("fsdp_conformance.cases.base")
+        if base is None or not (isinstance(obj, type) and issubclass(obj, base.ConformanceTestCase)):
+            return None
+        from fsdp_conformance.contract.case import case_of
+        from fsdp_conformance.references.sharing import is_of_suites
+
+        if any("::" in word for word in self.config.args) or not is_of_suites(obj.__module__):
+            return None
+        try:
+            kept = self._kept_ids()
+        except pytest.UsageError:
+            return None  # raised again for the whole collection, as one message
+        ids = {case.id for method in vars(obj).values() if (case := case_of(method)) is not None}
+        return [] if ids.isdisjoint(kept) else None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,7 +71,7 @@ class Cases:
         order = options.order_of(config)
         run_settings.use(order.settings, order.description)
         saved = {case.id for _, case in pairs if case.is_saved}
-        chosen = saved | (_kept_ids(config) if len(saved) < len(pairs) else set())
+        chosen = saved | (self._kept_ids() if len(saved) < len(pairs) else set())
         selected = sorted(
             ((item, case) for item, case in pairs if case.id in chosen),
             key=lambda pair: (-pair[1].world_size, not pair[1].starts_early, pair[1].id),
@@ -82,6 +106,25 @@ class Cases:
         """End the process in which failing rows were shrunk."""
         if self._shrinker is not None:
             self._shrinker.close()
+
+    def _kept_ids(self) -> set[str]:
+        """
+        The selected cases that have no verdict yet; also those of other world sizes, which stay in the run file as
+        DISABLED.
+        """
+        from fsdp_conformance.contract.selection import left_out_by
+
+        order = options.order_of(self.config)
+        if self._kept is None or self._kept[0] is not order:
+            with options.usage_errors():
+                options.selected_entries(self.config)
+                ids = {
+                    entry.id
+                    for entry in options.profile_of(self.config).entries
+                    if left_out_by(entry.case(), order.settings) in ("", "--world-size")
+                }
+            self._kept = order, ids - {*(order.judged or ())}
+        return self._kept[1]
 
     def _attach(self, report: pytest.TestReport, item: pytest.Item, case: Case, call: pytest.CallInfo[None]) -> None:
         """Carry the case's record on the report, and make its verdict the outcome."""
@@ -124,23 +167,6 @@ class Cases:
         scenario, order = trains
         self._shrinker = self._shrinker or RowShrinker()
         record.takes = self._shrinker.takes(record, scenario, order)
-
-
-def _kept_ids(config: pytest.Config) -> set[str]:
-    """
-    The selected cases that have no verdict yet; also those of other world sizes, which stay in the run file as
-    DISABLED.
-    """
-    from fsdp_conformance.contract.selection import left_out_by
-
-    with options.usage_errors():
-        options.selected_entries(config)
-        settings = options.settings_of(config)
-        return {
-            entry.id
-            for entry in options.profile_of(config).entries
-            if left_out_by(entry.case(), settings) in ("", "--world-size")
-        } - {*(options.order_of(config).judged or ())}
 
 
 def _record_of(

@@ -39,6 +39,7 @@ WORKER_INPUT = "fsdp_conformance"
 SECRET_INPUT = "fsdp_conformance_secret"
 
 _ORDER = pytest.StashKey[RunOrder]()
+_SELECTED = pytest.StashKey["tuple[RunSettings, tuple[Entry, ...]]"]()
 
 
 def add(parser: pytest.Parser) -> None:
@@ -86,11 +87,15 @@ def profile_of(config: pytest.Config) -> Profile:
 
 
 def selected_entries(config: pytest.Config) -> tuple[Entry, ...]:
-    """The selected cases of the profile."""
+    """The selected cases of the profile; selected once for the same settings."""
     from fsdp_conformance.contract.selection import selected
 
-    suites = str(config.getoption("conformance_suites"))
-    return selected(profile_of(config), settings_of(config), suites=suites)
+    settings = settings_of(config)
+    of, entries = config.stash.get(_SELECTED, (None, ()))
+    if of is not settings:
+        entries = selected(profile_of(config), settings, suites=str(config.getoption("conformance_suites")))
+        config.stash[_SELECTED] = settings, entries
+    return entries
 
 
 @contextmanager

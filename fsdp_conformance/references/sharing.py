@@ -13,6 +13,7 @@ trained again, on such ranks, and compared bit for bit.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -122,9 +123,14 @@ def is_of_suites(name: str) -> bool:
     True if an imported module is one of our cases. Its file tells: in a checkout, pytest imports it as `suites.NAME`.
     """
     file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and Path(file).resolve().parent in _places_of_suites()
+
+
+@functools.cache
+def _places_of_suites() -> frozenset[Path]:
     spec = importlib.util.find_spec("fsdp_conformance.suites")
     places = spec.submodule_search_locations if spec is not None else None
-    return file is not None and Path(file).resolve().parent in {Path(place).resolve() for place in places or ()}
+    return frozenset(Path(place).resolve() for place in places or ())
 
 
 def _limit() -> int:

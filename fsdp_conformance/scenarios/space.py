@@ -189,13 +189,22 @@ class Space:
         Values that it can be asked for stay, so rows that contain a pair of such values still do. Where one of them
         demands a value that does not stay, it gets another one of those that it makes sense with.
         """
-        rest = {
-            axis: name
-            for axis, name in choice.items()
-            if self.value_of[axis, name].needs <= declared and self.completed({axis: name}, declared) is not None
-        }
+        rest = {axis: name for axis, name in choice.items() if self._can_be_asked(axis, name, declared)}
         completed = self.completed(rest, declared)
         return self.without_orphans(self.whole(rest)) if completed is None else completed
+
+    def _can_be_asked(self, axis: str, name: str, declared: frozenset[str]) -> bool:
+        """True if there is a scenario with this value for an engine with these capabilities."""
+        key = axis, name, declared
+        if key not in self._askable:
+            needed = self.value_of[axis, name].needs
+            self._askable[key] = needed <= declared and self.completed({axis: name}, declared) is not None
+        return self._askable[key]
+
+    @cached_property
+    def _askable(self) -> dict[tuple[str, str, frozenset[str]], bool]:
+        """Answers of `_can_be_asked`: rows ask the same of a hundred values again and again."""
+        return {}
 
     def simpler(self, choice: Choice) -> Iterator[dict[str, str]]:
         """Scenarios with one value less that is not plain, or with several if one needs the others."""

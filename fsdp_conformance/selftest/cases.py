@@ -7,6 +7,7 @@ returned; all cases get their ranks from the same warm process, whatever the imp
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 import sys
@@ -21,6 +22,7 @@ from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.contract.case import Case, case_of
 from fsdp_conformance.errors import ConfigError, SuiteError
 from fsdp_conformance.harness.processes import forkserver
+from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.run_settings import RunSettings
 
@@ -114,9 +116,18 @@ def record_of(test: ConformanceTestCase, chosen: RunSettings) -> CaseRecord:
 
 def _description(spec: str) -> dict[str, Any] | None:
     """
-    The description of a known-wrong engine of the suite, whose module may be imported here. None for other engines:
-    the controller asks a child process for theirs.
+    The description of a mutant, whose module may be imported here. None for other engines: the controller asks a child
+    process for theirs.
+
+    All mutants share a warm server, which no other engine does: importing their modules changes nothing outside of
+    them, and a run of many would start a server for each module.
     """
-    if not spec.startswith("mutant:") or registry.load(spec).environment:
+    modules = _modules_of_mutants()
+    if spec.partition(":")[0] not in ("mutant", *modules) or registry.load(spec).environment:
         return None
-    return codec.plain(registry.describe_here(spec))  # type: ignore[no-any-return]
+    return {**codec.plain(registry.describe_here(spec)), "preload": list(modules)}
+
+
+@functools.cache
+def _modules_of_mutants() -> tuple[str, ...]:
+    return tuple(sorted({mutant.spec.partition(":")[0] for mutant in MUTANTS.values()}))

@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if PRIVATE_STORE in os.environ:
         # The processes of one ci/test are one run: the referees of each take what those of the others have trained.
         use_secret(hashlib.sha256(os.environ[PRIVATE_STORE].encode()).hexdigest())
+    # Until everything has been collected: nearly all that is imported and collected stays.
+    gc.disable()
     # Texts are as wide as in files, whatever the terminal; xdist sets 80 for its workers.
     os.environ["COLUMNS"] = str(WIDTH)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -113,8 +115,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(unseen.values()) and not any("[" in argument for argument in session.config.args):
         names = "; ".join(f"{function}: {', '.join(sorted(ids))}" for function, ids in unseen.items() if ids)
         raise pytest.UsageError(f"nightly_params names sets of parameters that do not exist: {names}")
+    gc.freeze()
+    gc.enable()
     if not session.config.option.collectonly:
-        gc.freeze()
         simulator_process.start_server(session.items)
 
 

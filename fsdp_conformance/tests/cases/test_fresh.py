@@ -30,7 +30,7 @@ FAILED_BY = {
 }
 
 #: Each shows what another one shows, and takes longer.
-_NIGHTLY = {"ManyElements", "ManyUnits", "ManySteps", "ManyRanks"}
+_NIGHTLY = {"KnownModelsAlone", "ManyElements", "ManyUnits", "ManySteps", "ManyRanks"}
 
 
 @pytest.mark.parametrize(

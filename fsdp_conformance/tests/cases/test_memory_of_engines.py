@@ -60,10 +60,8 @@ UNUSUAL = [
 _QUICK = {
     "gathers-gradients": ("R188/it-shards-ws4",),
     "communicates-beneath": ("R001/exact-probe-ws2",),
-    "whole-parameters-of-one-rank": ("R035/nothing-full-after-backward-ws2",),
     "gathers-into-buffers": ("R033/shards-alone-ws3",),
     "shows-its-masters": ("R035/nothing-full-after-backward-ws2",),
-    "allocates-state-early": ("R033/shards-alone-ws3",),
 }
 _NIGHTLY = (
     "R001/exact-probe-ws2",

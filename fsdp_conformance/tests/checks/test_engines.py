@@ -97,6 +97,7 @@ class TwoRanks(EngineTestCase):
         self.assertEqual({1, 2}, {finding.step for finding in findings})
         self.assertEqual(4, len(findings))
 
+    @pytest.mark.nightly
     def test_every_strategy_shows_its_sharding(self) -> None:
         """Uneven layers and padded storages included; a default of any degree passes."""
         for spec in ("torch-fsdp2", "torch-fsdp1", "torch-fsdp1-shard-grad-op"):

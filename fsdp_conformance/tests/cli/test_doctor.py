@@ -77,7 +77,7 @@ def line_of(text: str, what: str) -> str:
     return " ".join(" ".join([first, *more]).split()) + f"  {state}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_machine_that_can_run_cases_is_ready() -> None:
     """Real ranks, real collectives: every line is there, and none has failed."""
     result = said("doctor")

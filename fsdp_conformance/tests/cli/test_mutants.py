@@ -26,6 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.nightly
 def test_a_certificate_names_the_mutant(directory: Path) -> None:
     """It never has the name of the engine that the mutant is made of."""
     result = answered("verify", "report", "--json", cwd=directory)

@@ -22,15 +22,14 @@ def _records(report: Path) -> dict[str, dict[str, object]]:
     return {line["case"]: line for line in lines if line["type"] == "case"}
 
 
-@pytest.mark.slow
-@pytest.mark.nightly_params("torch-fsdp2-PASS-")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("implementation", "verdict", "requirement"),
     [
         ("torch-fsdp2", "PASS", ""),
-        pytest.param("reference", "PASS", "", marks=pytest.mark.nightly),
-        pytest.param("mutant:sum-instead-of-mean", "FAIL", "R003", marks=pytest.mark.nightly),
-        pytest.param("mutant:no-reduction", "FAIL", "R003", marks=pytest.mark.nightly),
+        ("reference", "PASS", ""),
+        ("mutant:sum-instead-of-mean", "FAIL", "R003"),
+        ("mutant:no-reduction", "FAIL", "R003"),
         ("mutant:reference-sums-gradients", "FAIL", "R003"),
     ],
 )

@@ -414,7 +414,7 @@ class Large(DeclaresCases, unittest.TestCase):
 
 @pytest.mark.parametrize(
     ("limit", "judged"),
-    [pytest.param(1000, None, marks=pytest.mark.nightly), (400_000, 1)],
+    [(1000, None), pytest.param(400_000, 1, marks=pytest.mark.nightly)],
     ids=["at once", "during the run"],
 )
 def test_a_full_disk_is_the_environment_and_leaves_the_run_file_intact(

@@ -62,6 +62,7 @@ def blocks_with(word: str) -> list[Block]:
     return [block for page in pages() for block in blocks_of(page) if block.word == word]
 
 
+@pytest.mark.nightly_params("docs/quickstart.md")
 @pytest.mark.parametrize("page", RUN)
 def test_commands_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     """Exit status and output, but for numbers; the page's files are in the directory, and nothing else."""

@@ -66,6 +66,7 @@ def run_of(directory: Path, name: str, **verdicts: Verdict) -> str:
     return ran(directory, cases=tuple(SAMPLE.by_id), profile=SAMPLE, name=name, **verdicts).run.path
 
 
+@pytest.mark.nightly
 def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Other engines keep their lines. A failure without an entry is a problem."""
     primary = SAMPLE.entries[0].primary

@@ -82,6 +82,7 @@ def test_the_plainest_scenario_is_the_first_and_none_is_run_twice() -> None:
     assert len(set(engine.ran)) == 30
 
 
+@pytest.mark.nightly
 def test_the_same_seed_draws_the_same() -> None:
     """Nothing depends on the time or on earlier runs."""
     engines = [_Engine(lambda scenario: None) for _ in range(3)]
@@ -229,7 +230,7 @@ def test_a_second_defect_neither_hides_the_first_nor_gets_into_it() -> None:
     assert result.left_out > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_causes_of_one_signature_hide_nothing() -> None:
     """The second cause is reported as seen again, and then avoided as the first one is."""
 

@@ -267,7 +267,7 @@ def test_wrong_with_a_process_for_each_rank(name: str, requirement: str, message
     assert record.findings[0].message.startswith(message)
 
 
-@pytest.mark.nightly_params("checkpoints")
+@pytest.mark.nightly
 @pytest.mark.parametrize("axis", ["checkpoints", "exception"])
 def test_a_correct_engine_passes_at_every_moment_of_these_events(axis: str) -> None:
     """Checkpoints between any steps, and exceptions anywhere in a step, leave nothing behind."""

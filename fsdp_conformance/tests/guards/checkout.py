@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +71,38 @@ class Module:
         """The syntax tree."""
         return parse(self.path)
 
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """The nodes of the syntax tree, in the order of ast.walk."""
+        return nodes_of(self.path)
+
 
 @functools.cache
 def parse(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    """The syntax tree of a file. Trees stay, and looking for garbage among them takes longer than parsing does."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """The nodes of a file's syntax tree. Walked once for all guards: a dozen of them need those of every module."""
+    return tuple(walk(parse(path)))
+
+
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """As ast.walk, in a third of the time."""
+    nodes = [tree]
+    for node in nodes:
+        for value in vars(node).values():
+            if isinstance(value, ast.AST):
+                nodes.append(value)
+            elif isinstance(value, list):
+                nodes.extend(item for item in value if isinstance(item, ast.AST))
+    return nodes
 
 
 @functools.cache
@@ -105,17 +133,17 @@ def modules() -> tuple[Module, ...]:
 def imports(module: Module) -> list[Import]:
     """The imports of `module`, in the order of its lines."""
     is_package = module.path.name == "__init__.py"
-    return sorted(_imports(module.tree(), module.name, is_package=is_package), key=lambda item: item.line)
+    return sorted(_imports(module.nodes(), module.name, is_package=is_package), key=lambda item: item.line)
 
 
 def imports_of(source: str, name: str) -> list[str]:
     """The names that `source` imports if it is the module `name`."""
-    return [item.name for item in _imports(ast.parse(source), name, is_package=False)]
+    return [item.name for item in _imports(walk(ast.parse(source)), name, is_package=False)]
 
 
-def _imports(tree: ast.Module, name: str, *, is_package: bool) -> Iterator[Import]:
+def _imports(nodes: Iterable[ast.AST], name: str, *, is_package: bool) -> Iterator[Import]:
     package = name if is_package else name.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(alias.name, node.lineno)

@@ -181,6 +181,7 @@ def test_the_wheel_holds_exactly_the_files_of_the_package(wheel: zipfile.ZipFile
     assert surplus_and_missing(wheel) == ([], [])
 
 
+@pytest.mark.nightly
 def test_the_wheel_guard_sees_a_package_that_dropped_out(tmp_path: Path) -> None:
     """Without its line in pyproject a package is missing from the wheel, and the guard names its files."""
     source = tmp_path / "source"

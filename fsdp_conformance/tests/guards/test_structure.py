@@ -90,7 +90,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[frozenset[str]]:
 def private_names(module: Module) -> set[str]:
     """The private names that a module defines: functions, classes, variables, methods and attributes of instances."""
     names = set()
-    for node in ast.walk(module.tree()):
+    for node in module.nodes():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -105,7 +105,7 @@ def private_names(module: Module) -> set[str]:
 def uses_of_private_names(module: Module, defined_elsewhere: set[str]) -> Iterator[tuple[int, str]]:
     """Line and text of each use of a private name that another file of the package defines."""
     own = private_names(module)
-    for node in ast.walk(module.tree()):
+    for node in module.nodes():
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(checkout.PACKAGE):
             for alias in node.names:
                 if _is_private(alias.name):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,14 +77,14 @@ def tics(text: str) -> list[tuple[int, str]]:
     ]
 
 
-def questions(tree: ast.Module) -> list[tuple[int, str]]:
+def questions(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
     """Line number and advice for each docstring, also of an attribute, that begins with `What` or `Whether`."""
     return [
         (
             node.lineno,
             f"a docstring that begins with {match[1]!r}: write `Return ...`, `True if ...`, or name the thing",
         )
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         if (match := _QUESTION.match(node.value.value))
     ]
@@ -92,7 +92,7 @@ def questions(tree: ast.Module) -> list[tuple[int, str]]:
 
 def vacuous_assert(module: Module) -> Iterator[tuple[int, str]]:
     """`assertTrue(len(a), len(b))` cannot fail: the second argument is the message."""
-    for node in ast.walk(module.tree()):
+    for node in module.nodes():
         if not isinstance(node, ast.Call) or not called_name(node).endswith((".assertTrue", ".assertFalse")):
             continue
         if any(not _is_text(message) for message in node.args[1:]):
@@ -102,7 +102,7 @@ def vacuous_assert(module: Module) -> Iterator[tuple[int, str]]:
 def assert_without_message(module: Module) -> Iterator[tuple[int, str]]:
     """A bare assert in package code: pytest does not rewrite it in an installed package, and the message is empty."""
     if module.part != "tests":
-        for node in ast.walk(module.tree()):
+        for node in module.nodes():
             if isinstance(node, ast.Assert) and node.msg is None:
                 yield node.lineno, "an assert without a message; say what holds, or raise a class of errors.py"
 
@@ -115,7 +115,7 @@ def sleeping_test(module: Module) -> Iterator[tuple[int, str]]:
     nothing to wait on looks again after POLL_S.
     """
     if module.part in {"tests", "suites", "fixtures"}:
-        for node in ast.walk(module.tree()):
+        for node in module.nodes():
             if not isinstance(node, ast.Call) or called_name(node) not in {"time.sleep", "sleep"}:
                 continue
             if [checkout.dotted(given) for given in node.args] not in (["FOREVER_S"], ["POLL_S"]):
@@ -124,7 +124,7 @@ def sleeping_test(module: Module) -> Iterator[tuple[int, str]]:
 
 def unsafe_load(module: Module) -> Iterator[tuple[int, str]]:
     """A tensor file read with its pickled code."""
-    for node in ast.walk(module.tree()):
+    for node in module.nodes():
         if isinstance(node, ast.Call) and called_name(node) == "torch.load":
             given = {word.arg: word.value for word in node.keywords}
             if ast.dump(given.get("weights_only", ast.Pass())) != ast.dump(ast.Constant(True)):
@@ -134,7 +134,7 @@ def unsafe_load(module: Module) -> Iterator[tuple[int, str]]:
 def silent_skip(module: Module) -> Iterator[tuple[int, str]]:
     """A case that skips by itself: absent devices and undeclared flags have verdicts, and the gate gives them."""
     if module.part == "suites":
-        for node in ast.walk(module.tree()):
+        for node in module.nodes():
             name = checkout.dotted(node)
             if name.rpartition(".")[2] in _SKIPS:
                 yield getattr(node, "lineno", 0), f"{name}: a case declares what it needs and never skips itself"
@@ -143,7 +143,7 @@ def silent_skip(module: Module) -> Iterator[tuple[int, str]]:
 def early_exit(module: Module) -> Iterator[tuple[int, str]]:
     """A case that ends its process with success before it has judged."""
     if module.part in {"suites", "fixtures", "checks"}:
-        for node in ast.walk(module.tree()):
+        for node in module.nodes():
             if isinstance(node, ast.Call) and called_name(node) in {"exit", "quit", "sys.exit", "os._exit"}:
                 yield node.lineno, f"{called_name(node)}() ends the rank"
 
@@ -169,7 +169,7 @@ def test_tics_only_become_fewer() -> None:
         if file.as_posix() == _OWN or file.suffix not in _PROSE:
             continue
         findings = tics((checkout.ROOT / file).read_text(encoding="utf-8", errors="replace"))
-        findings += questions(checkout.parse(checkout.ROOT / file)) if file.suffix == ".py" else []
+        findings += questions(checkout.nodes_of(checkout.ROOT / file)) if file.suffix == ".py" else []
         directory = "fsdp_conformance/tests" if file.parts[:2] == ("fsdp_conformance", "tests") else file.parts[0]
         places.setdefault(directory, []).extend(f"{file}:{line}: {advice}" for line, advice in findings)
     counts = {directory: len(lines) for directory, lines in places.items() if lines}
@@ -239,7 +239,7 @@ def test_words_that_contain_a_tic_are_left_alone(text: str) -> None:
 )
 def test_docstrings_that_are_questions_are_reported(source: str, lines: list[int]) -> None:
     """Docstrings of modules, classes, functions and attributes count, other strings do not."""
-    assert [line for line, _ in questions(ast.parse(source))] == lines
+    assert [line for line, _ in questions(checkout.walk(ast.parse(source)))] == lines
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class Differences(RankTestCase):
 
     case_timeout_s = 120.0
 
+    @pytest.mark.nightly
     def test_numbers(self) -> None:
         """Numbers are right with Adam, and clipped if there is clipping."""
         for name in VARIANTS:

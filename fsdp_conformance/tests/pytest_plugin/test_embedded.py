@@ -84,7 +84,7 @@ def test_a_list_with_mistakes_is_refused(tmp_path: Path) -> None:
         conformance_tests("whatever", expectations=tmp_path / "conformance.toml")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_a_suite_of_ones_own(tmp_path: Path) -> None:
     """
     Right engines pass, wrong ones fail with the report, known failures are expected ones; what is gone, stale or

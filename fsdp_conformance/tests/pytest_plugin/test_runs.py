@@ -239,7 +239,7 @@ def test_workers_get_one_case_at_a_time(suite: MiniSuite) -> None:
 
 
 @pytest.mark.parametrize(
-    "workers", [pytest.param((), marks=pytest.mark.nightly), ("-n", "2")], ids=["one process", "workers"]
+    "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["one process", "workers"]
 )
 def test_fail_fast_stops_after_the_first_failure(suite: MiniSuite, workers: tuple[str, ...]) -> None:
     """The run has a footer, the status of a failure, and a note on what was not run."""
@@ -267,6 +267,7 @@ def test_fail_fast_does_not_stop_a_run_without_failures(suite: MiniSuite) -> Non
     assert result.certificate["certified"] is True
 
 
+@pytest.mark.nightly
 def test_last_failed_runs_the_failures_again(suite: MiniSuite) -> None:
     """Those of the last run in the working directory; without one, that is a usage error."""
     without = ran(suite, None, "--conformance-last-failed")

@@ -116,9 +116,8 @@ def test_a_warm_store_gives_the_same_verdict(store: ReferenceStore, case: str) -
     assert _counts(record) == (0, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("case", "workload"), [(EXACT, "exact-mlp"), pytest.param(NOISY, "norm-mlp", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("case", "workload"), [(EXACT, "exact-mlp"), (NOISY, "norm-mlp")])
 def test_a_hit_is_what_ranks_train(store: ReferenceStore, case: str, workload: str) -> None:
     """Bit for bit, on an exact workload and on another: what a spot check compares."""
     path, _ = _entry(store, workload)
@@ -155,6 +154,7 @@ def test_a_known_wrong_engine_dies_with_a_warm_store(store: ReferenceStore) -> N
     assert _counts(record) == (0, 1, 0)
 
 
+@pytest.mark.nightly
 def test_what_an_engine_leaves_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """References that were trained beside a wrong engine, which has patched torch, judge the next one rightly."""
     monkeypatch.setenv(REFERENCES_STORE, str(tmp_path / "store"))

@@ -70,6 +70,7 @@ def test_a_case_that_torch_fails_kills_a_mutant_of_another_engine() -> None:
 _TRIAL = Trial(kind=Kind.KILL, group="gradients", engine="sum-instead-of-mean", case="R001/exact-probe-ws2")
 
 
+@pytest.mark.nightly_params("seen in the losses", "not seen in the losses")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trial", "good", "text"),

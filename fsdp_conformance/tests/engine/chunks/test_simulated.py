@@ -86,7 +86,7 @@ class SimulatedTest(SimulatedRanks):
         with nullcontext() if on_cpu else checker.suspended():
             return [chunk.shard.to("cpu", copy=True) for chunk in trainer.chunks], hazards, sites
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_clean_and_equal_to_the_cpu(self) -> None:
         """Every schedule: shards bitwise as on the CPU, no hazard; without any wait there are hazards."""
         for name, schedule in SCHEDULES.items():

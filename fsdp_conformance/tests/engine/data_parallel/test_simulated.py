@@ -179,7 +179,7 @@ class Simulated(SimulatedRanks):
         optimizer.step()
         optimizer.zero_grad(set_to_none=not schedule.in_place)
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_clean_and_equal_to_the_cpu(self) -> None:
         """Every schedule: parameters bitwise equal to the CPU, no hazard; without any waits there are hazards."""
         self.assert_clean_and_equal(checker.Reuse.WORST_CASE)

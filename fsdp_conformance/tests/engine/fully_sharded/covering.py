@@ -21,12 +21,13 @@ def covering(
     candidates = [
         row for values in itertools.product(*axes.values()) if is_legal(row := dict(zip(axes, values, strict=True)))
     ]
-    missing = {pair for row in candidates for pair in pairs(row)}
+    pairs_of = [frozenset(pairs(row)) for row in candidates]
+    missing = set().union(*pairs_of)
     chosen = []
     while missing:
-        best = max(candidates, key=lambda row: sum(pair in missing for pair in pairs(row)))
-        missing.difference_update(pairs(best))
-        chosen.append(best)
+        best = max(range(len(candidates)), key=lambda place: len(missing & pairs_of[place]))
+        missing -= pairs_of[best]
+        chosen.append(candidates[best])
     return chosen
 
 

@@ -534,6 +534,7 @@ class TestUses(BoundaryTestCase):
                 what = f"{function.__name__}, {backward.__name__}"
                 self.assert_trains_as_unsharded(reference, subject, backward=backward, requires_grad=True, what=what)
 
+    @pytest.mark.nightly
     def test_under_checkpoints(self) -> None:
         """Units that are computed twice."""
         for unit, function in USES:
@@ -547,6 +548,7 @@ class TestUses(BoundaryTestCase):
                     reference, FullyShardedDataParallel(inner), requires_grad=True, what=what
                 )
 
+    @pytest.mark.nightly
     def test_without_wrappers(self) -> None:
         """Units by `fully_shard`."""
         for unit, function in USES:

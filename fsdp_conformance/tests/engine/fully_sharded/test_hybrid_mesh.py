@@ -133,6 +133,7 @@ class SideBySide(CubeTestCase):
                 seen,
             )
 
+    @pytest.mark.nightly
     def test_the_reference_engine(self) -> None:
         """`FullyShardedDataParallel` on a slice of the mesh trains as its four ranks alone would."""
         for layout in LAYOUTS:

@@ -111,7 +111,7 @@ def test_every_strategy_and_prefetch(world_size: int, third: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size",
-    [pytest.param(size, marks=[] if size <= 3 else [pytest.mark.nightly]) for size in WORLD_SIZES],
+    [pytest.param(size, marks=[] if size <= 2 else [pytest.mark.nightly]) for size in WORLD_SIZES],
 )
 @in_process_of_its_own
 def test_every_strategy_init_mode_and_offload(world_size: int) -> None:

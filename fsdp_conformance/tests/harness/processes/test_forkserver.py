@@ -106,7 +106,7 @@ def value_of(path: str) -> object:
     return {"loaded": loaded, "value": preload.import_file(Path(path)).VALUE, "parent": os.getppid()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_longer_list_grows_a_server_and_retires_the_last(tmp_path: Path) -> None:
     """A new module costs its own import; of the servers grown for it only the newest stays."""
     first = module_file(tmp_path, "first", "VALUE = 1")
@@ -181,7 +181,7 @@ def test_engines_share_no_server(tmp_path: Path) -> None:
     assert forkserver.server_for((), {}, engine=(engines[0],)) is not servers[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_gets_a_server_after_the_suites_was_killed(tmp_path: Path) -> None:
     """Code under test runs under the same user, and may end any of them. Servers of other engines go on."""
     ours = module_file(tmp_path, "cases", "VALUE = 1")

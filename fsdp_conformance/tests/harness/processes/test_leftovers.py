@@ -129,6 +129,7 @@ def test_controller_that_ends_leaves_nothing(controller: tuple[str, dict[str, st
     assert [tmp_path / "unused"] == list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_killed_controller_takes_its_ranks_along(controller: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """A controller that is killed cannot end its ranks; they notice."""
     marker, environment = controller

@@ -71,7 +71,7 @@ def test_a_hook_of_the_user_is_left_alone(tmp_path: Path) -> None:
         assert (run.status, "passed over" in run.out) == (0, False), run.out
 
 
-@pytest.mark.nightly_params("1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_one_rank_has_the_terminal(rank: str, tmp_path: Path) -> None:
     """The other one waits, for longer than its group's timeout, and the run is judged."""

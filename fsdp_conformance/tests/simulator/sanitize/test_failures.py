@@ -252,6 +252,7 @@ def test_a_controller_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     wait_for(lambda: not list(temporary.glob("fsdp-conformance-*")), "the end of the temporary files")
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """No temporary file of ours, no block of shared memory, no process."""
     temporary = tmp_path / "temporary"
