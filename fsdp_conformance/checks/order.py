@@ -15,6 +15,7 @@ from fsdp_conformance.checks.traffic import in_step, of, sites, steady_steps
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.listing import some
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.workload.definition import BatchKey, Workload
 from fsdp_conformance.workload.units import Unit, owning_units
@@ -151,8 +152,7 @@ def _place(record: CollectiveRecord) -> str:
 
 
 def _changes(changed: dict[str, int], limit: int = 4) -> str:
-    parts = [f"{difference:+d} {kind}" for kind, difference in changed.items()]
-    return "; ".join(parts[:limit]) + (f" and {len(parts) - limit} more" if len(parts) > limit else "")
+    return some([f"{difference:+d} {kind}" for kind, difference in changed.items()], limit, separator="; ")
 
 
 def _text(names: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from fsdp_conformance.checks.result import Tally
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
+from fsdp_conformance.listing import some
 
 #: Phases of training. What an engine sends during setup (meshes, shape checks, broadcasts) is not judged.
 TRAINING = ("forward", "backward", "step")
@@ -91,8 +92,7 @@ def sites(records: Iterable[CollectiveRecord]) -> str | None:
 
 def lines(records: Iterable[CollectiveRecord], limit: int = 3) -> str:
     """The first records on one line."""
-    seen = [record.line() for record in records]
-    return "; ".join(seen[:limit]) + (f" and {len(seen) - limit} more" if len(seen) > limit else "")
+    return some([record.line() for record in records], limit, separator="; ")
 
 
 def expect_count(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fsdp_conformance.listing import some
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
 from fsdp_conformance.parity.samples import repetition, shares_samples
@@ -222,8 +223,7 @@ def _different_replicas(run: Run) -> Iterator[Finding]:
 
 
 def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more
+    return some([f"'{name}'" for name in names], _SHOWN)
 
 
 def _line(run: Run) -> str:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from fsdp_conformance.listing import some
 from fsdp_conformance.planner.plan_model import PlanUnit
 from fsdp_conformance.planner.plan_step import Candidate
 from fsdp_conformance.planner.planner import Decision, Estimate
@@ -97,10 +98,8 @@ def _reasons(decision: Decision) -> Iterator[str]:
         )
     if decision.as_good:
         names = [candidate_name(estimate.candidate) for estimate in decision.as_good]
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         yield (
-            f"  as good, if collectives may be off by {decision.communication_error:.0%}: "
-            f"{', '.join(names[:_MOST_NAMED])}{more}"
+            f"  as good, if collectives may be off by {decision.communication_error:.0%}: {some(names, _MOST_NAMED)}"
         )
     memory = chosen.memory
     held = ", ".join(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fsdp_conformance.errors import ConfigError, NotExact, ReferencesDisagree
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.listing import some
 from fsdp_conformance.references.exactness import assert_exact
 from fsdp_conformance.references.reference_set import Kind, from_histories
 from fsdp_conformance.references.self_check import SelfCheck
@@ -158,7 +159,7 @@ def _wrong_training(workload: Workload, model: nn.Module, batch: Batch) -> Itera
         idle = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
         if idle:
             yield (
-                f"every parameter that trains must get a gradient, but {_some(idle)} did not: use it, freeze it with "
+                f"every parameter that trains must get a gradient, but {some(idle, 3)} did not: use it, freeze it with "
                 f"requires_grad_(False), or give the workload the trait {_UNUSED!r}"
             )
 
@@ -170,7 +171,7 @@ def _differing(workload: Workload) -> Iterator[str]:
     differing = [name for name, value in first.items() if not _same(value, second.get(name))]
     if differing:
         yield (
-            f"training must be the same every time, but {_some(differing)} differs with torch's random numbers: set "
+            f"training must be the same every time, but {some(differing, 3)} differs with torch's random numbers: set "
             "dropout to 0, or draw its masks from a number in the batch"
         )
 
@@ -294,9 +295,3 @@ def is_exact(workload: Workload, regime: Regime, world_size: int) -> bool:
     except NotExact:
         return False
     return True
-
-
-def _some(names: list[str]) -> str:
-    """The first three, and how many more."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -29,6 +29,7 @@ from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION
 from fsdp_conformance.contract.scopes import ADVICE, BASE, PAIRS, title
 from fsdp_conformance.contract.selection import OPTIONS
 from fsdp_conformance.judge import LOUD_REFUSAL, contradictions, is_excused, shutdown_problems
+from fsdp_conformance.listing import some
 from fsdp_conformance.outcome.records import ABSENT, INAPPLICABLE, SCENARIO, UNDECLARED, CaseRecord, RequirementId
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.report.pairs import pair_coverage
@@ -422,10 +423,10 @@ def _run_problems(run: RunFile) -> list[str]:
     settings: Mapping[str, Any] = run.header.get("settings") or {}
     problems = [*run.problems, *run.misplaced, *_of_another_version(run), *_header_problems(run)]
     if run.unfinished():
-        problems.append(f"incomplete: {_some(run.unfinished())} started but did not finish")
+        problems.append(f"incomplete: {some(run.unfinished(), _NAMED)} started but did not finish")
     often = [case for case, count in Counter(run.interrupted).items() if count > 1]
     if often:
-        problems.append(f"{_some(often)} began more than twice, because the run was ended each time")
+        problems.append(f"{some(often, _NAMED)} began more than twice, because the run was ended each time")
     for option, key in OPTIONS.items():
         if settings.get(key):
             problems.append(f"incomplete: {option} left cases out")
@@ -524,13 +525,15 @@ def _manifest_problems(run: RunFile, profile: Profile, *, private: bool) -> list
     times = Counter(record.case for record in run.records)
     missing = [entry.id for entry in profile.entries if entry.id not in times]
     if missing:
-        problems.append(f"incomplete: {len(missing)} of {len(profile.entries)} cases were not run: {_some(missing)}")
+        problems.append(
+            f"incomplete: {len(missing)} of {len(profile.entries)} cases were not run: {some(missing, _NAMED)}"
+        )
     strange = [case for case in times if case not in profile.by_id]
     if strange:
-        problems.append(f"not in the profile: {_some(strange)}")
+        problems.append(f"not in the profile: {some(strange, _NAMED)}")
     twice = [case for case, count in times.items() if count > 1]
     if twice:
-        problems.append(f"not comparable: {_some(twice)} ran more than once")
+        problems.append(f"not comparable: {some(twice, _NAMED)} ran more than once")
     return problems
 
 
@@ -539,7 +542,7 @@ def _gathered(blocking: Sequence[_Shown]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for item in blocking:
         by_reason.setdefault(item.reason, []).append(item.entry.id)
-    return [f"{reason}: {_some(cases)}" for reason, cases in by_reason.items()]
+    return [f"{reason}: {some(cases, _NAMED)}" for reason, cases in by_reason.items()]
 
 
 def _unobserved(shown: Sequence[_Shown], profile: Profile, contract: Contract) -> tuple[str, ...]:
@@ -611,9 +614,3 @@ def _status(reasons: Sequence[str], blocking: Sequence[_Shown], shown: Sequence[
         return Status.CERTIFIED
     only_machine = len(reasons) == len(_gathered(blocking)) and {item.state for item in blocking} == {State.NOT_HERE}
     return Status.ENVIRONMENT if only_machine else Status.NOT_CERTIFIED
-
-
-def _some(ids: Sequence[str]) -> str:
-    """The first few ids, and the number of others."""
-    more = len(ids) - _NAMED
-    return ", ".join(ids[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -29,6 +29,7 @@ from fsdp_conformance.diagnosis.advice import look_at
 from fsdp_conformance.diagnosis.grouping import Group, grouped, may_follow, requirement_of
 from fsdp_conformance.diagnosis.headline import headline_of
 from fsdp_conformance.diagnosis.severity import count_by_severity, severity_of, worst_of
+from fsdp_conformance.listing import some
 from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit
 from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.expectations import Judged
@@ -153,10 +154,8 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = (), *, run:
         # On a line of its own, which is not folded.
         fields.append(Field("", explain_command(record, run), verbatim=True))
     if others:
-        ids = ", ".join(item.case for item in others[:_OTHERS_NAMED])
-        more = len(others) - _OTHERS_NAMED
-        tail = f" and {more} more" if more > 0 else ""
-        fields.append(Field("same in", f"{len(others)} more case{'s' if len(others) > 1 else ''}: {ids}{tail}"))
+        ids = some([item.case for item in others], _OTHERS_NAMED)
+        fields.append(Field("same in", f"{len(others)} more case{'s' if len(others) > 1 else ''}: {ids}"))
         violated = sorted({requirement_of(item) for item in (record, *others)})
         fields.append(Field("violates", ", ".join(violated) if len(violated) > 1 else ""))
     fields.append(Field("repro", record.repro, verbatim=True))

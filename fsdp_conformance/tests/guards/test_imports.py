@@ -17,7 +17,20 @@ pytestmark = checkout.required
 #: From the bottom up. Parts of one layer never import one another.
 LAYERS: tuple[frozenset[str], ...] = (
     # Words. The vocabulary is layered like everything else.
-    frozenset({"status", "verdict", "capability", "stack", "docs", "codec", "visible", "user_modules", "suggestions"}),
+    frozenset(
+        {
+            "status",
+            "verdict",
+            "capability",
+            "stack",
+            "docs",
+            "codec",
+            "visible",
+            "user_modules",
+            "suggestions",
+            "listing",
+        }
+    ),
     frozenset({"outcome"}),
     frozenset({"errors", "stress"}),
     frozenset({"plan", "history"}),
