@@ -21,7 +21,9 @@ from fsdp_conformance.checks.derived import with_derived_gradients
 from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.checks.traffic import REDUCING, of
 from fsdp_conformance.diagnosis import causes
+from fsdp_conformance.diagnosis.headline import causes_in
 from fsdp_conformance.diagnosis.mistakes import (
+    implied_gradient,
     supposed_clipped,
     supposed_gradients,
     supposed_losses,
@@ -408,9 +410,39 @@ class _Judge:
 
     def _likely(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> str | None:
         try:
-            return causes.likely(self._evidence(step, name, got, expected, bound))
+            likely = causes.likely(self._evidence(step, name, got, expected, bound))
+            if self.kind is Kind.PARAMETER and not causes_in(likely):
+                return self._in_gradient(step, name, got) or likely
+            return likely
         except Exception as error:  # noqa: BLE001 - a difference that was found must not be lost for want of its cause
             return f"unknown: a bug in the suite, please report it: {type(error).__name__}: {error}"
+
+    def _in_gradient(self, step: int, name: str, got: Tensor) -> str | None:
+        """The cause that is wrong in the gradient with which the optimizer must have stepped, whatever was shown."""
+        references = self.references
+        implied = implied_gradient(references, step, name, got) if name not in references.local else None
+        if implied is None:
+            return None
+        wrong, right = implied
+        earlier = values(references.expected, Kind.GRADIENT, step - 1) if step else {}
+        cause = causes.likely(
+            causes.Evidence(
+                kind=str(Kind.GRADIENT),
+                got=wrong,
+                expected=right,
+                tolerance=None,
+                world_size=references.world_size,
+                rank=self.history.rank,
+                micro_batches=references.regime.micro_batches,
+                previous=earlier.get(name),
+                contributions=_by_rank(references, step, name),
+                factors=_factors(references.regime, references.workload),
+            )
+        )
+        if cause is None:
+            return None
+        names, _, fact = cause.partition(": ")
+        return f"{names}: in the gradient that the step implies, {fact}"
 
     def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> causes.Evidence:
         references = self.references

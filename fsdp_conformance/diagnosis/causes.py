@@ -634,10 +634,14 @@ def _name(dtype: torch.dtype) -> str:
 def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
     """The value of a step with one mistake in it."""
     fitting = []
+    shard = _only_shard(evidence, got, expected)
     for phrase, value in evidence.supposed():
         wide = value.double()
         if wide.shape != got.shape or not bool(wide.isfinite().all()):
             continue
+        if shard is not None:
+            rank, rows = shard
+            wide = torch.cat([expected[: rows.start], wide[rows], expected[rows.stop :]])
         apart = magnitude(wide - expected)
         if apart <= 10 * _NEAR * _NEAR * magnitude(expected) or _is_before(evidence, wide, got):
             continue
@@ -645,12 +649,26 @@ def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[
         # Low precision rounds differently in every implementation, and a few elements may be close by chance.
         rounded = phrase.startswith(IN_LOW_PRECISION) and got.numel() >= _LEAST_ROUNDED
         if exact or (rounded and _is_like(got, expected, wide)):
-            fitting.append(_Guess(*_split(phrase), got))
+            cause, fact = _split(phrase)
+            fitting.append(_Guess(cause if shard is None else f"in the rows of rank {rank}, {cause}", fact, got))
     factor = _update_factor(evidence, got, expected)
     # Wrong settings scale the update, so the factor is not another cause.
     if fitting and factor is not None and _is_plain(factor, evidence.world_size) and not _of_settings(fitting):
         fitting.append(_Guess(_update_scaled_by(factor), "", got))
     yield from _named(fitting)
+
+
+def _only_shard(evidence: Evidence, got: Tensor, expected: Tensor) -> tuple[int, slice] | None:
+    """The rank in whose rows all wrong elements are, and these rows; None if there are several, or no others."""
+    if evidence.world_size == 1 or not got.dim() or len(got) < 2:
+        return None
+    wrong = ((got - expected).abs() > _NEAR * magnitude(expected)).reshape(len(got), -1).any(1).nonzero().flatten()
+    held = -(-len(got) // evidence.world_size)
+    ranks = {int(row) // held for row in wrong}
+    if len(ranks) != 1:
+        return None
+    (rank,) = ranks
+    return rank, slice(rank * held, min(len(got), (rank + 1) * held))
 
 
 def _of_settings(guesses: Sequence[_Guess]) -> bool:

@@ -8,7 +8,9 @@ reference had before the step: up to there the implementation was right. Every r
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +33,7 @@ Supposition = tuple[str, Tensor]
 _MAX_NUMEL = 200_000
 _MAX_BACKWARDS = 24
 _MAX_GROUPS = 16
+_MAX_CALLS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +47,10 @@ class _Mistake:
     dtype: torch.dtype = torch.float64
     alone: frozenset[str] = frozenset()
     """Names at which a tied parameter is replaced by a copy. The gradient is then that of the copy."""
+    call: tuple[str, int] | None = None
+    """A module, and the only one of its calls in a forward that gives its parameters a gradient."""
+    call_in: frozenset[int] = frozenset()
+    """The micro-batches of which that is so."""
 
 
 def supposed_losses(references: References, step: int, micro: int) -> Iterator[Supposition]:
@@ -69,6 +76,7 @@ def supposed_gradients(references: References, step: int, losses: Sequence[Tenso
         *_mistakes(references, step, references.regime.micro_batches - 1),
         *_one_batch(references, step),
         *_come_apart(references, step),
+        *_one_call(references, step),
     ]
     for mistake in mistakes:
         places = itertools.product(range(references.world_size), range(references.regime.micro_batches))
@@ -240,18 +248,11 @@ def _shards(references: References, grads: Tensors) -> Iterator[list[list[Tensor
 
 def supposed_parameters(references: References, step: int, name: str) -> Iterator[Supposition]:
     """A parameter after the optimizer step under each mistake in that step, given the right gradients."""
-    history = references.expected
-    initial = history.initial_params.get(name)
-    if initial is None or not initial.is_floating_point():
+    right = _right_step(references, step, name)
+    if right is None:
         return
-    grads = [_stepped_with(references, earlier, name) for earlier in range(step + 1)]
-    grad, before = grads[step], grads[step - 1] if step else None
-    if grad is None or references.regime.optimizer not in references.workload.optimizers:
-        return
-    replay = partial(_after_steps, references, initial, grads)
-    if not torch.allclose(replay(_plain(grad)), history.steps[step].params[name].double(), rtol=1e-6, atol=1e-9):
-        # The optimizer does more than this replay can know, such as treating parameters differently.
-        return
+    replay, grad = right
+    before = _stepped_with(references, step - 1, name) if step else None
     yield "the optimizer's state was lost: the step was made with a new one", replay(_without_state(grad))
     yield "the optimizer stepped twice", replay(_plain(grad), _plain(grad))
     if not step:
@@ -270,6 +271,47 @@ def supposed_parameters(references: References, step: int, name: str) -> Iterato
     yield "weight decay was applied twice", replay(_with_decay(grad, 2.0))
     yield "the optimizer's step counter did not advance", replay(_with_counter(grad, -1))
     yield "the optimizer's step counter advanced twice", replay(_with_counter(grad, 1))
+    micro_batches = references.regime.micro_batches
+    if micro_batches > 2:
+        phrase = f"the optimizer's step counter advanced {micro_batches} times: once for each micro-batch"
+        yield phrase, replay(_with_counter(grad, micro_batches - 1))
+
+
+def implied_gradient(references: References, step: int, name: str, got: Tensor) -> tuple[Tensor, Tensor] | None:
+    """
+    The gradient with which the optimizer would have stepped to `got`, and the right one, both in float64.
+
+    None where that cannot be told: the optimizer's step is not linear in the gradient, as Adam's, or a norm has scaled
+    the gradients of the whole model.
+    """
+    right = _right_step(references, step, name) if references.regime.max_norm is None else None
+    if right is None:
+        return None
+    replay, grad = right
+    at_zero = replay(_plain(torch.zeros_like(grad)))
+    slope = replay(_plain(torch.ones_like(grad))) - at_zero
+    is_linear = torch.allclose(replay(_plain(grad)), at_zero + slope * grad, rtol=1e-9, atol=1e-12)
+    if not is_linear or not bool((slope != 0).all()):
+        return None
+    return (got.double() - at_zero) / slope, grad
+
+
+def _right_step(references: References, step: int, name: str) -> tuple[Callable[..., Tensor], Tensor] | None:
+    """
+    The parameter after the steps before this one and others in its place, as a function of these, and the gradient of
+    the right one. None for an optimizer that does more than a replay can know, such as treating parameters differently.
+    """
+    history = references.expected
+    initial = history.initial_params.get(name)
+    if initial is None or not initial.is_floating_point():
+        return None
+    grads = [_stepped_with(references, earlier, name) for earlier in range(step + 1)]
+    grad = grads[step]
+    if grad is None or references.regime.optimizer not in references.workload.optimizers:
+        return None
+    replay = partial(_after_steps, references, initial, grads)
+    is_known = torch.allclose(replay(_plain(grad)), history.steps[step].params[name].double(), rtol=1e-6, atol=1e-9)
+    return (replay, grad) if is_known else None
 
 
 def _is_possible(references: References, step: int, mistake: _Mistake, rank: int, micro: int) -> bool:
@@ -332,7 +374,9 @@ class _Replay:
         # An engine sees what the model is called with; the loss and its target are the user's.
         right = self._placed(workload.batch(key))
         seen = right if self.mistake.key is None else self._placed(workload.batch(self.mistake.key(key)))
-        return workload.loss(self.model(*seen.args, **seen.kwargs), right)
+        call = self.mistake.call
+        with nullcontext() if call is None or micro not in self.mistake.call_in else _only_call(self.model, *call):
+            return workload.loss(self.model(*seen.args, **seen.kwargs), right)
 
     def _placed(self, batch: Batch) -> Batch:
         return placed(batch, torch.device("cpu"), self.mistake.dtype)
@@ -472,6 +516,49 @@ def _come_apart(references: References, step: int) -> Iterator[_Mistake]:
                 phrase=f"a tied parameter became several: this is the gradient of {alone[0]!r} alone",
                 params=_params_before(references, step), alone=frozenset(alone),
             )  # fmt: skip
+
+
+def _one_call(references: References, step: int) -> Iterator[_Mistake]:
+    """A module is called several times in a forward, and the gradient is that of one call."""
+    params = _params_before(references, step)
+    plain = _Replay(references, step, _Mistake(phrase="", params=params), references.rank)
+    calls: Counter[str] = Counter()
+    with ExitStack() as hooks:
+        for name, module in plain.model.named_modules():
+            hook = module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+            hooks.callback(hook.remove)
+        plain.loss(0)
+    number = references.regime.micro_batches
+    moments = {"": frozenset(range(number))}
+    if number > 1:
+        moments["of the last micro-batch "] = frozenset({number - 1})
+    for name, count in calls.items():
+        # Of a block that is called twice, its modules are, too.
+        if 1 < count <= _MAX_CALLS and calls[name.rpartition(".")[0]] < count:
+            for index, (when, call_in) in itertools.product(range(count), moments.items()):
+                phrase = f"of {count} calls of {name!r} in a forward {when}only number {index + 1} gave a gradient"
+                yield _Mistake(phrase=phrase, params=params, call=(name, index), call_in=call_in)
+
+
+@contextmanager
+def _only_call(model: nn.Module, name: str, index: int) -> Iterator[None]:
+    """For a forward: the parameters below the module take no part in the gradients of its other calls."""
+    module, calls = model.get_submodule(name), itertools.count()
+    own = [(part, dict(part._parameters)) for part in module.modules()]
+
+    def before(*_: object) -> None:
+        if next(calls) != index:
+            for part, parameters in own:
+                part._parameters.update({key: p if p is None else p.detach() for key, p in parameters.items()})
+
+    def after(*_: object) -> None:
+        for part, parameters in own:
+            part._parameters.update(parameters)
+
+    with ExitStack() as hooks:
+        hooks.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+        hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
 
 
 def _uses(model: nn.Module) -> dict[str, list[str]]:

@@ -294,7 +294,9 @@ def _moment_in(references: References, step: int) -> Moment | None:
         after = {name: p.detach().clone() for name, p in model.named_parameters()}
         states.append(PlainState(after, stepper.named_state(), gradients))
     right = history.steps[step].params
-    if not all(torch.allclose(states[-1].model[n], v.double(), rtol=1e-6, atol=1e-9) for n, v in right.items()):
+    if not all(
+        torch.allclose(states[-1].model[n].double(), v.double(), rtol=1e-6, atol=1e-9) for n, v in right.items()
+    ):
         return None
     return Moment(
         workload=workload, optimizer=regime.optimizer, states=states, index=step, world_size=references.world_size

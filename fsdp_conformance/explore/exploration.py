@@ -301,6 +301,8 @@ class Explorer:
         last, number = shrunk(scenario, fails, most=self._max_shrinks)
         failure = Failure(signature=signature, scenario=last, outcome=smallest[last], drawn=scenario, shrinks=number)
         self._failures[signature] = failure
+        # Its report may begin with another finding than that of the larger one.
+        self._failures.setdefault(signature_of(smallest[last]), failure)
         self.result.failures.append(failure)
         self._tell("shrunk", failure)
         if failure.needs:
@@ -324,7 +326,7 @@ class Explorer:
             return None
         outcome = self.runs.run(candidate)
         self.result.shrinks += 1
-        return outcome if outcome.failed and signature_of(outcome) == signature else None
+        return outcome if signature.is_shown_in(outcome) else None
 
     def _count(self, scenario: Scenario, outcome: Outcome) -> None:
         self.result.ran += 1

@@ -126,7 +126,7 @@ class RowShrinker:
 def _failure(runs: Runs, scenario: Scenario, signature: Signature) -> CaseRecord | None:
     """The record of a scenario that fails in this way; None if it does not."""
     outcome = runs.run(scenario)
-    return outcome.record if outcome.failed and signature.is_shown_by(signature_of(outcome)) else None
+    return outcome.record if signature.is_shown_in(outcome) else None
 
 
 def _cause(record: CaseRecord) -> str | None:

@@ -316,13 +316,20 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
         _judge_unmet(record, evidence.reports)
     elif unobserved := list(dict.fromkeys(flag for report in evidence.reports for flag in report.unobserved)):
         record.measurements[UNDECLARED] = unobserved
-        requirement = evidence.case.requirements[0]
-        decided(record, Verdict.UNSUPPORTED, f"{requirement} cannot be judged: {', '.join(unobserved)} is not declared")
+        decided(record, Verdict.UNSUPPORTED, _why_not_observed(evidence.case.requirements[0], unobserved))
     elif empty := _compared_nothing(evidence.reports):
         decided(record, Verdict.ERROR_SUITE, empty)
     else:
         record.notes += [f"under-declared: {flag}" for flag in evidence.undeclared]
         decided(record, Verdict.PASS, "")
+
+
+def _why_not_observed(requirement: str, unobserved: Sequence[str]) -> str:
+    """Why a case without a finding does not pass. What is no capability is a combination that the adapter avoids."""
+    flags = [name for name in unobserved if name in CAPABILITIES]
+    if flags:
+        return f"{requirement} cannot be judged: {', '.join(flags)} {'are' if len(flags) > 1 else 'is'} not declared"
+    return f"judged only without what the adapter avoids: {', '.join(unobserved)}"
 
 
 def _judge_not_run(record: CaseRecord, reports: Sequence[RankReport]) -> None:

@@ -138,7 +138,10 @@ class RankReport:
     asked: list[str] = field(default_factory=list)
     """Capability flags that this body's plans and models asked for."""
     unobserved: list[str] = field(default_factory=list)
-    """Undeclared capability flags without which the case cannot see what its requirement demands."""
+    """
+    Undeclared capability flags without which the case cannot see what its requirement demands, and combinations that
+    the adapter avoids, in words.
+    """
     digests: dict[str, str] = field(default_factory=dict)
     """Label ("params step 2 0.weight") to hash, which must be equal on all ranks that have the label."""
     digest_requirements: dict[str, str] = field(default_factory=dict)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fsdp_conformance.checks.parity import kind_parity
 from fsdp_conformance.diagnosis.headline import causes_in
 from fsdp_conformance.diagnosis.mistakes import supposed_gradients, supposed_losses, supposed_parameters
-from fsdp_conformance.diagnosis.optimizer_steps import rate_factors
-from fsdp_conformance.fixtures import deep, models, probes
+from fsdp_conformance.diagnosis.optimizer_steps import rate_factors, supposed_steps
+from fsdp_conformance.fixtures import adapters, deep, models, probes, reuse
 from fsdp_conformance.history.training import Tensors, TrainingHistory
 from fsdp_conformance.references.reference_set import Kind, References
 from fsdp_conformance.tests.references.reference_runs import damaged, implementation_run, references_of
@@ -69,6 +69,16 @@ def test_rates_of_other_steps() -> None:
         f"the learning rate is that of setup: {first:g} in place of 0.125": first / 0.125,
     }
     assert rate_factors(references(), 1) == {}
+
+
+def test_a_replay_beside_packed_integers() -> None:
+    """The optimizer leaves them alone, and so does the replay."""
+    event = Event(action=Action.LEARNING_RATE, moment=Moment.STEP, step=1, value=0.5)
+    regime = Regime(steps=2, events=(event,))
+    refs = references_of(adapters.lora_packed(), regime, rank=RANK, world_size=WORLD_SIZE)
+
+    assert rate_factors(refs, 1)
+    assert list(supposed_steps(refs, 1)) == []  # one group
 
 
 def test_parameters_of_the_previous_step() -> None:
@@ -323,3 +333,48 @@ def test_inputs_of_other_shapes_are_no_explanation() -> None:
     assert any(phrase.startswith("stale parameters") for phrase in of_losses)
     assert of_gradients
     assert not any("another rank's data" in phrase or "stale inputs" in phrase for phrase in of_losses + of_gradients)
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_a_call_without_a_gradient(*, in_rows: bool) -> None:
+    """Of a unit that is called twice, the gradient of the second call, everywhere or in the rows of one rank."""
+    refs = references_of(reuse.called_twice(), Regime(), rank=RANK, world_size=WORLD_SIZE)
+    history = damaged(implementation_run(refs))
+    grads = history.steps[0].grads or {}
+    first = dict(supposed_gradients(refs, 0, refs.expected.steps[0].losses))
+    phrase, wrong = next(
+        (phrase, grads) for phrase, grads in first.items() if phrase.endswith("only number 2 gave a gradient")
+    )
+    module = phrase.split("'")[1]
+    key = next(name for name in grads if name.startswith(module) and name.endswith("weight"))
+    right = grads[key]
+    assert right is not None
+    half = -(-len(right) // WORLD_SIZE)
+    grads[key] = (
+        torch.cat([wrong[key][:half], right[half:].double()]).to(right.dtype) if in_rows else wrong[key].to(right.dtype)
+    )
+
+    prefix = "in the rows of rank 0, " if in_rows else ""
+    assert str(cause(history, refs, Kind.GRADIENT)).startswith(
+        f"{prefix}of 2 calls of '{module}' in a forward only number 2"
+    )
+
+
+def test_a_wrong_gradient_that_only_the_step_shows() -> None:
+    """SGD's step tells the gradient, so the causes of gradients are known where none is shown."""
+    refs = references(optimizer="sgd")
+    key = next(iter(refs.expected.initial_params))
+    right = (refs.expected.steps[0].grads or {})[key]
+    assert right is not None
+    got = refs.expected.initial_params[key].double()
+    optimizer = refs.workload.optimizers["sgd"]([parameter := nn.Parameter(got.clone())])
+    own = refs.contributions()[0][0][0][key]
+    assert own is not None
+    parameter.grad = own.double() / WORLD_SIZE
+    optimizer.step()
+    history = damaged(implementation_run(refs))
+    history.steps[0].params[key] = parameter.detach().float()
+
+    likely = str(cause(history, refs, Kind.PARAMETER))
+    assert "rank 1 missing" in causes_in(likely)
+    assert ": in the gradient that the step implies, equals rank 0's own gradient" in likely

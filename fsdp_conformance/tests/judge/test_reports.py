@@ -64,9 +64,19 @@ def test_what_cannot_be_seen_does_not_pass() -> None:
 
     assert (record.verdict, record.reason) == (
         Verdict.UNSUPPORTED,
-        "R001 cannot be judged: full_buffers, full_grads is not declared",
+        "R001 cannot be judged: full_buffers, full_grads are not declared",
     )
     assert record.measurements["undeclared"] == ["full_buffers", "full_grads"]
+
+
+def test_combinations_that_an_adapter_avoids_are_named() -> None:
+    """They are no capabilities, and the row was run without them."""
+    record = judged(a_report(0, unobserved=["clipping 2-norm and offload CPU"]), a_report(1))
+
+    assert (record.verdict, record.reason) == (
+        Verdict.UNSUPPORTED,
+        "judged only without what the adapter avoids: clipping 2-norm and offload CPU",
+    )
 
 
 def test_what_cannot_be_seen_is_part_of_the_evidence() -> None:
