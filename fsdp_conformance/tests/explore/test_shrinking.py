@@ -98,6 +98,28 @@ def test_a_cause_that_shows_only_in_a_plainer_training_is_named(shrinker_on: Cal
     assert shrinker_on(_Engine(judged)).takes(_failure(), ROW, RunOrder()) is None
 
 
+def test_a_finding_that_a_better_oracle_precedes_is_the_same_failure(shrinker_on: Callable[..., RowShrinker]) -> None:
+    """Without one of the row's values, the gradient is seen to be wrong, and the parameter is after it."""
+
+    def judged(scenario: Scenario) -> Outcome | None:
+        if ONE not in scenario.features:
+            return None
+        outcome = _wrong(scenario, "parameter parity", likely="")
+        if OTHER not in scenario.features and outcome.record is not None:
+            gradient = _wrong(scenario, "gradient parity", likely="rank 1 missing: equals rank 0's").record
+            assert gradient is not None
+            outcome.record.findings.insert(0, gradient.findings[0])
+        return outcome
+
+    record = _wrong(ROW, "parameter parity", likely="").record
+    assert record is not None
+    takes = shrinker_on(_Engine(judged)).takes(record, ROW, RunOrder())
+
+    assert takes is not None
+    assert takes.values == (ONE,)
+    assert takes.likely == "rank 1 missing: equals rank 0's"
+
+
 def test_an_engine_that_always_fails_takes_nothing_special(shrinker_on: Callable[..., RowShrinker]) -> None:
     """Every further row is explained by the first."""
     engine = _engine()
