@@ -418,7 +418,7 @@ class _Judge:
             return f"unknown: a bug in the suite, please report it: {type(error).__name__}: {error}"
 
     def _in_gradient(self, step: int, name: str, got: Tensor) -> str | None:
-        """The cause that is wrong in the gradient with which the optimizer must have stepped, whatever was shown."""
+        """The likely cause, from the gradient with which the optimizer must have stepped; it need not be exposed."""
         references = self.references
         implied = implied_gradient(references, step, name, got) if name not in references.local else None
         if implied is None:

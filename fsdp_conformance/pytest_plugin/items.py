@@ -39,7 +39,7 @@ class Cases:
         """
         Pass over classes of this suite without a selected case: pytest takes 10 ms to look for fixtures in each.
 
-        Node ids on the command line may name any case, and are told which are not selected.
+        With node ids on the command line, no class is passed over: they may name a case that is not selected.
         """
         base = sys.modules.get("fsdp_conformance.cases.base")
         if base is None or not (isinstance(obj, type) and issubclass(obj, base.ConformanceTestCase)):
