@@ -23,14 +23,19 @@ from fsdp_conformance.checks.traffic import REDUCING, of
 from fsdp_conformance.diagnosis import causes
 from fsdp_conformance.diagnosis.headline import causes_in
 from fsdp_conformance.diagnosis.mistakes import (
-    implied_gradient,
     supposed_clipped,
     supposed_gradients,
     supposed_losses,
     supposed_norms,
     supposed_parameters,
 )
-from fsdp_conformance.diagnosis.optimizer_steps import SupposedStep, possible, rate_factors, supposed_steps
+from fsdp_conformance.diagnosis.optimizer_steps import (
+    SupposedStep,
+    implied_gradients,
+    possible,
+    rate_factors,
+    supposed_steps,
+)
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import Tensors, TrainingHistory
@@ -285,6 +290,7 @@ class _Judge:
         self._gradients_supposed: dict[int, list[tuple[str, Tensors]]] = {}
         self._steps_supposed: dict[int, list[SupposedStep]] = {}
         self._rate_factors: dict[int, dict[str, float]] = {}
+        self._implied: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
 
     def result(self) -> CheckResult:
         """Compare every step."""
@@ -412,18 +418,19 @@ class _Judge:
         try:
             likely = causes.likely(self._evidence(step, name, got, expected, bound))
             if self.kind is Kind.PARAMETER and not causes_in(likely):
-                return self._in_gradient(step, name, got) or likely
+                return self._in_gradient(step, name) or likely
             return likely
         except Exception as error:  # noqa: BLE001 - a difference that was found must not be lost for want of its cause
             return f"unknown: a bug in the suite, please report it: {type(error).__name__}: {error}"
 
-    def _in_gradient(self, step: int, name: str, got: Tensor) -> str | None:
+    def _in_gradient(self, step: int, name: str) -> str | None:
         """The likely cause, from the gradient with which the optimizer must have stepped; it need not be exposed."""
         references = self.references
-        implied = implied_gradient(references, step, name, got) if name not in references.local else None
-        if implied is None:
+        if step not in self._implied:
+            self._implied[step] = implied_gradients(references, step, values(self.history, self.kind, step))
+        if name in references.local or name not in self._implied[step]:
             return None
-        wrong, right = implied
+        wrong, right = self._implied[step][name]
         earlier = values(references.expected, Kind.GRADIENT, step - 1) if step else {}
         cause = causes.likely(
             causes.Evidence(

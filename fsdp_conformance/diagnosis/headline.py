@@ -58,13 +58,14 @@ def headline_of(record: CaseRecord) -> Finding | None:
     """
     The finding that every report of a case shows first; None if it has none.
 
-    Among many values a cause may not show. If it does in the plainest training that fails in the same way, that is it.
+    Among many values a cause may not show. If it does in the plainest training that fails in the same way, that is it;
+    its numbers are not those of this finding.
     """
     finding = most_telling(record.findings)
     shown = record.takes.likely if record.takes is not None else None
     if finding is None or shown is None or causes_in(finding.likely):
         return finding
-    return replace(finding, likely=shown)
+    return replace(finding, likely=f"{shown}, in the plainest training that fails in this way")
 
 
 def most_telling(findings: Sequence[Finding]) -> Finding | None:

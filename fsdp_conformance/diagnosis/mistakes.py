@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -248,11 +249,18 @@ def _shards(references: References, grads: Tensors) -> Iterator[list[list[Tensor
 
 def supposed_parameters(references: References, step: int, name: str) -> Iterator[Supposition]:
     """A parameter after the optimizer step under each mistake in that step, given the right gradients."""
-    right = _right_step(references, step, name)
-    if right is None:
+    history = references.expected
+    initial = history.initial_params.get(name)
+    if initial is None or not initial.is_floating_point():
         return
-    replay, grad = right
-    before = _stepped_with(references, step - 1, name) if step else None
+    grads = [_stepped_with(references, earlier, name) for earlier in range(step + 1)]
+    grad, before = grads[step], grads[step - 1] if step else None
+    if grad is None or references.regime.optimizer not in references.workload.optimizers:
+        return
+    replay = partial(_after_steps, references, initial, grads)
+    if not torch.allclose(replay(_plain(grad)), history.steps[step].params[name].double(), rtol=1e-6, atol=1e-9):
+        # The optimizer does more than this replay can know, such as treating parameters differently.
+        return
     yield "the optimizer's state was lost: the step was made with a new one", replay(_without_state(grad))
     yield "the optimizer stepped twice", replay(_plain(grad), _plain(grad))
     if not step:
@@ -275,43 +283,6 @@ def supposed_parameters(references: References, step: int, name: str) -> Iterato
     if micro_batches > 2:
         phrase = f"the optimizer's step counter advanced {micro_batches} times: once for each micro-batch"
         yield phrase, replay(_with_counter(grad, micro_batches - 1))
-
-
-def implied_gradient(references: References, step: int, name: str, got: Tensor) -> tuple[Tensor, Tensor] | None:
-    """
-    The gradient with which the optimizer would have stepped to `got`, and the right one, both in float64.
-
-    None where that cannot be told: the optimizer's step is not linear in the gradient, as Adam's, or a norm has scaled
-    the gradients of the whole model.
-    """
-    right = _right_step(references, step, name) if references.regime.max_norm is None else None
-    if right is None:
-        return None
-    replay, grad = right
-    at_zero = replay(_plain(torch.zeros_like(grad)))
-    slope = replay(_plain(torch.ones_like(grad))) - at_zero
-    is_linear = torch.allclose(replay(_plain(grad)), at_zero + slope * grad, rtol=1e-9, atol=1e-12)
-    if not is_linear or not bool((slope != 0).all()):
-        return None
-    return (got.double() - at_zero) / slope, grad
-
-
-def _right_step(references: References, step: int, name: str) -> tuple[Callable[..., Tensor], Tensor] | None:
-    """
-    The parameter after the steps before this one and others in its place, as a function of these, and the gradient of
-    the right one. None for an optimizer that does more than a replay can know, such as treating parameters differently.
-    """
-    history = references.expected
-    initial = history.initial_params.get(name)
-    if initial is None or not initial.is_floating_point():
-        return None
-    grads = [_stepped_with(references, earlier, name) for earlier in range(step + 1)]
-    grad = grads[step]
-    if grad is None or references.regime.optimizer not in references.workload.optimizers:
-        return None
-    replay = partial(_after_steps, references, initial, grads)
-    is_known = torch.allclose(replay(_plain(grad)), history.steps[step].params[name].double(), rtol=1e-6, atol=1e-9)
-    return (replay, grad) if is_known else None
 
 
 def _is_possible(references: References, step: int, mistake: _Mistake, rank: int, micro: int) -> bool:
@@ -549,7 +520,8 @@ def _only_call(model: nn.Module, name: str, index: int) -> Iterator[None]:
     def before(*_: object) -> None:
         if next(calls) != index:
             for part, parameters in own:
-                part._parameters.update({key: p if p is None else p.detach() for key, p in parameters.items()})
+                detached: dict[str, Any] = {key: p if p is None else p.detach() for key, p in parameters.items()}
+                part._parameters.update(detached)
 
     def after(*_: object) -> None:
         for part, parameters in own:

@@ -32,6 +32,8 @@ SupposedStep = tuple[str, Tensors]
 _MAX_NUMEL = 200_000
 #: How far a step may be off that is made again, relative to the largest element.
 _ROUNDING = 1e-5
+#: The same in float64.
+_EXACT = 1e-12
 #: How much closer a supposed parameter must be to the one that was seen than to the right one.
 _CLOSER = 0.05
 #: After more right steps than this, a wrong one is a fault of the training and not of its reconstruction.
@@ -184,7 +186,7 @@ def resumed_steps(moment: Moment) -> list[SupposedStep]:
 
 def supposed_steps(references: References, step: int) -> list[SupposedStep]:
     """The parameters after a step whose optimizer has wrong settings, given the right gradients."""
-    moment = _moment_in(references, step)
+    moment = _moment_in(references, step) if not references.regime.optimizer_in_backward else None
     replay = NextStep.of(moment) if moment is not None else None
     if moment is None or replay is None:
         return []
@@ -198,6 +200,29 @@ def supposed_steps(references: References, step: int) -> list[SupposedStep]:
     ]
     steps = [(phrase, replay.with_mistake(change)) for phrase, change in suppositions]
     return [*steps, ("the optimizer stepped twice", replay.with_mistake(_nothing, times=2))]
+
+
+def implied_gradients(references: References, step: int, got: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """
+    By name, the gradient with which the optimizer would have stepped to the parameter in `got`, and the right one.
+
+    Only for parameters whose step is linear in their own gradient, as that of SGD: at zeros and at ones it tells the
+    rest. Nothing is known where a norm has scaled all gradients.
+    """
+    moment = _moment_in(references, step) if references.regime.max_norm is None else None
+    replay = NextStep.of(moment) if moment is not None else None
+    if replay is None:
+        return {}
+    right = replay.with_mistake(_nothing)
+    at_zero, at_one = (replay.with_mistake(_with_gradients_of(like)) for like in (torch.zeros_like, torch.ones_like))
+    implied = {}
+    for name, grad in replay.gradients.items():
+        value, slope = got.get(name), at_one[name] - at_zero[name]
+        apart = magnitude(at_zero[name] + slope * grad.double() - right[name])
+        is_linear = apart <= _EXACT * magnitude(right[name]) and bool((slope != 0).all())
+        if is_linear and isinstance(value, Tensor) and value.shape == grad.shape:
+            implied[name] = (value.double() - at_zero[name]) / slope, grad.double()
+    return implied
 
 
 def possible(steps: Sequence[SupposedStep], got: Mapping[str, Any], right: Mapping[str, Any]) -> list[SupposedStep]:
@@ -269,15 +294,14 @@ def _rates(regime: Regime, rate: float | None = None) -> list[float | None]:
 def _moment_in(references: References, step: int) -> Moment | None:
     """The references before a step, if plain steps with their gradients lead to their parameters."""
     history, workload, regime = references.expected, references.workload, references.regime
-    if regime.optimizer_in_backward:
-        return None
     # Other events may have no effect on the parameters. Whether that is so, the parameters tell.
     rates = _rates(regime)
     kind = Kind.GRADIENT if regime.max_norm is None else Kind.CLIPPED
     model = workload.build(references.rank).double()
     _fill(model, history.initial_params)
     stepper = _Stepper(workload, regime.optimizer, model)
-    states = [PlainState(dict(history.initial_params), stepper.named_state())]
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    states = [PlainState(initial, stepper.named_state())]
     for earlier in range(step + 1):
         dropped = regime.dropped(earlier)
         gradients = {
@@ -406,6 +430,15 @@ def _wrong_settings(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, _Cha
         phrase = f"each parameter has the group of the {whose} one: they were matched by position, off by one"
         changes.append((phrase, _with_members(turn)))
     return changes
+
+
+def _with_gradients_of(like: Callable[[Tensor], Tensor]) -> _Change:
+    def change(optimizer: _Stepper, parameters: dict[str, nn.Parameter]) -> None:
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad = like(parameter.grad)
+
+    return change
 
 
 def _nothing(optimizer: _Stepper, parameters: dict[str, nn.Parameter]) -> None:

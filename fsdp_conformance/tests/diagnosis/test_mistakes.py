@@ -15,6 +15,7 @@ from fsdp_conformance.diagnosis.headline import causes_in
 from fsdp_conformance.diagnosis.mistakes import supposed_gradients, supposed_losses, supposed_parameters
 from fsdp_conformance.diagnosis.optimizer_steps import rate_factors, supposed_steps
 from fsdp_conformance.fixtures import adapters, deep, models, probes, reuse
+from fsdp_conformance.fixtures.optimizers import grouped
 from fsdp_conformance.history.training import Tensors, TrainingHistory
 from fsdp_conformance.references.reference_set import Kind, References
 from fsdp_conformance.tests.references.reference_runs import damaged, implementation_run, references_of
@@ -360,20 +361,28 @@ def test_a_call_without_a_gradient(*, in_rows: bool) -> None:
     )
 
 
-def test_a_wrong_gradient_that_only_the_step_shows() -> None:
+@pytest.mark.parametrize(
+    "regime",
+    [
+        Regime(),
+        Regime(optimizer="sgd-groups"),
+        Regime(optimizer_in_backward=True),
+        Regime(events=(Event(action=Action.LEARNING_RATE, moment=Moment.STEP, step=0, value=0.5),)),
+    ],
+    ids=["plain", "in groups", "in backward", "new learning rate"],
+)
+def test_a_wrong_gradient_that_only_the_step_shows(regime: Regime) -> None:
     """SGD's step tells the gradient, so the causes of gradients are known where none is shown."""
-    refs = references(optimizer="sgd")
+    refs = references_of(grouped(models.nested()), regime, rank=RANK, world_size=WORLD_SIZE)
     key = next(iter(refs.expected.initial_params))
-    right = (refs.expected.steps[0].grads or {})[key]
-    assert right is not None
-    got = refs.expected.initial_params[key].double()
-    optimizer = refs.workload.optimizers["sgd"]([parameter := nn.Parameter(got.clone())])
+    right, before = refs.expected.steps[0].params[key].double(), refs.expected.initial_params[key].double()
+    grad = (refs.expected.steps[0].grads or {})[key]
     own = refs.contributions()[0][0][0][key]
+    assert grad is not None
     assert own is not None
-    parameter.grad = own.double() / WORLD_SIZE
-    optimizer.step()
     history = damaged(implementation_run(refs))
-    history.steps[0].params[key] = parameter.detach().float()
+    # The first step has no momentum, so the update is proportional to the gradient.
+    history.steps[0].params[key] = (before + (right - before) * (own.double() / WORLD_SIZE) / grad.double()).float()
 
     likely = str(cause(history, refs, Kind.PARAMETER))
     assert "rank 1 missing" in causes_in(likely)

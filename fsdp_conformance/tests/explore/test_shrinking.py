@@ -94,7 +94,7 @@ def test_a_cause_that_shows_only_in_a_plainer_training_is_named(shrinker_on: Cal
     assert record.takes.values == (ONE,)
     headline = headline_of(record)
     assert headline is not None
-    assert headline.likely == cause
+    assert headline.likely == f"{cause}, in the plainest training that fails in this way"
     assert shrinker_on(_Engine(judged)).takes(_failure(), ROW, RunOrder()) is None
 
 
