@@ -417,6 +417,9 @@ class _Judge:
     def _likely(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> str | None:
         try:
             likely = causes.likely(self._evidence(step, name, got, expected, bound))
+            if self.kind is Kind.GRADIENT and self.references.regime.sums and causes_in(likely):
+                # Facts speak of means.
+                return f"{', or '.join(causes_in(likely))}: of gradients that are summed over the ranks"
             if self.kind is Kind.PARAMETER and not causes_in(likely):
                 return self._in_gradient(step, name) or likely
             return likely
@@ -567,8 +570,12 @@ def _factors(regime: Regime, workload: Workload) -> dict[str, float]:
 
 
 def _by_rank(references: References, step: int, name: str) -> list[list[Tensor | None]]:
-    """By rank and micro-batch: the gradient of that rank alone."""
-    return [[micro.get(name) for micro in rank[step]] for rank in references.contributions()]
+    """By rank and micro-batch: the gradient of that rank alone, of which the right one is the mean over the ranks."""
+    factor = references.world_size if references.regime.sums else 1
+    return [
+        [None if (grad := micro.get(name)) is None else grad * factor for micro in rank[step]]
+        for rank in references.contributions()
+    ]
 
 
 def _described(value: Any) -> str:

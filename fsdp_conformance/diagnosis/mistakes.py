@@ -90,7 +90,7 @@ def supposed_gradients(references: References, step: int, losses: Sequence[Tenso
         runs = [own, *(_Replay(references, step, mistake, rank) for rank in others)]
         by_run = [run.gradients() for run in runs]
         names = {name for grads in by_run for name in grads}
-        yield mistake.phrase, {name: _total(name, by_run) / references.world_size for name in names}
+        yield mistake.phrase, {name: _total(name, by_run) / _divisor(references) for name in names}
 
 
 def supposed_norms(references: References, step: int) -> Iterator[Supposition]:
@@ -418,7 +418,7 @@ def _after_first_micro_batch(references: References, step: int, now: Tensors) ->
         grad = _sum(parts)
         grads = [_stepped_with(references, earlier, name) for earlier in range(step)]
         initial = references.expected.initial_params[name]
-        last = () if grad is None else (_plain(grad / references.world_size),)
+        last = () if grad is None else (_plain(grad / _divisor(references)),)
         stepped[name] = _after_steps(references, initial, [*grads, None], *last) if last else value
     return stepped
 
@@ -579,6 +579,11 @@ def _has_own_buffers(references: References) -> bool:
     return any(
         not torch.equal(history.steps[-1].buffers[name], value) for name, value in history.initial_buffers.items()
     )
+
+
+def _divisor(references: References) -> int:
+    """By how much the sum of the ranks' gradients is divided."""
+    return 1 if references.regime.sums else references.world_size
 
 
 def _total(name: str, by_run: Sequence[Tensors]) -> Tensor:

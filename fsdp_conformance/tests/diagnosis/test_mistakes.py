@@ -387,3 +387,23 @@ def test_a_wrong_gradient_that_only_the_step_shows(regime: Regime) -> None:
     likely = str(cause(history, refs, Kind.PARAMETER))
     assert "rank 1 missing" in causes_in(likely)
     assert ": in the gradient that the step implies, equals rank 0's own gradient" in likely
+
+
+def test_gradients_that_are_summed() -> None:
+    """Where the right gradient is the sum over the ranks, causes and suppositions are the same."""
+    refs = references(sums=True)
+    history = damaged(implementation_run(refs))
+    grads = history.steps[0].grads or {}
+    for name in grads:
+        own = refs.contributions()[0][0][0][name]
+        assert own is not None
+        grads[name] = own.float()
+
+    assert "rank 1 missing" in causes_in(cause(history, refs, Kind.GRADIENT))
+    summed, averaged = (
+        dict(supposed_gradients(runs, 0, runs.expected.steps[0].losses)) for runs in (refs, references())
+    )
+    assert summed.keys() == averaged.keys()
+    for phrase, supposed in summed.items():
+        for name, value in supposed.items():
+            assert torch.allclose(value, averaged[phrase][name] * WORLD_SIZE, rtol=1e-5, atol=1e-8), phrase
