@@ -9,8 +9,8 @@ Words, in the order in which they may use one another:
     visible        control characters of others as escapes
     user_modules   imports of modules that a user names
     suggestions    the choices that a mistyped word was probably meant to be
-    listing        lists of names in sentences
     stack          whose code a stack frame is: the user's, torch's, Python's or ours
+    listing        lists of names in sentences
     outcome        findings, reports of ranks, how ranks ended
     errors         everything that can go wrong, a class for each kind
     stress         what a stress run provokes, and how often that struck

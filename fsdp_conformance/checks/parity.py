@@ -417,9 +417,8 @@ class _Judge:
     def _likely(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> str | None:
         try:
             likely = causes.likely(self._evidence(step, name, got, expected, bound))
-            if self.kind is Kind.GRADIENT and self.references.regime.sums and causes_in(likely):
-                # Facts speak of means.
-                return f"{', or '.join(causes_in(likely))}: of gradients that are summed over the ranks"
+            if self.kind is Kind.GRADIENT:
+                return self._of_gradient(likely)
             if self.kind is Kind.PARAMETER and not causes_in(likely):
                 return self._in_gradient(step, name) or likely
             return likely
@@ -435,24 +434,30 @@ class _Judge:
             return None
         wrong, right = self._implied[step][name]
         earlier = values(references.expected, Kind.GRADIENT, step - 1) if step else {}
-        cause = causes.likely(
-            causes.Evidence(
-                kind=str(Kind.GRADIENT),
-                got=wrong,
-                expected=right,
-                tolerance=None,
-                world_size=references.world_size,
-                rank=self.history.rank,
-                micro_batches=references.regime.micro_batches,
-                previous=earlier.get(name),
-                contributions=_by_rank(references, step, name),
-                factors=_factors(references.regime, references.workload),
-            )
+        evidence = causes.Evidence(
+            kind=str(Kind.GRADIENT),
+            got=wrong,
+            expected=right,
+            tolerance=None,
+            world_size=references.world_size,
+            rank=self.history.rank,
+            micro_batches=references.regime.micro_batches,
+            previous=earlier.get(name),
+            contributions=_by_rank(references, step, name),
+            factors=_factors(references.regime, references.workload),
         )
+        cause = self._of_gradient(causes.likely(evidence))
         if cause is None:
             return None
         names, _, fact = cause.partition(": ")
         return f"{names}: in the gradient that the step implies, {fact}"
+
+    def _of_gradient(self, likely: str | None) -> str | None:
+        """The cause of a wrong gradient. Its numbers assume a mean over the ranks, so they are left out of a sum."""
+        named = causes_in(likely)
+        if not self.references.regime.sums or not named:
+            return likely
+        return f"{', or '.join(named)}: of gradients that are summed over the ranks"
 
     def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> causes.Evidence:
         references = self.references

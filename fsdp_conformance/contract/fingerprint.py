@@ -39,7 +39,7 @@ def _names(root: Path) -> Iterator[str]:
     """
     The files below `root` that count, with slashes, in no order.
 
-    Every run and every rank's server hash the suite: os.walk takes a tenth of the time that Path.rglob takes.
+    Every run hashes the suite, and os.walk takes a tenth of the time that Path.rglob takes.
     """
     for directory, below, files in os.walk(root):
         below[:] = [name for name in below if name not in _LEFT_OUT]

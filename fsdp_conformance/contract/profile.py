@@ -122,7 +122,7 @@ class Profile:
     """False for a selection that is only meant for a quick check."""
     by_id: Mapping[str, Entry] = field(init=False, repr=False, compare=False)
     _sha256: str = field(default="", init=False, repr=False, compare=False)
-    """Of this object, once it was asked for: a run needs it six times."""
+    """Computed at its first use: a run asks for it six times."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_id", {entry.id: entry for entry in self.entries})

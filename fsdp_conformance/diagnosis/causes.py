@@ -663,12 +663,10 @@ def _only_shard(evidence: Evidence, got: Tensor, expected: Tensor) -> tuple[int,
     if evidence.world_size == 1 or not got.dim() or len(got) < 2:
         return None
     wrong = ((got - expected).abs() > _NEAR * magnitude(expected)).reshape(len(got), -1).any(1).nonzero().flatten()
-    held = -(-len(got) // evidence.world_size)
-    ranks = {int(row) // held for row in wrong}
-    if len(ranks) != 1:
-        return None
-    (rank,) = ranks
-    return rank, slice(rank * held, min(len(got), (rank + 1) * held))
+    for rank, rows in enumerate(_shards(len(got), evidence.world_size)):
+        if len(wrong) and all(int(row) in rows for row in wrong):
+            return rank, slice(rows.start, rows.stop)
+    return None
 
 
 def _of_settings(guesses: Sequence[_Guess]) -> bool:
@@ -781,10 +779,13 @@ def _outside(evidence: Evidence, got: Tensor, expected: Tensor) -> Tensor:
 
 def _shard_of(rows: list[int], num_rows: int, world_size: int) -> int | None:
     """The rank whose dim-0 shard, as torch.chunk makes it, is exactly these rows."""
-    for rank, shard in enumerate(torch.arange(num_rows).chunk(world_size)):
-        if shard.tolist() == rows:
-            return rank
-    return None
+    return next((rank for rank, shard in enumerate(_shards(num_rows, world_size)) if list(shard) == rows), None)
+
+
+def _shards(num_rows: int, world_size: int) -> list[range]:
+    """The rows of each rank that has any, as torch.chunk makes them."""
+    held = -(-num_rows // world_size)
+    return [range(start, min(num_rows, start + held)) for start in range(0, num_rows, held)] if held else []
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -504,7 +504,7 @@ def _one_call(references: References, step: int) -> Iterator[_Mistake]:
     if number > 1:
         moments["of the last micro-batch "] = frozenset({number - 1})
     for name, count in calls.items():
-        # Of a block that is called twice, its modules are, too.
+        # The modules inside a block that is called twice are called twice as well.
         if 1 < count <= _MAX_CALLS and calls[name.rpartition(".")[0]] < count:
             for index, (when, call_in) in itertools.product(range(count), moments.items()):
                 phrase = f"of {count} calls of {name!r} in a forward {when}only number {index + 1} gave a gradient"

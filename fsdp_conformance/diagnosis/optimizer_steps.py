@@ -186,11 +186,10 @@ def resumed_steps(moment: Moment) -> list[SupposedStep]:
 
 def supposed_steps(references: References, step: int) -> list[SupposedStep]:
     """The parameters after a step whose optimizer has wrong settings, given the right gradients."""
-    moment = _moment_in(references, step) if not references.regime.optimizer_in_backward else None
-    replay = NextStep.of(moment) if moment is not None else None
-    if moment is None or replay is None:
+    replay = _step_in(references, step) if not references.regime.optimizer_in_backward else None
+    if replay is None:
         return []
-    groups = moment.right.optimizer["param_groups"]
+    groups = replay.moment.right.optimizer["param_groups"]
     if len(groups) < 2:
         # Each parameter is stepped again by itself: `mistakes.supposed_parameters`.
         return []
@@ -209,11 +208,10 @@ def implied_gradients(references: References, step: int, got: Mapping[str, Any])
     Only for parameters whose step is linear in their own gradient, as that of SGD: at zeros and at ones it tells the
     rest. Nothing is known where a norm has scaled all gradients.
     """
-    moment = _moment_in(references, step) if references.regime.max_norm is None else None
-    replay = NextStep.of(moment) if moment is not None else None
+    replay = _step_in(references, step) if references.regime.max_norm is None else None
     if replay is None:
         return {}
-    right = replay.with_mistake(_nothing)
+    right = replay.moment.states[step + 1].model
     at_zero, at_one = (replay.with_mistake(_with_gradients_of(like)) for like in (torch.zeros_like, torch.ones_like))
     implied = {}
     for name, grad in replay.gradients.items():
@@ -289,6 +287,12 @@ def _rates(regime: Regime, rate: float | None = None) -> list[float | None]:
             if event.moment is Point.END:
                 rate = event.value
     return rates
+
+
+def _step_in(references: References, step: int) -> NextStep | None:
+    """A step of the references, to be made again; None if it cannot be."""
+    moment = _moment_in(references, step)
+    return None if moment is None else NextStep.of(moment)
 
 
 def _moment_in(references: References, step: int) -> Moment | None:

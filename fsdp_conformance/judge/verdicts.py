@@ -325,11 +325,16 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
 
 
 def _why_not_observed(requirement: str, unobserved: Sequence[str]) -> str:
-    """Why a case without a finding does not pass. What is no capability is a combination that the adapter avoids."""
+    """The reason for UNSUPPORTED: capabilities that are not declared, and combinations that the adapter avoids."""
     flags = [name for name in unobserved if name in CAPABILITIES]
+    avoided = [name for name in unobserved if name not in CAPABILITIES]
+    reasons = []
     if flags:
-        return f"{requirement} cannot be judged: {', '.join(flags)} {'are' if len(flags) > 1 else 'is'} not declared"
-    return f"judged only without what the adapter avoids: {', '.join(unobserved)}"
+        verb = "are" if len(flags) > 1 else "is"
+        reasons.append(f"{requirement} cannot be judged: {', '.join(flags)} {verb} not declared")
+    if avoided:
+        reasons.append(f"judged without what the adapter avoids: {', '.join(avoided)}")
+    return "; ".join(reasons)
 
 
 def _judge_not_run(record: CaseRecord, reports: Sequence[RankReport]) -> None:

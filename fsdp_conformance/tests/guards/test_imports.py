@@ -17,21 +17,8 @@ pytestmark = checkout.required
 #: From the bottom up. Parts of one layer never import one another.
 LAYERS: tuple[frozenset[str], ...] = (
     # Words. The vocabulary is layered like everything else.
-    frozenset(
-        {
-            "status",
-            "verdict",
-            "capability",
-            "stack",
-            "docs",
-            "codec",
-            "visible",
-            "user_modules",
-            "suggestions",
-            "listing",
-        }
-    ),
-    frozenset({"outcome"}),
+    frozenset({"status", "verdict", "capability", "stack", "docs", "codec", "visible", "user_modules", "suggestions"}),
+    frozenset({"outcome", "listing"}),
     frozenset({"errors", "stress"}),
     frozenset({"plan", "history"}),
     frozenset({"run_settings", "workload", "scenarios"}),

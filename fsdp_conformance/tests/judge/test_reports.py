@@ -75,7 +75,7 @@ def test_combinations_that_an_adapter_avoids_are_named() -> None:
 
     assert (record.verdict, record.reason) == (
         Verdict.UNSUPPORTED,
-        "judged only without what the adapter avoids: clipping 2-norm and offload CPU",
+        "judged without what the adapter avoids: clipping 2-norm and offload CPU",
     )
 
 
