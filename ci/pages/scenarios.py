@@ -27,6 +27,9 @@ Every row is judged by everything that can judge it: losses, outputs, gradients,
 norms and evaluations against unsharded training, bit for bit where that is possible; equality of the ranks; traffic
 and bytes held; random numbers, global settings and parameter objects that an engine must leave alone.
 
+Where nothing is sharded, a defect of two other values does not show. So a row with a value that hides others, as the
+tables below say, counts for the pairs of this value alone.
+
 An engine gets each row without the values that need a capability it does not declare. A pair that it does declare stays
 in the row, so all of its pairs are covered. If it refuses a combination, that is no failure, but the pairs of the row
 count as refused. The summary says how many pairs were covered.
@@ -104,6 +107,7 @@ def _axis(axis: Axis) -> str:
     for value in axis.values:
         demands = [f"`{flag}`" for flag in sorted(value.needs)]
         demands += [f"{other} {' or '.join(names)}" for other, names in value.with_.items()]
+        demands += ["hides others"] * value.hides
         words.append(value.name + (f" ({', '.join(demands)})" if demands else ""))
     return f"| {axis.name} | {'; '.join(words)} |"
 

@@ -29,8 +29,8 @@ _NEAR = 1e-4
 _CLOSER = 0.05
 #: Largest number of ranks for which every subset is tried.
 _MAX_SUBSET_RANKS = 8
-#: Causes that one answer may name; more of them explain nothing.
-_MAX_NAMED = 3
+#: Causes that one answer may name. A report names those on which the tensors agree, so a small tensor may fit several.
+_MAX_NAMED = 6
 #: What rows of zeros, and a tensor of zeros, have in common.
 _LOST = "rows of a shard lost"
 #: How a supposition begins that is only known up to rounding.
@@ -155,7 +155,11 @@ def _unchanged(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[st
 
 def _all_zero(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
     if evidence.kind == "gradient" and not magnitude(got) and magnitude(expected):
-        yield f"dropped, or {_LOST}: every element is zero"
+        own = _totals(evidence)[evidence.rank] if evidence.contributions is not None else None
+        names = ["dropped", _LOST]
+        if own is not None and evidence.world_size > 1 and not magnitude(own):
+            names.append("not reduced")
+        yield f"{', or '.join(names)}: every element is zero"
 
 
 def _other_step(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:

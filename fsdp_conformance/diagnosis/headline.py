@@ -35,8 +35,14 @@ _CONCLUSIVE = frozenset({"gradient parity", "norm parity", "clipped gradient par
 #: Causes that can look like another one in a tensor, but hardly in all of them; the less likely ones last.
 _LESS_SPECIFIC = ("not reduced", "every rank leaves itself out", "rows of a shard lost")
 
+#: Causes that nearly every other one leads to: ranks that are wrong in different ways differ from each other, too.
+_WEAK = ("ranks drift apart",)
+
 #: How many findings must name a cause if only half of them do.
 _ENOUGH = 2
+
+#: The causes on which findings may agree; more of them explain nothing.
+_MAX_NAMED = 3
 
 _PARITY = " parity"
 #: What an engine computes first; parameters, norms and later losses follow from it.
@@ -54,6 +60,11 @@ def causes_in(likely: str | None) -> tuple[str, ...]:
     return tuple(likely.partition(": ")[0].split(", or "))
 
 
+def is_explained(finding: Finding) -> bool:
+    """True if a finding names a cause which is not a consequence of nearly every other one."""
+    return not {*causes_in(finding.likely)} <= {*_WEAK}
+
+
 def headline_of(record: CaseRecord) -> Finding | None:
     """
     The finding that every report of a case shows first; None if it has none.
@@ -63,7 +74,7 @@ def headline_of(record: CaseRecord) -> Finding | None:
     """
     finding = most_telling(record.findings)
     shown = record.takes.likely if record.takes is not None else None
-    if finding is None or shown is None or causes_in(finding.likely):
+    if finding is None or shown is None or is_explained(finding):
         return finding
     return replace(finding, likely=f"{shown}, in the plainest training that fails in this way")
 
@@ -112,7 +123,11 @@ def _agreed(findings: Sequence[Finding], *, least: float) -> Finding | None:
     if most < least * len(findings) or most < half or (most == half and most < _ENOUGH):
         return None
     best = _most_specific([cause for cause, count in votes.items() if count == most])
-    telling = next(finding for finding in findings if best & {*causes_in(finding.likely)})
+    if len(best) > _MAX_NAMED:
+        return None
+    naming = [finding for finding in findings if best & {*causes_in(finding.likely)}]
+    # The fact that a finding gives is about the first of its causes.
+    telling = next((finding for finding in naming if causes_in(finding.likely)[0] in best), naming[0])
     return _narrowed(telling, best)
 
 

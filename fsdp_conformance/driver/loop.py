@@ -231,6 +231,7 @@ class TrainingLoop:
         self._recorder.add_loss(loss)
         self._recorder.add_output(record, output)
         self._recorder.mark(Point.FORWARD, record.step)
+        record.unsharded_after_forward.append(self._recorder.unsharded_if_known())
         self._events.happen(Moment.LOSS, record.step, micro)
         self._reach("after_loss", record.step)
         return output, loss

@@ -6,7 +6,7 @@ a row, which may lose others by that: more of them at the beginning, hardly any 
 Rodriguez-Tello, "New bounds for binary covering arrays using simulated annealing", 2012).
 
 Rows are arrays with a value on every axis. So what a value demands of another axis has been decided, and everything
-that is impossible is so because of two values.
+that is impossible is so because of two values. Rows that exist already are starts with a value on every axis.
 """
 
 from __future__ import annotations
@@ -70,21 +70,29 @@ class _Annealing:
         for pair in coverage.combinations_left():
             one, other = (coverage.number_of(*item) for item in pair.items())
             self._wanted[one, other] = self._wanted[other, one] = True
+        self._hiding = np.array([space.value_of[item].hides for item in self._items])
+        self._hidden: Table = np.zeros_like(self._together)
+        for pair in coverage.always_hidden():
+            one, other = (coverage.number_of(*item) for item in pair.items())
+            self._hidden[one, other] = self._hidden[other, one] = True
+        self._one, self._other = np.triu_indices(len(axes), 1)
+        """The places of the axes of each pair in a row."""
         self._given = np.full((len(starts), len(axes)), _FREE)
         """For each row, the number of the value that stays on each axis."""
         for given, start in zip(self._given, starts, strict=True):
             for axis, name in start.items():
                 given[axes[axis]] = coverage.number_of(axis, name)
         self._rows = np.array([self._random_row(given) for given in self._given])
-        self._count = np.zeros((len(self._items), len(self._items)), np.int32)
+        self._count = np.zeros(self._wanted.shape, np.int32)
+        """For each pair of a smaller and a larger number, the rows that count for it."""
         for row in self._rows:
-            self._count[np.ix_(row, row)] += 1
-        self._lacking: Table = self._wanted & (self._count == 0)
+            self._count[self._pairs(row)] += 1
+        self._lacking: Table = np.triu(self._wanted) & (self._count == 0)
 
     @property
     def missing(self) -> int:
         """How many pairs no row has."""
-        return int(self._lacking.sum()) // 2
+        return int(self._lacking.sum())
 
     def choices(self) -> list[dict[str, str]]:
         """The rows by axis and value."""
@@ -156,20 +164,30 @@ class _Annealing:
 
     def _change_of_missing(self, old: Row, new: Row) -> int:
         """How many pairs more are missing if a row is replaced by another."""
-        changed = old != new
-        same = old[~changed]
-        return self._pairs_counted(old[changed], same, 1) - self._pairs_counted(new[changed], same, 0)
+        before, after = self._shown(old), self._shown(new)
+        pairs, others = (old[self._one], old[self._other]), (new[self._one], new[self._other])
+        same = before & after & (pairs[0] == others[0]) & (pairs[1] == others[1])
+        lost = before & ~same & self._wanted[pairs] & (self._count[pairs] == 1)
+        won = after & ~same & self._lacking[others]
+        return int(lost.sum()) - int(won.sum())
 
-    def _pairs_counted(self, values: Row, others: Row, times: int) -> int:
-        """Of the pairs of these values, with each other and with others: how many are in so many rows."""
-        among = self._count[np.ix_(values, values)] == times
-        np.fill_diagonal(among, val=False)
-        return int((self._count[np.ix_(values, others)] == times).sum() + among.sum() // 2)
+    def _shown(self, row: Row) -> NDArray[np.bool_]:
+        """Of the pairs of a row, those for which it counts: none that one of its values hides."""
+        one, other = row[self._one], row[self._other]
+        shown = np.ones(len(one), np.bool_)
+        for number in row[self._hiding[row]]:
+            shown &= (one == number) | (other == number)
+        return shown | self._hidden[one, other]
+
+    def _pairs(self, row: Row) -> tuple[Row, Row]:
+        """The pairs for which a row counts."""
+        shown = self._shown(row)
+        return row[self._one[shown]], row[self._other[shown]]
 
     def _replace(self, place: int, row: Row) -> None:
-        old = self._rows[place]
-        self._count[np.ix_(old, old)] -= 1
-        self._count[np.ix_(row, row)] += 1
-        for number in (*old[old != row], *row[old != row]):
-            self._lacking[number] = self._lacking[:, number] = self._wanted[number] & (self._count[number] == 0)
+        old, new = self._pairs(self._rows[place]), self._pairs(row)
+        self._count[old] -= 1
+        self._count[new] += 1
+        for pairs in (old, new):
+            self._lacking[pairs] = self._wanted[pairs] & (self._count[pairs] == 0)
         self._rows[place] = row

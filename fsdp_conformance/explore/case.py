@@ -324,6 +324,15 @@ class ScenarioCase(ConformanceTestCase):
                 requirement, f"units that {what} left gathered", left, [], check="resharded again",
                 likely=f"not resharded: {what} gathers units, and nothing frees them",
             )  # fmt: skip
+        if reshards and not example.model.calls and shard_group_size(example) > 1:
+            for record in run.steps:
+                for micro, held in enumerate(record.unsharded_after_forward):
+                    # The root's backward begins at once.
+                    self.expect_equal(
+                        "R034", f"units below the root that stay gathered after the forward of micro-batch {micro}",
+                        [unit for unit in held or () if unit != "the root"], [], step=record.step, phase="forward",
+                        check="resharded after forward", likely="not resharded: a unit stays gathered until its backward",
+                    )  # fmt: skip
 
     def _takes_none_for_zero(self, example: Example) -> bool:
         """True if parameters that a step does not use may have a gradient of zeros (R117)."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from fsdp_conformance.contract.selection import unselected
-from fsdp_conformance.diagnosis.headline import causes_in, headline_of
+from fsdp_conformance.diagnosis.headline import headline_of, is_explained
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.explore.case import run_on
 from fsdp_conformance.explore.exploration import MAX_SHRINKS, Runs, shrunk
@@ -132,4 +132,4 @@ def _failure(runs: Runs, scenario: Scenario, signature: Signature) -> CaseRecord
 def _cause(record: CaseRecord) -> str | None:
     """The explanation of a failure, if it names a cause."""
     finding = headline_of(record)
-    return finding.likely if finding is not None and causes_in(finding.likely) else None
+    return finding.likely if finding is not None and is_explained(finding) else None

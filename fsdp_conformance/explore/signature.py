@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from fsdp_conformance.diagnosis.headline import ENDS, causes_in, headline_of
+from fsdp_conformance.diagnosis.headline import ENDS, causes_in, headline_of, is_explained
 from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.outcome.records import Finding
 from fsdp_conformance.stack import engine_frames, frames_of_traceback
@@ -71,7 +71,7 @@ def signature_of(outcome: Outcome) -> Signature:
 def _of_finding(verdict: str, finding: Finding) -> Signature:
     cause = next(iter(causes_in(finding.likely)), "")
     about = cause or finding.phase or ""
-    return Signature(verdict, finding.requirement, finding.check, about, is_explained=bool(cause))
+    return Signature(verdict, finding.requirement, finding.check, about, is_explained=is_explained(finding))
 
 
 def _bare(text: str) -> str:

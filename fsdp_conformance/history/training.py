@@ -47,6 +47,8 @@ class StepRecord:
     """After the optimizer step, of this rank."""
     outputs: list[Any] = field(default_factory=list)
     """Model outputs per micro-batch, if the case asked for them."""
+    unsharded_after_forward: list[list[str] | None] = field(default_factory=list)
+    """For each micro-batch, the units that held full parameters after its forward; None as below."""
     unsharded_after_backward: list[str] | None = None
     """Units that held full parameters before any gradient was read; None if the adapter raised when asked."""
     unsharded_after_step: list[str] | None = None

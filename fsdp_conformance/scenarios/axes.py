@@ -16,7 +16,7 @@ _DEFERRED = (
 _SEVERAL = ("two reduced", *_DEFERRED, "deferred over replicas")
 
 _ENGINE: tuple[Axis, ...] = (
-    axis("ranks", "engine", "2", "3", "4", "1"),
+    axis("ranks", "engine", "2", "3", "4", value("1", hides=True)),
     axis(
         "sharding",
         "engine",
@@ -24,9 +24,9 @@ _ENGINE: tuple[Axis, ...] = (
         value("everything", "zero3"),
         value("gradients and optimizer", "zero2"),
         value("optimizer", "zero1"),
-        value("nothing", "no_shard"),
+        value("nothing", "no_shard", hides=True),
         value("hybrid", "hsdp", ranks="4"),
-        value("hybrid, shards of one", "hsdp", ranks=("2", "3")),
+        value("hybrid, shards of one", "hsdp", hides=True, ranks=("2", "3")),
         value("hybrid, one replica", "hsdp", ranks=("2", "3", "4")),
     ),
     axis(

@@ -1,8 +1,11 @@
 """
 Rows that together contain every possible pair of values, or every triple.
 
-A row is a choice on every axis. `covering` adds rows to those that exist, so that frozen rows keep their place when an
-axis is added. Greedy, as in AETG (Cohen et al., 1997): of several candidates for a row, the one with the most
+A row is a choice on every axis. A row with a value that hides others (one rank, where nothing is sharded) counts only
+for combinations with that value: a defect of two other values would not show in it. This is how masking is treated in
+covering arrays (Yilmaz, Dumlu, Cohen and Porter, "Reducing masking effects in combinatorial interaction testing", 2014).
+
+`covering` adds rows to those that exist, so that frozen rows keep their place when an axis is added. Greedy, as in AETG (Cohen et al., 1997): of several candidates for a row, the one with the most
 combinations that are not covered yet.
 
 Sets of values are the bits of an integer, so that "with which of the chosen values is this one left" is one operation.
@@ -43,6 +46,9 @@ class Coverage:
         self.declared = declared
         self.items = [(axis.name, name) for axis in space.axes for name in space.offered(axis, declared)]
         self._number = {item: number for number, item in enumerate(self.items)}
+        self._hiding = sum(1 << number for number, item in enumerate(self.items) if space.value_of[item].hides)
+        self._hidden: dict[Numbers, int] = {}
+        """In the form of `_left`: the combinations that are possible only beside a value that hides them."""
         self._left = self._possible()
         """One value less than the combinations have, to the values, as bits, with which that is left."""
         self.possible = self.left
@@ -60,7 +66,9 @@ class Coverage:
                     partners[one] &= ~(1 << other)
                     partners[other] &= ~(1 << one)
         if self.strength == 2:
-            return {(number,): bits for number, bits in enumerate(partners)}
+            pairs = {(number,): bits for number, bits in enumerate(partners)}
+            self._hidden = self._always_hidden(pairs, partners, demands)
+            return pairs
         triples: dict[Numbers, int] = {}
         for one, bits in enumerate(partners):
             for other in (other for other in positions(bits) if other > one):
@@ -71,7 +79,29 @@ class Coverage:
                     if not _can_be_completed(pair | 1 << number, partners, demands):
                         third &= ~(1 << number)
                 triples[one, other] = third
+        self._hidden = self._always_hidden(triples, partners, demands)
         return triples
+
+    def _always_hidden(
+        self, combinations_: dict[Numbers, int], partners: list[int], demands: dict[int, list[tuple[int, int]]]
+    ) -> dict[Numbers, int]:
+        """Of some combinations, those that have one of the values they demand only where that hides them."""
+        open_ = {number: [(axis, right & ~self._hiding) for axis, right in of] for number, of in demands.items()}
+        affected = 0
+        while True:
+            more = sum(
+                1 << number for number, of in demands.items() if any(r & (self._hiding | affected) for _, r in of)
+            )
+            if more == affected:
+                break
+            affected = more
+        hidden: dict[Numbers, int] = {}
+        for rest, bits in combinations_.items():
+            chosen = sum(1 << number for number in rest)
+            for number in positions(bits if chosen & affected else bits & affected):
+                if not _can_be_completed(chosen | 1 << number, partners, open_):
+                    hidden[rest] = hidden.get(rest, 0) | 1 << number
+        return hidden
 
     def compatible(self) -> list[int]:
         """For each value, those of other axes that neither a conflict nor what a value demands rules out."""
@@ -123,25 +153,47 @@ class Coverage:
         chosen = self.bits_of(row)
         new = 0
         for rest in combinations(positions(chosen), self.strength - 1):
-            bits = self._left.get(rest, 0)
-            new += (bits & chosen).bit_count()
-            if bits & chosen:
-                self._left[rest] = bits & ~chosen
+            bits = self._new(rest, chosen)
+            new += bits.bit_count()
+            if bits:
+                self._left[rest] &= ~bits
         return new // self.strength
 
+    def _new(self, rest: Numbers, chosen: int) -> int:
+        """The values of a row with which one value less than a combination has is left, and is not hidden in the row."""
+        bits = self._left.get(rest, 0) & chosen
+        hiding = chosen & self._hiding
+        if not bits or not hiding:
+            return bits
+        for number in rest:
+            hiding &= ~(1 << number)
+        if not hiding:
+            return bits
+        last = hiding if hiding.bit_count() == 1 else 0
+        return bits & (last | self._hidden.get(rest, 0))
+
     def gain(self, chosen: int, number: int) -> int:
-        """How many combinations a value would add to those that are chosen, which are given as bits."""
+        """
+        How many combinations a value would add to those of the values that are chosen, which are given as bits.
+
+        Less than none for a value that hides them.
+        """
+        together = chosen | 1 << number
+        if 1 << number & self._hiding:
+            return self._gain_of(together) - self._gain_of(chosen)
         if self.strength == 2:
-            return (self._left.get((number,), 0) & chosen).bit_count()
+            return self._new((number,), together).bit_count()
         pairs = ((min(number, other), max(number, other)) for other in positions(chosen))
         # Each triple is seen from both of its other values.
-        return sum((self._left.get(pair, 0) & chosen).bit_count() for pair in pairs) // 2
+        return sum(self._new(pair, together).bit_count() for pair in pairs) // 2
 
     def gain_of(self, row: Choice) -> int:
         """How many combinations a row has that no other row has had."""
-        chosen = self.bits_of(row)
+        return self._gain_of(self.bits_of(row))
+
+    def _gain_of(self, chosen: int) -> int:
         rests = combinations(positions(chosen), self.strength - 1)
-        return sum((self._left.get(rest, 0) & chosen).bit_count() for rest in rests) // self.strength
+        return sum(self._new(rest, chosen).bit_count() for rest in rests) // self.strength
 
     def bits_of(self, choice: Choice) -> int:
         """The values of a choice as bits; those that the engine cannot be asked for are left out."""
@@ -164,13 +216,24 @@ class Coverage:
                     return combination
         return None
 
+    def is_left(self, numbers: Numbers) -> bool:
+        """True if no row has had this combination."""
+        return bool(self._left.get(numbers[:-1], 0) & 1 << numbers[-1])
+
     def words(self, numbers: Numbers) -> dict[str, str]:
         """Values as a choice."""
         return dict(self.items[number] for number in numbers)
 
     def combinations_left(self) -> Iterator[dict[str, str]]:
         """The combinations that no row has had, each once, as choices."""
-        for rest, bits in self._left.items():
+        return self._combinations(self._left)
+
+    def always_hidden(self) -> Iterator[dict[str, str]]:
+        """The combinations that are possible only beside a value that hides others, and so count there, each once."""
+        return self._combinations(self._hidden)
+
+    def _combinations(self, numbers: Mapping[Numbers, int]) -> Iterator[dict[str, str]]:
+        for rest, bits in numbers.items():
             for number in positions(bits):
                 if number > rest[-1]:
                     yield self.words((*rest, number))
@@ -193,6 +256,8 @@ def covering(
             hopeless.add(first)
             continue
         coverage.add(row)
+        if coverage.is_left(first):
+            hopeless.add(first)
         yield row
 
 
@@ -223,15 +288,18 @@ def _filled(
     choice: dict[str, str] = dict(start)
     chosen = coverage.bits_of(choice)
     left = {axis.name: space.offered(axis, coverage.declared) for axis in space.axes if axis.name not in choice}
+    # A row that is made for one combination must not hide it, unless every row does.
+    hiding = len(start) < coverage.strength or space.completed(start, coverage.declared, hiding=False) is None
     while left:
         gains = [
             (0 if at_random else coverage.gain(chosen, coverage.number_of(axis, name)), random_.random(), axis, name)
             for axis, names in left.items()
             for name in names
+            if hiding or not space.value_of[axis, name].hides
         ]
         for _, _, axis, name in sorted(gains, reverse=True):
             tried = {**choice, axis: name}
-            if space.completed(tried, coverage.declared) is not None:
+            if space.completed(tried, coverage.declared, hiding=hiding) is not None:
                 choice, chosen = tried, chosen | 1 << coverage.number_of(axis, name)
                 del left[axis]
                 break

@@ -28,6 +28,8 @@ class Value:
     """The capabilities that an engine must declare for it."""
     with_: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Axis to values: it makes sense only beside one of these."""
+    hides: bool = False
+    """True if it switches off what other values are about, so a row with it covers only the pairs of this value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +82,8 @@ class Space:
             if len(set(by_axis[axis.name])) < max(2, len(axis.values)):
                 yield f"{axis.name} must have at least two distinct values, got {by_axis[axis.name]}"
             first = axis.values[0]
-            if first.needs or first.with_:
-                yield f"{axis.name}: its first value must need nothing, got {first}"
+            if first.needs or first.with_ or first.hides:
+                yield f"{axis.name}: its first value must need and hide nothing, got {first}"
             for value in axis.values:
                 yield from (
                     f"{axis.name}: {flag!r} is not a capability" for flag in capability.unknown(tuple(value.needs))
@@ -163,11 +165,13 @@ class Space:
                     return f"{axis}: {value} makes sense only with {other}: {' or '.join(values)}"
         return None
 
-    def completed(self, choice: Choice, declared: frozenset[str] | None = None) -> dict[str, str] | None:
+    def completed(
+        self, choice: Choice, declared: frozenset[str] | None = None, *, hiding: bool = True
+    ) -> dict[str, str] | None:
         """
         The plainest scenario that contains the choice, of what an engine with these capabilities can be asked for.
 
-        None if there is none.
+        None if there is none. `hiding`: False if no value may be added that hides others.
         """
         if self.why_impossible(choice) is not None:
             return None
@@ -175,8 +179,12 @@ class Space:
             for other, values in self.value_of[axis, value].with_.items():
                 if other in choice:
                     continue
-                allowed = [name for name in self.offered(self.by_name[other], declared) if name in values]
-                candidates = (self.completed({**choice, other: name}, declared) for name in allowed)
+                allowed = [
+                    name
+                    for name in self.offered(self.by_name[other], declared)
+                    if name in values and (hiding or not self.value_of[other, name].hides)
+                ]
+                candidates = (self.completed({**choice, other: name}, declared, hiding=hiding) for name in allowed)
                 return next((candidate for candidate in candidates if candidate is not None), None)
         whole = self.whole(choice)
         # A plain value is in conflict only where a value demands another one, and that has been decided.
@@ -229,13 +237,13 @@ class Space:
                 rest[axis] = self.by_name[axis].plain
 
 
-def value(name: str, *needs: str, **with_: str | Iterable[str]) -> Value:
+def value(name: str, *needs: str, hides: bool = False, **with_: str | Iterable[str]) -> Value:
     """A value that needs these capabilities, and makes sense only with others: `ranks="4"`, or several of an axis."""
     conditions = {
         axis.replace("_", " "): (values,) if isinstance(values, str) else tuple(values)
         for axis, values in with_.items()
     }
-    return Value(name=name, needs=frozenset(needs), with_=conditions)
+    return Value(name=name, needs=frozenset(needs), with_=conditions, hides=hides)
 
 
 def axis(name: str, area: str, *values: Value | str) -> Axis:

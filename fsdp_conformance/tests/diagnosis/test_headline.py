@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_conformance.diagnosis import headline
 from fsdp_conformance.diagnosis.headline import causes_in, most_telling
-from fsdp_conformance.outcome.records import Finding
+from fsdp_conformance.outcome.records import CaseRecord, Finding, Takes
+from fsdp_conformance.verdict import Verdict
 
 
 def finding(check: str, likely: str | None, *, step: int | None = 0, **fields: Any) -> Finding:
@@ -77,7 +79,7 @@ def test_causes_that_do_not_fit_the_others_are_left_out() -> None:
     both = "rank 1 missing, or not reduced: equals this rank's own gradient divided by the world size"
     one = "not reduced: the rows of each rank equal its own gradient divided by the world size"
 
-    assert str(headline_of(*gradients(both, one))).startswith("not reduced: equals")
+    assert str(headline_of(*gradients(both, one))).startswith("not reduced: ")
     assert str(headline_of(*gradients(both, both))).startswith("rank 1 missing: equals"), (
         "the cause that is refuted more easily"
     )
@@ -110,3 +112,33 @@ def test_causes_are_read_from_an_explanation() -> None:
     )  # fmt: skip
     assert causes_in("scaled: got / expected = 0.9") == ()
     assert causes_in(None) == ()
+
+
+def test_each_rank_with_its_own_gradient_is_not_reduced() -> None:
+    """A tensor that is zero, or twice the right one, fits several causes; those without zeros fit one."""
+    zero = "dropped, or rows of a shard lost, or not reduced: every element is zero"
+    twice = "summed over ranks instead of averaged, or counted twice, or not reduced: got / expected = 2"
+    own = "not reduced, or averaged over rank 0 only: equals this rank's own gradient"
+
+    assert headline_of(*gradients(zero, twice, own)) == "not reduced: equals this rank's own gradient"
+
+
+def test_causes_that_agree_are_few() -> None:
+    """Tensors that all fit four causes show none of them."""
+    likely = "first, or second, or third, or fourth: got / expected = 2"
+
+    assert headline_of(*gradients(likely, likely)) is None
+
+
+def test_ranks_that_differ_do_not_hide_the_cause_of_a_plainer_training() -> None:
+    """Ranks differ after many mistakes; the plainest training that fails says which one it is."""
+    differs = finding("equality over ranks", "ranks drift apart: rank 1 and rank 0 hold different values")
+    takes = Takes(values=("sharding: everything",), trainings=1, complete=True, likely="not reduced: equals its own")
+    record = CaseRecord(
+        case="R000/pairs-row1-ws2", requirements=["R000"], chapter="A", verdict=Verdict.FAIL, findings=[differs],
+        takes=takes,
+    )  # fmt: skip
+    shown = headline.headline_of(record)
+
+    assert shown is not None
+    assert shown.likely == f"{takes.likely}, in the plainest training that fails in this way"

@@ -31,6 +31,7 @@ from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 from fsdp_conformance.verdict import Verdict
 from pages.blocks import WORDS, blocks_of, pages, prose_of, text_of
+from pages.figures import with_figures
 from pages.generated import GENERATED, with_tables
 from pages.transcript import MODULES, is_run
 
@@ -281,7 +282,7 @@ def test_toml_blocks_are_what_the_package_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", pages())
 def test_what_is_generated_is_up_to_date(page: str) -> None:
     """Pages and tables say what the contract and the code say."""
-    text = GENERATED[page]() if page in GENERATED else with_tables(text_of(page))
+    text = GENERATED[page]() if page in GENERATED else with_figures(with_tables(text_of(page)))
 
     assert text_of(page) == text, "run ci/docs --write --no-run"
 

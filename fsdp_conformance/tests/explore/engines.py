@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fsdp_conformance.adapters.base import LoadedKeys
 from fsdp_conformance.adapters.sharded import full_copies, full_gradients, local_part
@@ -171,6 +172,30 @@ class EvaluationLeavesAUnitGathered(Reference):
         output = super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.unshard(self.plan.units[0])
+        return output
+
+
+class KeepsAUnitThatReturnsViews(TorchFSDP2):
+    """A unit whose output is a view stays gathered from its forward to its backward."""
+
+    name: ClassVar[str] = "keeps-a-unit-that-returns-views"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kept: list[str] = []
+
+        def keep(name: str, output: Any) -> None:
+            if any(isinstance(leaf, torch.Tensor) and leaf._is_view() for leaf in tree_leaves(output)):
+                kept.append(name)
+
+        handles = [
+            self.model.get_submodule(name).register_forward_hook(lambda _, args, output, name=name: keep(name, output))
+            for name in self.plan.units
+        ]
+        output = super().forward(*args, **kwargs)
+        for handle in handles:
+            handle.remove()
+        for name in kept:
+            self.unshard(name)
         return output
 
 

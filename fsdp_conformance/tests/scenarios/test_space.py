@@ -58,7 +58,7 @@ def test_every_problem_of_a_space_is_reported_at_once() -> None:
 
     for problem in (
         "axes must be distinct, got 'a' twice",
-        "b: its first value must need nothing",
+        "b: its first value must need and hide nothing",
         "b: 'no_such_flag' is not a capability",
         "c must have at least two distinct values",
         "d must have at least two distinct values",
