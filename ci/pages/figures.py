@@ -118,7 +118,7 @@ def with_figures(text: str) -> str:
 
 
 def _filled(figures: Callable[[re.Match[str]], tuple[str, ...]], match: re.Match[str]) -> str:
-    """What the pattern matched, with the figures in the place of its groups."""
+    """The text of the match, with the figures in the place of its groups."""
     text, place = "", match.start()
     for group, figure in enumerate(figures(match), 1):
         text += match.string[place : match.start(group)] + figure

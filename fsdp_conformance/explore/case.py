@@ -331,7 +331,8 @@ class ScenarioCase(ConformanceTestCase):
                     self.expect_equal(
                         "R034", f"units below the root that stay gathered after the forward of micro-batch {micro}",
                         [unit for unit in held or () if unit != "the root"], [], step=record.step, phase="forward",
-                        check="resharded after forward", likely="not resharded: a unit stays gathered until its backward",
+                        check="resharded after forward",
+                        likely="not resharded: a unit stays gathered until its backward",
                     )  # fmt: skip
 
     def _takes_none_for_zero(self, example: Example) -> bool:

@@ -4,8 +4,8 @@ Extend the pair profile until every possible pair of values is in one of its row
     python -m fsdp_conformance.explore.freeze
     python -m fsdp_conformance.explore.freeze --from-scratch
 
-Extending keeps the ids, but the number of rows only grows. Made from scratch, between two releases, there are fewer, and
-most have two ranks, because a row with four takes three times as long.
+Extending keeps the ids, but the number of rows only grows. Made from scratch, between two releases, there are fewer,
+and most have two ranks, because a row with four takes three times as long.
 
 On axes that a row was frozen with, its values stay. On axes that were added since, it gets the values that cover most
 of what is left, as in the horizontal growth of IPOG (Lei et al., 2007). Then rows are appended for the rest: annealed

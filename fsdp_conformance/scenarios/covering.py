@@ -1,12 +1,12 @@
 """
 Rows that together contain every possible pair of values, or every triple.
 
-A row is a choice on every axis. A row with a value that hides others (one rank, where nothing is sharded) counts only
-for combinations with that value: a defect of two other values would not show in it. This is how masking is treated in
-covering arrays (Yilmaz, Dumlu, Cohen and Porter, "Reducing masking effects in combinatorial interaction testing", 2014).
+A row is a choice on every axis. One with a value that hides others (one rank, where nothing is sharded) counts only for
+combinations with that value, because a defect of two other values would not show in it. This is masking in covering
+arrays (Yilmaz, Dumlu, Cohen and Porter, "Reducing masking effects in combinatorial interaction testing", 2014).
 
-`covering` adds rows to those that exist, so that frozen rows keep their place when an axis is added. Greedy, as in AETG (Cohen et al., 1997): of several candidates for a row, the one with the most
-combinations that are not covered yet.
+`covering` adds rows to those that exist, so that frozen rows keep their place when an axis is added. Greedy, as in AETG
+(Cohen et al., 1997): of several candidates for a row, the one with the most combinations that are not covered yet.
 
 Sets of values are the bits of an integer, so that "with which of the chosen values is this one left" is one operation.
 """
@@ -160,7 +160,7 @@ class Coverage:
         return new // self.strength
 
     def _new(self, rest: Numbers, chosen: int) -> int:
-        """The values of a row with which one value less than a combination has is left, and is not hidden in the row."""
+        """The values of a row with which the rest of a combination is left, unless another value of the row hides it."""
         bits = self._left.get(rest, 0) & chosen
         hiding = chosen & self._hiding
         if not bits or not hiding:
