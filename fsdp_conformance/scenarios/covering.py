@@ -160,7 +160,7 @@ class Coverage:
         return new // self.strength
 
     def _new(self, rest: Numbers, chosen: int) -> int:
-        """The values of a row with which the rest of a combination is left, unless another value of the row hides it."""
+        """The values of a row with which the rest of a combination is left, unless another one of the row hides it."""
         bits = self._left.get(rest, 0) & chosen
         hiding = chosen & self._hiding
         if not bits or not hiding:
