@@ -26,9 +26,10 @@ from fsdp_conformance.run_settings import RunOrder, RunSettings
 from fsdp_conformance.scenarios.scenario import Scenario
 
 #: Seconds after which no further training of a row is tried, and no further row is shrunk. Both grow with the scale of
-#: deadlines, for slow machines.
+#: deadlines, for slow machines. On a busy one, a row has the time for so many trainings as long as the first.
 ROW_S = 60.0
 ALL_S = 600.0
+TRAININGS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,10 @@ class RowShrinker:
     def _shrink(self, signature: Signature, scenario: Scenario, order: RunOrder) -> Takes | None:
         scale = order.settings.deadline_scale
         for runs in self._places(order):
+            began = self.clock()
             if self._spent_s < ALL_S * scale and _failure(runs, scenario, signature) is not None:
-                return self._shrink_on(runs, signature, scenario, limit_s=ROW_S * scale)
+                limit_s = max(ROW_S * scale, TRAININGS * (self.clock() - began))
+                return self._shrink_on(runs, signature, scenario, limit_s=limit_s)
         return None
 
     def _shrink_on(self, runs: Runs, signature: Signature, scenario: Scenario, *, limit_s: float) -> Takes:

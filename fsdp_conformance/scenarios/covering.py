@@ -66,7 +66,7 @@ class Coverage:
                     partners[one] &= ~(1 << other)
                     partners[other] &= ~(1 << one)
         if self.strength == 2:
-            pairs = {(number,): bits for number, bits in enumerate(partners)}
+            pairs: dict[Numbers, int] = {(number,): bits for number, bits in enumerate(partners)}
             self._hidden = self._always_hidden(pairs, partners, demands)
             return pairs
         triples: dict[Numbers, int] = {}

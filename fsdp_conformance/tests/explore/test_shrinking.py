@@ -20,7 +20,7 @@ from fsdp_conformance.run_settings import RunOrder
 from fsdp_conformance.scenarios import rows
 from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.tests.cli.cli_runs import said
-from fsdp_conformance.tests.explore.test_exploration import _Engine, _wrong
+from fsdp_conformance.tests.explore.test_exploration import Judged, _Engine, _wrong
 
 ROW = rows.pairs()[15]
 ONE, OTHER = sorted(ROW.features)[:2]
@@ -148,16 +148,34 @@ def test_processes_are_used_where_simulated_ranks_do_not_show_it(shrinker_on: Ca
     assert shrinker_on(_Engine(breaks)).takes(_failure(), ROW, RunOrder()) is None
 
 
+class _Slow(_Engine):
+    """An engine whose trainings after the first take a quarter of a row's time, by a clock that is given."""
+
+    def __init__(self, judged: Judged, now: list[float], *, first: float) -> None:
+        super().__init__(judged)
+        self._now = now
+        self._first = first
+
+    def run(self, scenario: Scenario) -> Outcome:
+        self._now[0] += ROW_S / 4 if self.ran else self._first
+        return super().run(scenario)
+
+
+def test_a_busy_machine_has_time_for_as_many_trainings(shrinker_on: Callable[..., RowShrinker]) -> None:
+    """Where the first training is as slow as the others, the machine is."""
+    now = [0.0]
+    engine = _Slow(_engine(ONE, OTHER).judged, now, first=ROW_S / 4)
+    takes = shrinker_on(engine, clock=lambda: now[0]).takes(_failure(), ROW, RunOrder())
+
+    assert takes is not None
+    assert takes.complete
+    assert set(takes.values) == {ONE, OTHER}
+
+
 def test_time_is_limited(shrinker_on: Callable[..., RowShrinker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that were not tried by the deadline are an upper bound; rows that fail after all time is used stay."""
     now = [0.0]
-
-    class Slow(_Engine):
-        def run(self, scenario: Scenario) -> Outcome:
-            now[0] += ROW_S / 4
-            return super().run(scenario)
-
-    engine = Slow(_engine(ONE, OTHER).judged)
+    engine = _Slow(_engine(ONE, OTHER).judged, now, first=0.0)
     shrinker = shrinker_on(engine, clock=lambda: now[0])
     takes = shrinker.takes(_failure(), ROW, RunOrder())
     assert takes is not None
