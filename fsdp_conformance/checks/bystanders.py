@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.checks.result import CheckResult, Tally
+from fsdp_conformance.history.training import random_state
 
 #: The attribute by which `Attached` recognises a parameter.
 _NOTE = "note_of_the_user"
@@ -29,7 +30,7 @@ _NOTE = "note_of_the_user"
 def surroundings() -> dict[str, str]:
     """The state of this process that training must not change, by name, in words that can be compared."""
     state = {
-        "torch's random numbers": _digest(torch.get_rng_state().numpy().tobytes()),
+        "torch's random numbers": random_state(),
         "Python's random numbers": _digest(repr(random.getstate()).encode()),
         **settings(),
     }

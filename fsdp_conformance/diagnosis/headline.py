@@ -49,6 +49,8 @@ _PARITY = " parity"
 GRADIENTS = "gradient parity"
 #: Values right after a load, from which all later ones are computed.
 LOADED = "loaded parameters"
+#: The random numbers that a forward has drawn; what it computes follows from them.
+RANDOM = "random numbers"
 #: One number per finding, which fits many causes by chance.
 _SCALAR = frozenset({"loss parity"})
 
@@ -104,7 +106,9 @@ def _believed(findings: Sequence[Finding]) -> Finding | None:
     early = [finding for finding in findings if finding.step in (step, None)]
     checks = dict.fromkeys(finding.check for finding in early)
     # The gradients of a step have more numbers in them than its losses, and show the same mistake.
-    for check in sorted(checks, key=lambda check: (check != LOADED, check in _SCALAR and GRADIENTS in checks)):
+    for check in sorted(
+        checks, key=lambda check: (check not in (LOADED, RANDOM), check in _SCALAR and GRADIENTS in checks)
+    ):
         alike = [finding for finding in early if finding.check == check]
         cause = _agreed(alike, least=1.0 if check in _SCALAR else 0.0)
         if cause is not None:

@@ -39,7 +39,7 @@ from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.history.memory import Point
-from fsdp_conformance.history.training import StepRecord
+from fsdp_conformance.history.training import StepRecord, random_state
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.workload.definition import Batch, Fuse
 from fsdp_conformance.workload.events import Event, Moment
@@ -228,6 +228,7 @@ class TrainingLoop:
         """A micro-batch's output and its loss."""
         output = self._forward(record.step, batch)
         loss = self._task.workload.loss(output, batch)
+        record.random_states.append(random_state())
         self._recorder.add_loss(loss)
         self._recorder.add_output(record, output)
         self._recorder.mark(Point.FORWARD, record.step)

@@ -30,6 +30,7 @@ from fsdp_conformance.checks import growth, partition, traffic_bound
 from fsdp_conformance.checks.equality import parameter_digests
 from fsdp_conformance.checks.optimizer_state import same_state, stepped_once
 from fsdp_conformance.contract.case import CASE_ATTRIBUTE, EXPLORED, TIMEOUT_S, Case
+from fsdp_conformance.diagnosis.headline import RANDOM
 from fsdp_conformance.driver.further_step import further_step
 from fsdp_conformance.driver.session import Steps
 from fsdp_conformance.driver.task import World
@@ -43,7 +44,7 @@ from fsdp_conformance.outcome.records import DECLINED, SCENARIO, CaseRecord
 from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.run_settings import RunOrder, RunSettings, order_from_json
 from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
-from fsdp_conformance.workload.definition import Workload
+from fsdp_conformance.workload.definition import Regime, Workload
 from fsdp_conformance.workload.events import FORWARDS, Action
 
 #: What a scenario is about: any combination of what is declared meets the contract, or is refused.
@@ -285,6 +286,8 @@ class ScenarioCase(ConformanceTestCase):
         if not self.judges:
             return
         references = self.references(workload, example.regime)
+        if example.model.dropout and self.here.device_type == "cpu":
+            self._check_random_states(run, references.expected, example.regime)
         if example.regime.happens(Action.RAISE):
             caught = references.expected.caught
             self.expect_equal("R160", "exceptions that reached the caller", run.caught, caught, check="the exception")
@@ -295,6 +298,18 @@ class ScenarioCase(ConformanceTestCase):
                 self.check(stepped_once(run, requirement="R142"))
         elif has_state:
             self.check(same_state(state, references, requirement="R140"))
+
+    def _check_random_states(self, run: TrainingHistory, expected: TrainingHistory, regime: Regime) -> None:
+        """Check that a forward has drawn as many random numbers as without sharding, from the model's own seed."""
+        for got, right in zip(run.steps, expected.steps, strict=True):
+            # In evaluation mode, the model sets no seed.
+            for micro in range(0 if regime.is_in_eval_mode(got.step) else regime.micro_batches):
+                self.expect_equal(
+                    "R189", f"the state of torch's random numbers after the forward of micro-batch {micro}",
+                    got.random_states[micro : micro + 1], right.random_states[micro : micro + 1], step=got.step,
+                    phase="forward", check=RANDOM,
+                    likely="the engine draws random numbers in a forward, or sets their state: dropout differs",
+                )  # fmt: skip
 
     def _check_kept_outputs(self, run: TrainingHistory) -> None:
         """Check that outputs and state dicts which the user keeps have the values that they came with."""

@@ -6,9 +6,11 @@ Tensors are detached clones on the CPU, full (unsharded), under their original F
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsdp_conformance.history.collective import CollectiveRecord
@@ -18,6 +20,11 @@ from fsdp_conformance.history.memory import MemoryMark
 #: FQN to full tensor, or None where there is no gradient.
 Tensors = dict[str, Tensor]
 Gradients = dict[str, Tensor | None]
+
+
+def random_state() -> str:
+    """A digest of the state of torch's random numbers on the CPU."""
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12]
 
 
 #: The lists of a history that a run which continues another one adds to.
@@ -47,6 +54,8 @@ class StepRecord:
     """After the optimizer step, of this rank."""
     outputs: list[Any] = field(default_factory=list)
     """Model outputs per micro-batch, if the case asked for them."""
+    random_states: list[str] = field(default_factory=list)
+    """For each micro-batch, a digest of the state of torch's random numbers on the CPU after its forward."""
     unsharded_after_forward: list[list[str] | None] = field(default_factory=list)
     """For each micro-batch, the units that held full parameters after its forward; None as below."""
     unsharded_after_backward: list[str] | None = None

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_conformance.errors import ConfigError, SuiteError
-from fsdp_conformance.history.training import Gradients, StepRecord, TrainingHistory
+from fsdp_conformance.history.training import Gradients, StepRecord, TrainingHistory, random_state
 from fsdp_conformance.references.structures import note, noted, placed
 from fsdp_conformance.workload.definition import Batch, BatchKey, Fuse, Regime, Workload
 from fsdp_conformance.workload.events import LOADED_BY, Action, Event, Moment
@@ -359,6 +359,7 @@ class Reference(ABC):
         with self.accumulate(replica, reduced):
             output = self.call(replica)(*batch.args, **batch.kwargs)
             loss = self.workload.loss(output, batch)
+            record.random_states.append(random_state())
             record.losses.append(note(loss))
             if self.regime.keep_outputs:
                 record.outputs.append(noted(output))

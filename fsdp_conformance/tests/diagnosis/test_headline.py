@@ -142,3 +142,10 @@ def test_ranks_that_differ_do_not_hide_the_cause_of_a_plainer_training() -> None
 
     assert shown is not None
     assert shown.likely == f"{takes.likely}, in the plainest training that fails in this way"
+
+
+def test_random_numbers_explain_what_was_computed_with_them() -> None:
+    """Another mask of dropout changes losses and gradients, and shows no cause there."""
+    random = finding(headline.RANDOM, "the engine draws random numbers in a forward: dropout differs")
+
+    assert most_telling([finding("loss parity", None), *gradients(None, None), random]) == random

@@ -199,6 +199,22 @@ class KeepsAUnitThatReturnsViews(TorchFSDP2):
         return output
 
 
+class DrawsInForward(Reference):
+    """Where the model has set a seed for its dropout, random numbers are drawn before the forward of the first unit."""
+
+    name: ClassVar[str] = "draws-in-forward"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        before = torch.initial_seed()
+
+        def draw(module: nn.Module, inputs: Any) -> None:
+            if torch.initial_seed() != before:
+                torch.rand(1)
+
+        with self.module().get_submodule(self.plan.units[0]).register_forward_pre_hook(draw):
+            return super().forward(*args, **kwargs)
+
+
 class NeverRecovers(Reference):
     """Recovering raises."""
 

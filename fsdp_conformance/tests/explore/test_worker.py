@@ -161,6 +161,7 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
         pytest.param("StaysGathered", "exception", "before the optimizer", "R161", marks=pytest.mark.nightly),
         pytest.param("EvaluationLeavesAUnitGathered", "evaluation", "before steps", "R034", marks=pytest.mark.nightly),
         ("KeepsAUnitThatReturnsViews", "outputs", "views", "R034"),
+        ("DrawsInForward", "dropout", "in each block", "R189"),
         pytest.param("ClippingLeavesZeros", "clipping", "never reached", "R040", marks=pytest.mark.nightly),
         pytest.param("NeverRecovers", "exception", "in forward", "R000", marks=pytest.mark.nightly),
         pytest.param("KnowsItsOwnBackwardOnly", "derivatives", "of outputs", "R003", marks=pytest.mark.nightly),
