@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -41,24 +42,38 @@ class Run:
 
 
 def run_pytest(
-    directory: Path, *typed: str, files: Iterable[str] = (), texts: Mapping[str, str] = MappingProxyType({})
+    directory: Path,
+    *typed: str,
+    files: Iterable[str] = (),
+    texts: Mapping[str, str] = MappingProxyType({}),
+    deadline_s: float = DEADLINE_S,
 ) -> Run:
-    """Run pytest on copies of the project's `files` and on other files: `test_NAME.py` with each text."""
+    """
+    Run pytest on copies of the project's `files` and on other files: `test_NAME.py` with each text.
+
+    After `deadline_s` it is ended, with the processes that it has started.
+    """
     copies = {name: (PROJECT / f"{name}.py").read_text(encoding="utf-8") for name in files}
     for name, text in {**copies, **texts}.items():
         (directory / f"test_{name}.py").write_text(text, encoding="utf-8")
     (directory / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV_"))}
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", *typed],
         cwd=directory,
         env={**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "160", "PYTHONDONTWRITEBYTECODE": "1"},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        timeout=DEADLINE_S,
-        check=False,
+        start_new_session=True,
     )
-    lines = re.findall(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (?:\S+::)+([^\s]+)", done.stdout, re.MULTILINE)
-    return Run(done.returncode, done.stdout + done.stderr, {test: outcome for outcome, test in lines})
+    try:
+        out, err = process.communicate(timeout=deadline_s)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    lines = re.findall(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (?:\S+::)+([^\s]+)", out, re.MULTILINE)
+    return Run(process.returncode, out + err, {test: outcome for outcome, test in lines})

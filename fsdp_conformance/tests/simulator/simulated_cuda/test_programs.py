@@ -11,6 +11,9 @@ from fsdp_conformance.tests.simulator.simulated_cuda.runs import Run, compiled, 
 
 pytestmark = [compiled, pytest.mark.slow]
 
+#: For all programs of ranks, one after the other: more than eight minutes on a busy machine with two cores.
+ALL_DEADLINE_S = 2400
+
 #: What is found in each wrong program on streams, if it is not "read after write".
 ON_STREAMS = {
     "test_wrong_overlapping_halves": "write|read after write",
@@ -85,7 +88,7 @@ def judge_ranks(run: Run, programs: set[str]) -> None:
 @pytest.mark.nightly
 def test_programs_of_ranks(tmp_path: Path) -> None:
     """All of them."""
-    run = run_pytest(tmp_path, "--simulate-cuda=4", files=["rank_programs"])
+    run = run_pytest(tmp_path, "--simulate-cuda=4", files=["rank_programs"], deadline_s=ALL_DEADLINE_S)
     right = {test.partition("[")[2].rstrip("]") for test in run.outcomes} - ON_RANKS.keys()
     assert len(right) >= 8
     assert all(name.startswith("right_") for name in right), right
