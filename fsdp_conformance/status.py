@@ -105,7 +105,7 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.CERTIFIED: "clean: memory accesses were checked, and nothing was found",
         Status.NOT_CERTIFIED: "something was found (even if the script failed afterwards)",
         Status.USAGE: "usage error: a wrong option, a missing script, or a script that never used the device",
-        Status.ENVIRONMENT: "this machine has no C++ compiler",
+        Status.ENVIRONMENT: "this machine has no C++ compiler, or not the GPUs that `--device cuda` needs",
         Status.SCRIPT_FAILED: "the script failed: it raised, died, or timed out",
         Status.INTERRUPTED: "interrupted by Ctrl-C; what was found so far is printed",
     },

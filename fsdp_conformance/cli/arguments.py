@@ -439,6 +439,12 @@ def _add_sanitize(parser: Parser) -> None:
     parser.usage = "%(prog)s [options] (SCRIPT | -m MODULE) [argument ...]"
     parser.add_argument("--world-size", metavar="N", default="2", help="number of ranks (default: 2)")
     parser.add_argument(
+        "--device",
+        choices=("simulated", "cuda"),
+        default="simulated",
+        help="the simulated accelerator, or the GPUs of this machine, traced with torch's hooks (default: simulated)",
+    )
+    parser.add_argument(
         "--devices",
         metavar="N",
         help="number of devices, for a script that is started once and starts its ranks itself (default: one for each "

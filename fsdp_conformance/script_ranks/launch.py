@@ -222,7 +222,7 @@ def _case_order(payload: ScriptPayload, directory: Path) -> Any:
         file_name=str(directory / "store"),
         directory=directory,
         world_size=order.world_size,
-        device_type=SIMULATED,
+        device_type="cuda" if order.on_gpus else SIMULATED,
         deadlines=deadlines_of(order),
         # One thread, as with torchrun, unless the user sets another number.
         determinism=Determinism(num_threads=_num_threads(), algorithms="off"),

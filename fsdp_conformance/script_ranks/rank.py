@@ -1,5 +1,5 @@
 """
-A rank that runs a training script on the simulated accelerator, under the race checker.
+A rank that runs a training script on the simulated accelerator, or on a GPU, under the race checker.
 
 After the script, its threads and its exit functions have ended, the rank reports its observations and waits until every
 other rank has reported. So rank 0's store exists as long as any rank needs it.
@@ -56,7 +56,7 @@ class ScriptRank:
             sys.exit(code)
 
     def init_rank(self) -> None:
-        """Activate the simulated accelerator in this process, and observe it."""
+        """Activate the simulated accelerator in this process, or trace the GPU, and observe it."""
         case = self.run.order.case
         rank = self.run.order.rank
         os.environ.update(torchrun_variables(rank, case.world_size, port=self.payload.port, run_id=self.payload.run_id))
@@ -68,7 +68,7 @@ class ScriptRank:
             report_forks(Path(children.directory), children.inherited, self._observer.described, leave_rank=_leave_rank)
         register_recording_backend(case.device_type)
         log().observers.append(_Forgetful())
-        log().issuer = functools.partial(recorded_calls.issue, agreement, rank)
+        log().issuer = functools.partial(recorded_calls.issue, agreement, rank, on_gpus=self.order.on_gpus)
         compare_new_groups(lambda: agreement, Replacements())
         if case.debugged is not None:
             wait_patiently(Replacements())

@@ -32,13 +32,19 @@ from fsdp_conformance.simulator.device import build
 _ROOTED = frozenset({Op.BROADCAST, Op.SCATTER, Op.GATHER, Op.REDUCE})
 
 
-def issue(agreement: Agreement, rank: int, collective: Collective) -> Work | None:
-    """Compare a collective with those of the other ranks, then issue it. Raises CollectiveMismatch."""
+def issue(agreement: Agreement, rank: int, collective: Collective, *, on_gpus: bool = False) -> Work | None:
+    """
+    Compare a collective with those of the other ranks, then issue it. Raises CollectiveMismatch.
+
+    On GPUs the order of collectives on the device is not compared: it is known for simulated streams only.
+    """
     if collective.group in distributed_c10d._world.pg_group_ranks:  # else torch is still making the group
         agreement.watch(collective.group)
         call = described(collective, rank)
-        agreement.check(call, *(device_order(_index(collective)) if call.channel.device != "cpu" else ()))
-    _note_pinned(collective)
+        is_simulated = call.channel.device != "cpu" and not on_gpus
+        agreement.check(call, *(device_order(_index(collective)) if is_simulated else ()))
+    if not on_gpus:
+        _note_pinned(collective)
     return collective.issue()
 
 

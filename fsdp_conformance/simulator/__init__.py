@@ -15,6 +15,7 @@ The package imports nothing of the rest of fsdp_conformance but `errors`. Its ro
 
     device            the device in torch: memory, streams, collectives, and the C++ code (csrc/)
     checker           races: the checks, and the text of a finding
+    traced            programs on a real device, under the same checks
     collectives       collectives that differ between ranks
     as_cuda           the device under CUDA's names, for programs that say "cuda"
     simulated_cuda    simulated GPUs for a block of code, for pytest, and for child processes

@@ -1,5 +1,5 @@
 """
-`fsdp-conformance sanitize`: runs a training script on the simulated accelerator, under the race checker.
+`fsdp-conformance sanitize`: runs a training script on the simulated accelerator, or on GPUs, under the race checker.
 
 Wrong arguments are reported before anything is started. Then the script runs on every rank (`simulator.launch`), its
 output is passed on line by line, and the ranks' findings are merged: a hazard that several ranks have is reported once.
@@ -50,6 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
     output = Path(arguments.json) if arguments.json else None
     sarif = Path(arguments.sarif) if arguments.sarif else None
     _check(order, {"--json": output, "--sarif": sarif})
+    if order.on_gpus:
+        _check_gpus(order.world_size)
     from fsdp_conformance.harness.processes.foreground import passing_on_interrupts
     from fsdp_conformance.simulator.device import build
     from fsdp_conformance.simulator.sanitize.rank_children import RankChildren
@@ -70,8 +72,11 @@ def main(arguments: argparse.Namespace) -> int:
             if not build.is_built():
                 terminal.say("compiling the simulated accelerator: about half a minute, once ...")
             extension = {build.EXTENSION: str(build.require())}
-            children = RankChildren(order, run_id=launch.run_id, directory=launch.directory)
-            launch.start(children.told(extension), before_files_go=children.look)
+            if order.on_gpus:
+                launch.start()
+            else:
+                children = RankChildren(order, run_id=launch.run_id, directory=launch.directory)
+                launch.start(children.told(extension), before_files_go=children.look)
             with passing_on_interrupts(launch.pid) if order.foreground is not None else contextlib.nullcontext():
                 reports, exits = launch.wait()
         except KeyboardInterrupt as error:
@@ -127,6 +132,9 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
         problems.append(
             f"give either --suppressions or --mode {arguments.mode}: ranks do not know which findings are suppressed"
         )
+    on_gpus = arguments.device == "cuda"
+    if on_gpus:
+        problems += [f"give either --device cuda or {name}: {why}" for name, why in _only_simulated(arguments)]
     if arguments.strict_suppressions and arguments.suppressions is None:
         problems.append("--strict-suppressions needs --suppressions FILE")
     if problems:
@@ -139,6 +147,7 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
         world_size=world_size,
         mode=arguments.mode,
         as_cuda=arguments.as_cuda,
+        on_gpus=on_gpus,
         timeout_s=timeout_s if foreground is None else _DEBUGGED_S,
         foreground=foreground,
         reuse=arguments.reuse.replace("-", "_"),
@@ -149,6 +158,37 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
         suppressions=suppressions,
         strict_suppressions=arguments.strict_suppressions,
     )
+
+
+def _only_simulated(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """The options that were given although a GPU does not have them, each with the reason."""
+    hooks_do_not = "torch's hooks do not say how large memory is when it is allocated"
+    options = (
+        ("--as-cuda", arguments.as_cuda, "on GPUs, the script's devices are what they are"),
+        ("--devices", arguments.devices is not None, "processes that the script starts are not traced"),
+        ("--mode poison", arguments.mode == "poison", "results of a GPU are not changed"),
+        ("--memory", arguments.memory is not None, "a GPU has the memory that it has"),
+        ("--reuse worst-case", arguments.reuse == "worst-case", hooks_do_not),
+        ("--ordering-only", arguments.ordering_only, "a GPU computes everything"),
+    )
+    return [(name, why) for name, is_given, why in options if is_given]
+
+
+def _check_gpus(world_size: int) -> None:
+    """Raises EnvironmentUnavailable if torch does not see a GPU for each rank."""
+    from fsdp_conformance.harness.devices import device_count
+
+    present = device_count("cuda")
+    if not present:
+        raise EnvironmentUnavailable(
+            "--device cuda needs a GPU, and torch sees none on this machine. To simulate one, leave out --device, and "
+            "pass --as-cuda if the script says 'cuda'."
+        )
+    if present < world_size:
+        raise EnvironmentUnavailable(
+            f"--world-size {world_size} needs {messages.plural(world_size, 'GPU')}, one for each rank, but torch sees "
+            f"{present}. Choose a smaller --world-size, or leave out --device to simulate them."
+        )
 
 
 def _check(order: ScriptOrder, outputs: Mapping[str, Path | None]) -> None:
@@ -189,6 +229,7 @@ def _announcement(order: ScriptOrder) -> str:
     script = f"-m {order.target}" if order.is_module else order.target
     parts = [f"{messages.PROGRAM} {__version__}", f"sanitize {script}", messages.plural(order.world_size, "rank")]
     parts += [f"mode {order.mode}"] + (["cuda simulated"] if order.as_cuda else [])
+    parts += ["on GPUs"] if order.on_gpus else []
     if order.num_devices != order.world_size:
         parts.append(messages.plural(order.num_devices, "device"))
     if order.foreground is not None:

@@ -35,8 +35,8 @@ _INTERNAL_FRAMES = 8
 #: passes them on.
 _TELLING = re.compile(r"torch/(distributed/(fsdp|_composable|tensor|optim)|nn/parallel|optim)/")
 
-#: Operations of a process group, which return a Work.
-_COLLECTIVE = re.compile(r"(all_|broadcast|coalesced|gather|recv|reduce|scatter|send)")
+#: Operations of a process group, which return a Work; on a GPU they have the names of torch's operators.
+_COLLECTIVE = re.compile(r"(_?c10d(_functional)?::|all_|broadcast|coalesced|gather|recv|reduce|scatter|send)")
 
 
 #: Files of torch whose functions wait for their callers.

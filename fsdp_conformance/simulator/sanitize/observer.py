@@ -1,5 +1,5 @@
 """
-Prepares a process for a script on the simulated accelerator, and collects the observations afterwards.
+Prepares a process for a script on the simulated accelerator, or on a GPU, and collects the observations afterwards.
 
 The checker is on, and its findings name modules and parameters. Calls that cannot work here are replaced, with a note
 in the report (`torch.compile` runs eagerly, `mp.spawn` of several ranks runs this rank's part in this process), or
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import sys
 from collections import Counter
@@ -35,6 +36,9 @@ from fsdp_conformance.simulator.device import SIMULATED, build
 from fsdp_conformance.simulator.frames import Owner, owner
 from fsdp_conformance.simulator.replacements import Replacements
 from fsdp_conformance.simulator.sanitize.order import ScriptOrder
+from fsdp_conformance.simulator.traced.devices import CudaDevice, follow_objects, handle_on_cuda
+from fsdp_conformance.simulator.traced.hooks import tracing
+from fsdp_conformance.simulator.traced.trace import Trace
 
 
 class Observer:
@@ -62,10 +66,7 @@ class Observer:
         # Until the process ends.
         self._arranged.enter_context(checker.wait_filter(self._count))
         names = labels.install()
-        replaced = Replacements()  # for good: this process runs nothing but the script
-        replaced.set(torch, compile=self._compile)
-        for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
-            replaced.set(module, spawn=self._spawn, start_processes=self._spawn)
+        replaced = self._replaced()
         if self.order.as_cuda:
             from fsdp_conformance.simulator.as_cuda import device_properties
             from fsdp_conformance.simulator.as_cuda import translation as as_cuda
@@ -73,6 +74,14 @@ class Observer:
             as_cuda.install(names)
             as_cuda.show_version(replaced)
             device_properties.show_memory(replaced, self.order.options.memory)
+
+    def _replaced(self) -> Replacements:
+        """Replace what cannot work under the checker."""
+        replaced = Replacements()  # for good: this process runs nothing but the script
+        replaced.set(torch, compile=self._compile)
+        for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+            replaced.set(module, spawn=self._spawn, start_processes=self._spawn)
+        return replaced
 
     def progress(self) -> int:
         """A number that changes when there is a new finding."""
@@ -95,7 +104,7 @@ class Observer:
 
     def described(self, hazards: Sequence[Hazard]) -> list[dict[str, Any]]:
         """Hazards as the script's author knows them: the device's name, and the frames; JSON-ready."""
-        device_type = CUDA if self.order.as_cuda else SIMULATED
+        device_type = CUDA if self.order.as_cuda or self.order.on_gpus else SIMULATED
         return [_of_script(replace(hazard, device_type=device_type).to_json()) for hazard in hazards]
 
     def _count(self, kind: str, stream: int, index: int) -> bool:
@@ -150,8 +159,28 @@ class _Spawned:
         return True
 
 
+class GpuObserver(Observer):
+    """The observations of a process that runs on a GPU: torch's tracing hooks make them."""
+
+    def begin(self) -> None:
+        """Start tracing. Raises EnvironmentUnavailable without a compiler."""
+        trace = Trace(build.load().Checker.get(), CudaDevice())
+        self.order.options.apply()
+        self.waits = trace.waits
+        labels.install()
+        follow_objects(
+            trace,
+            self._replaced(),
+            stream_type=torch.cuda.Stream,
+            event_type=torch.cuda.Event,
+            stream_number=handle_on_cuda,
+            event_number=operator.attrgetter("cuda_event"),
+        )
+        self._arranged.enter_context(tracing(trace, handle_on_cuda))
+
+
 def begin(order: ScriptOrder, directory: Path, agreement: Agreement) -> Observer:
     """Prepare this process for a script."""
-    observer = Observer(order, directory, agreement)
+    observer = (GpuObserver if order.on_gpus else Observer)(order, directory, agreement)
     observer.begin()
     return observer

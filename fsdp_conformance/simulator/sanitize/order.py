@@ -25,6 +25,9 @@ class ScriptOrder:
     mode: str
     """The checker's mode: record, raise or poison."""
     as_cuda: bool
+    """Let "cuda" in the script mean the simulated accelerator."""
+    on_gpus: bool = False
+    """Run it on the GPUs of this machine, and trace it, instead of on the simulated accelerator."""
     timeout_s: float
     """Seconds from the start of the ranks until the script has ended on all of them."""
     reuse: str = "exact"

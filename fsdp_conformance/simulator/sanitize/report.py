@@ -271,6 +271,8 @@ class ScriptReport:
             return f"{self._found_words()}{'; the script failed' if has_failed else ''} {exit_words}"
         if failure:
             return f"{failure} {exit_words}"
+        if not self.accesses and self.order.on_gpus:
+            return f"nothing was checked: no operator of the script's main thread had a tensor on a GPU {exit_words}"
         if not self.accesses:
             return (
                 "nothing was checked: the script put no tensor on the device 'sim'. Use that device, or the device "
@@ -312,6 +314,7 @@ class ScriptReport:
             "world_size": self.order.world_size,
             "mode": self.order.mode,
             "as_cuda": self.order.as_cuda,
+            "on_gpus": self.order.on_gpus,
             "status": None if self.interrupted else int(self.status),
             "verdict": self.verdict(),
             "seconds": self.seconds,

@@ -167,7 +167,7 @@ def test_imports_go_one_way() -> None:
 NEEDED_BY_SIMULATOR = ("fsdp_conformance.simulator", "fsdp_conformance.errors")
 
 #: Its rooms, from the bottom up: a room imports those before it.
-ROOMS = ("device", "checker", "collectives", "as_cuda", "simulated_cuda", "sanitize")
+ROOMS = ("device", "checker", "traced", "collectives", "as_cuda", "simulated_cuda", "sanitize")
 
 
 def outside_simulator(name: str) -> str | None:

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <unordered_map>
 
+#include "gpu_trace.h"
 #include "pages.h"
 #include "pinned.h"
 #include "runtime.h"
@@ -211,11 +212,17 @@ c10::DataPtr hand_out(c10::DeviceIndex device, size_t nbytes, c10::DataPtr fresh
       }
     }
   }
+  traced(stream, [&](const auto& hooks) {
+    hooks.trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(block->memory.get()));
+  });
   return {block->memory.get(), block, &give_back, c10::Device(kSim, device)};
 }
 
 void give_back(void* context) {
   auto* block = static_cast<Block*>(context);
+  traced(default_stream(block->device), [&](const auto& hooks) {
+    hooks.trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(block->memory.get()));
+  });
   Memory& all = memory();
   forget(block->memory.get(), block->nbytes);
   Checker::get().freed(block->id, checking() ? here_without_waiting("free") : nullptr);

@@ -236,6 +236,13 @@ BlockId Checker::add_block(uint64_t bytes, int32_t device, bool pinned) {
   return id;
 }
 
+void Checker::resize_block(BlockId id, uint64_t bytes) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  Block& block = state_->block(id);
+  block.bytes = bytes;
+  block.tenant->bytes = bytes;
+}
+
 void Checker::remove_block(BlockId id) {
   Block removed;  // destroyed after the lock
   const std::lock_guard<std::mutex> lock(state_->mutex);

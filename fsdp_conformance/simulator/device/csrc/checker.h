@@ -199,6 +199,8 @@ class Checker {
   // Memory. A block keeps its history when it is freed and allocated again, so that the unfinished accesses of former
   // tenants are seen. Blocks, allocations and frees are tracked during a suspension and in Mode::Off too.
   BlockId add_block(uint64_t bytes, int32_t device, bool pinned);
+  /// For memory whose size is known only when it is used: between `allocated` and the first access.
+  void resize_block(BlockId block, uint64_t bytes);
   /// The memory returns to the system, which waits for all uses of it.
   void remove_block(BlockId block);
   /// A new tenant. `lane` is the stream that it was allocated on, kHost for pinned memory. This is not an access.

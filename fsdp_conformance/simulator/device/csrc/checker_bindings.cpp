@@ -206,6 +206,8 @@ void register_checker(py::module_& module) {
           }),
           py::arg("op"), py::arg("label") = "", py::arg("tensor") = "", py::arg("stack") = py::none());
 
+  py::class_<Mark>(module, "Mark");
+
   using List = std::vector<Repeats::value_type>;
   py::class_<Checker, std::shared_ptr<Checker>> checker(module, "Checker");
   checker
@@ -227,6 +229,11 @@ void register_checker(py::module_& module) {
       .def("lane_device", &Checker::lane_device)
       .def("lane_number", &Checker::lane_number)
       .def("rename_lane", &Checker::rename_lane)
+      .def(
+          "set_lane_made",
+          [](Checker& self, Lane lane, const std::vector<std::shared_ptr<Site>>& sites) {
+            self.set_lane_made(lane, {sites.begin(), sites.end()});
+          })
       .def("num_lanes", &Checker::num_lanes)
       .def("submit", &Checker::submit)
       .def("snapshot", &Checker::snapshot)
@@ -240,8 +247,20 @@ void register_checker(py::module_& module) {
           py::arg("lane"), py::arg("implicit") = nullptr)
       .def("host_wait_device", &Checker::host_wait_device)
       .def("host_knows", &Checker::host_knows)
+      .def(
+          "mark",
+          [](Checker& self, Lane lane, const std::shared_ptr<Site>& site, int32_t device) {
+            return self.mark(lane, site, device);
+          },
+          py::arg("lane"), py::arg("site") = nullptr, py::arg("device") = -1)
+      .def(
+          "note_wait",
+          [](Checker& self, Lane lane, const Clock& clock, const Mark& mark, const std::shared_ptr<Site>& waited) {
+            self.note_wait(lane, clock, mark, waited);
+          })
       .def("add_block", &Checker::add_block, py::arg("nbytes"), py::arg("device") = 0, py::arg("pinned") = false)
       .def("remove_block", &Checker::remove_block)
+      .def("resize_block", &Checker::resize_block)
       .def(
           "allocated",
           [](Checker& self, BlockId block, Lane lane, const std::shared_ptr<Site>& site, bool written) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "arguments.h"
+#include "gpu_trace.h"
 #include "runtime.h"
 
 namespace sim {
@@ -386,7 +387,9 @@ c10::intrusive_ptr<Work> SimGroup::barrier(const c10d::BarrierOptions& opts) {
     WithoutGil released;
     made->finish(std::nullopt);
   }
-  host_waits_stream(current_stream(tensor.tensor.device().index()));
+  const auto current = current_stream(tensor.tensor.device().index());
+  host_waits_stream(current);
+  trace_host_wait(current);
   return nullptr;
 }
 

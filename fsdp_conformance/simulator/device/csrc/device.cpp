@@ -10,6 +10,7 @@
 
 #include "allocator.h"
 #include "generator.h"
+#include "gpu_trace.h"
 #include "runtime.h"
 #include "settle.h"
 #include "sync_debug.h"
@@ -109,6 +110,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     warn_or_fail_on_sync();
     host_waits_stream(stream);
+    trace_host_wait(stream);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const SIM_OVERRIDE {
     host_waits_device(device);
@@ -118,6 +120,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       const override {
     if (*event == nullptr) {
       *event = new Event();
+      traced(stream, [&](const auto& hooks) {
+        hooks.trace_gpu_event_creation(c10::kCUDA, reinterpret_cast<uintptr_t>(*event));
+      });
     }
     if (!keeps(Wait::EventRecord, stream)) {
       return;
@@ -128,24 +133,31 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (checking()) {
       mark = Checker::get().mark(lane_of(stream), here_without_waiting("event"));
     }
-    std::lock_guard<std::mutex> lock(known.mutex);
-    known.clock = std::move(clock);
-    std::swap(known.mark, mark);  // the earlier one is destroyed without the lock
-    known.stream = stream;
-    known.time = std::chrono::steady_clock::now();
-    known.timed = flag == c10::EventFlag::BACKEND_DEFAULT;
+    {
+      std::lock_guard<std::mutex> lock(known.mutex);
+      known.clock = std::move(clock);
+      std::swap(known.mark, mark);  // the earlier one is destroyed without the lock
+      known.stream = stream;
+      known.time = std::chrono::steady_clock::now();
+      known.timed = flag == c10::EventFlag::BACKEND_DEFAULT;
+    }
+    trace_record(*event, stream);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
       const Recorded known = recorded(event);
       stream_waits(stream, known.clock, Wait::StreamWaitsEvent, known.mark);
+      trace_wait(event, stream);
     }
   }
   bool queryEvent(void* event) const override {
     if (event != nullptr && !settled_until(recorded(event).clock)) {
       return false;  // peers have yet to come
     }
-    synchronizeEvent(event);  // it has happened, and a caller that is told so knows it
+    if (event != nullptr) {
+      const Recorded known = recorded(event);
+      host_waits(known.clock, known.stream, known.mark);  // it has happened, and a caller that is told so knows it
+    }
     return true;
   }
   void synchronizeEvent(void* event) const SIM_OVERRIDE {
@@ -154,8 +166,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     const Recorded known = recorded(event);
     host_waits(known.clock, known.stream, known.mark);
+    traced(known.stream, [&](const auto& hooks) {
+      hooks.trace_gpu_event_synchronization(c10::kCUDA, reinterpret_cast<uintptr_t>(event));
+    });
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
+    if (event != nullptr) {
+      traced(recorded(event).stream, [&](const auto& hooks) {
+        hooks.trace_gpu_event_deletion(c10::kCUDA, reinterpret_cast<uintptr_t>(event));
+      });
+    }
     delete static_cast<Event*>(event);
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex /*device*/) const SIM_OVERRIDE {

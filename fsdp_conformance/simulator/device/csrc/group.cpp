@@ -8,6 +8,7 @@
 
 #include "cuda_names.h"
 #include "exchange_order.h"
+#include "gpu_trace.h"
 #include "runtime.h"
 #include "uninitialized.h"
 
@@ -417,6 +418,8 @@ c10::Stream SimGroup::enter_stream(const Issue& call, c10::Device device) {
   const auto stream = call.async ? stream_of(device, call.pair) : current;
   if (stream != current) {
     stream_waits(stream, Checker::get().snapshot(lane_of(current)), Wait::CollectiveIssue);
+    trace_record(this, current);
+    trace_wait(this, stream);
   }
   if (is_message(call.type)) {
     // The one place where NCCL still calls record_stream: a program need not wait for an isend.
@@ -471,6 +474,7 @@ void SimGroup::clear_shelves() {
 End SimGroup::end_of(c10::Stream stream, const Tensors& held, const SitePtr& site) {
   auto clock = Checker::get().snapshot(lane_of(stream));
   auto shelf = std::make_shared<Shelf>(held, clock);
+  trace_record(shelf.get(), stream);
   std::lock_guard<std::mutex> lock(mutex_);
   shelves_.push_back(shelf);
   Mark mark = site ? Checker::get().mark(lane_of(stream), site) : Mark{};

@@ -16,6 +16,7 @@
 #include "pinned.h"
 #include "runtime.h"
 #include "sync_debug.h"
+#include "traits.h"
 
 namespace py = pybind11;
 
@@ -125,6 +126,28 @@ void bind_memory(py::module_& module) {
   });
 }
 
+/// For checking operations that run elsewhere.
+void bind_operations(py::module_& module) {
+  // The bytes of a tensor within its storage.
+  module.def("extent_of", [](const at::Tensor& tensor) {
+    const Extent extent = extent_of(tensor);
+    return py::make_tuple(extent.offset, extent.run, extent.repeats);
+  });
+  // For each argument of an operation, if its tensors are read and if they are written; nothing if it returns a view.
+  module.def("usages", [](const std::string& name, const std::string& overload) {
+    std::vector<std::pair<bool, bool>> usages;
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+    const Traits& traits = traits_of(op);
+    if (!traits.returns_view) {
+      for (const Usage usage : traits.arguments) {
+        usages.emplace_back(
+            usage == Usage::Read || usage == Usage::ReadWrite, usage == Usage::Write || usage == Usage::ReadWrite);
+      }
+    }
+    return usages;
+  });
+}
+
 void bind_sites(py::module_& module) {
   module.def("set_cuda_names", &set_cuda_names);
   module.def("attention_kernels", &attention_kernels);
@@ -136,6 +159,7 @@ void bind_sites(py::module_& module) {
   module.def("tracing", &tracing);
   module.def("set_label", &set_label);
   module.def("label", &label);
+  module.def("here", [](const std::string& op) { return std::const_pointer_cast<Site>(here(op)); });
   module.def("begin_backward", &begin_backward);
   module.def("end_backward", &end_backward);
   module.def("set_host_watch", &set_host_watch);
@@ -188,6 +212,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   sim::bind_device(module);
   sim::bind_memory(module);
   sim::bind_sites(module);
+  sim::bind_operations(module);
   sim::bind_classes(module);
   sim::register_checker(module);
   if (sim::register_collectives != nullptr) {

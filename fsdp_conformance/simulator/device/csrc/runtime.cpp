@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "allocator.h"
+#include "gpu_trace.h"
 #include "pinned.h"
 #include "settle.h"
 
@@ -245,6 +246,8 @@ void host_waits_stream(c10::Stream stream, const SitePtr& implicit) {
   Checker::get().host_wait_lane(lane_of(stream), implicit);
   if (!implicit) {
     note_wait(kHost, clock, Checker::get().mark(lane_of(stream), nullptr));
+  } else {
+    trace_host_wait(stream);
   }
   after_host_wait();
 }
@@ -261,6 +264,7 @@ void host_waits_device(c10::DeviceIndex device) {
   Checker::get().host_wait_device(device);
   note_wait(kHost, {}, Checker::get().mark(kHost, nullptr, device));
   after_host_wait();
+  traced(default_stream(device), [](const auto& hooks) { hooks.trace_gpu_device_synchronization(c10::kCUDA); });
 }
 
 void record_stream(const c10::DataPtr& data, c10::Stream stream) {

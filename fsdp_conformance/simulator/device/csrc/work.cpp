@@ -6,6 +6,7 @@
 #include <numeric>
 #include <thread>
 
+#include "gpu_trace.h"
 #include "runtime.h"
 
 namespace sim {
@@ -174,7 +175,9 @@ std::exception_ptr SimWork::exception() const {
 
 void SimWork::synchronize() {
   if (end_) {
-    stream_waits(current_stream(end_->stream.device_index()), end_->clock, Wait::WorkWait, end_->mark);
+    const auto current = current_stream(end_->stream.device_index());
+    stream_waits(current, end_->clock, Wait::WorkWait, end_->mark);
+    trace_wait(end_->shelf.get(), current);
     end_->shelf->clear();
   }
   if (c10d::allow_inflight_collective_as_graph_input()) {
@@ -191,7 +194,9 @@ bool SimWork::wait(milliseconds timeout) {
     call_->finish(std::nullopt);
   }
   if (end_ && barrier_) {
-    host_waits_stream(current_stream(end_->stream.device_index()));
+    const auto current = current_stream(end_->stream.device_index());
+    host_waits_stream(current);
+    trace_host_wait(current);
   }
   return true;
 }

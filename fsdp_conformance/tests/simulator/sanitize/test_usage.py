@@ -9,6 +9,7 @@ import pytest
 from fsdp_conformance.cli import arguments
 from fsdp_conformance.cli.commands.sanitize import order_of
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.harness import devices
 from fsdp_conformance.tests.cli.cli_runs import answered, said
 
 
@@ -129,6 +130,37 @@ def test_the_help_documents_the_exit_statuses_of_this_command() -> None:
     assert all(f"\n  {status} " in result.out for status in (0, 1, 2, 3, 4, 5, 130))
     assert "clean" in result.out
     assert "certified" not in result.out.partition("exit status:")[2]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["--as-cuda", "--devices 2", "--mode poison", "--memory 8GiB", "--reuse worst-case", "--ordering-only"],
+)
+def test_what_only_simulated_devices_have(typed: str) -> None:
+    """Said with a reason, not ignored."""
+    words = ["sanitize", "--device", "cuda", *typed.split(), "train.py"]
+    with pytest.raises(ConfigError, match=rf"give either --device cuda or {typed.partition(' ')[0]}"):
+        order_of(arguments.parse(words))
+
+
+@pytest.mark.parametrize(
+    ("present", "expected"),
+    [
+        (0, "--device cuda needs a GPU, and torch sees none on this machine. To simulate one, leave out --device"),
+        (1, "--world-size 2 needs 2 GPUs, one for each rank, but torch sees 1. Choose a smaller --world-size"),
+    ],
+)
+def test_without_gpus_it_cannot_be_run(
+    present: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 3, with what to do; the script is not started."""
+    monkeypatch.setattr(devices, "device_count", lambda device_type: present)
+    (tmp_path / "train.py").write_text("raise SystemExit('started')\n", encoding="utf-8")
+    result = answered("sanitize", "--device", "cuda", "train.py", cwd=tmp_path)
+
+    assert result.status == 3
+    assert expected in result.err
+    assert "started" not in result.out + result.err
 
 
 @pytest.mark.nightly
