@@ -10,8 +10,8 @@ The race checker of the simulated accelerator: its modes, its findings, and how 
 
 Two accesses to the same bytes, at least one of them a write, are a hazard if no wait, event or stream order says which
 comes first. That depends on the program alone, not on timing, so a race is found in every run or in none. What the host
-has waited for is known to everything it submits later; all threads of the host count as one. Reading a tensor on the
-host is such a wait, as on a real accelerator: do it in `suspended()`, or it hides races.
+has waited for is known to everything it submits later. Threads of the host count as one, unless `host_threads` follows
+them. Reading a tensor on the host is such a wait, as on a real accelerator: do it in `suspended()`, or it hides races.
 
 A hazard is reported once, where the wait is missing; from then on the wait counts as made. Hazards that differ only in
 their tensors are folded into one, with a count.
@@ -27,6 +27,7 @@ This module is the room's front door. Behind it:
     hazard            a finding, and its explanation
     stream_names      what the program calls a stream
     labels            names of modules and parameters in findings
+    host_threads      threads of the host, and where one learns what another has waited for
     options           what the checker looks for in a process
     ordering          leaves out kernels that only compute numbers
     sync_sites        the places in a program that make a stream or the host wait

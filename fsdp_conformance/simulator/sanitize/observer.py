@@ -31,6 +31,7 @@ from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.simulator.as_cuda.names import CUDA
 from fsdp_conformance.simulator.checker import labels
 from fsdp_conformance.simulator.checker.hazard import Hazard, sites_in
+from fsdp_conformance.simulator.checker.host_threads import follow_threads
 from fsdp_conformance.simulator.collectives.agreement import Agreement
 from fsdp_conformance.simulator.device import SIMULATED, build
 from fsdp_conformance.simulator.frames import Owner, owner
@@ -78,6 +79,7 @@ class Observer:
     def _replaced(self) -> Replacements:
         """Replace what cannot work under the checker."""
         replaced = Replacements()  # for good: this process runs nothing but the script
+        follow_threads(replaced)
         replaced.set(torch, compile=self._compile)
         for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
             replaced.set(module, spawn=self._spawn, start_processes=self._spawn)

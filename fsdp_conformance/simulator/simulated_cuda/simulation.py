@@ -24,6 +24,7 @@ from fsdp_conformance.simulator.as_cuda import translation as cuda
 from fsdp_conformance.simulator.as_cuda.names import CUDA
 from fsdp_conformance.simulator.checker import labels
 from fsdp_conformance.simulator.checker.hazard import sites_in
+from fsdp_conformance.simulator.checker.host_threads import follow_threads
 from fsdp_conformance.simulator.checker.options import CheckerOptions
 from fsdp_conformance.simulator.collectives.compared_groups import ComparedGroups
 from fsdp_conformance.simulator.device import SIMULATED, build
@@ -59,6 +60,7 @@ class Simulation:
         checker.clear()
         self._accesses = checker.accesses()
         self._labels = labels.install()
+        follow_threads(self._replaced)
         self._names = cuda.install(self._labels) if as_cuda else Replacements()
         if as_cuda:
             cuda.show_version(self._replaced)

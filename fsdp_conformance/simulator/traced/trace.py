@@ -89,7 +89,7 @@ class Trace:
         operation = self._operation
         is_end = operation is not None and operation.lane == lane
         site = operation.site if operation is not None and is_end else self._extension.here("event")
-        self._events[event] = (self.checker.snapshot(lane), self.checker.mark(lane, site))
+        self._events[event] = (self.checker.record(lane), self.checker.mark(lane, site))
         self.waits[Wait.EVENT_RECORD] += 1
 
     def event_waited(self, event: int, stream: int) -> None:

@@ -9,6 +9,9 @@ namespace {
 
 thread_local int suspensions = 0;
 
+thread_local HostThread works_for = kMainThread;
+thread_local bool has_own_clock = false;
+
 /// How many waits of a lane are remembered, to explain hazards.
 constexpr size_t kKeptWaits = 32;
 
@@ -44,7 +47,8 @@ Checker& Checker::get() {
 }
 
 Checker::Checker() : state_(std::make_unique<State>()) {
-  state_->lanes.push_back({"host", -1, 0, {1}, {}, 0, 0});
+  state_->hosts.emplace(kMainThread, HostState{});
+  state_->lanes.push_back({"host", -1, 0, {}, {}, 0, 0, {}});
   state_->lanes_of_device[-1] = 1;
 }
 
@@ -73,7 +77,9 @@ Waits Checker::waits() const {
 void Checker::set_waits(Waits waits) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   state_->waits = waits;
-  state_->waited = state_->host();
+  for (auto& [thread, known] : state_->hosts) {
+    known.waited = known.clock;
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -126,7 +132,7 @@ void Checker::submit(Lane lane) {
     return;
   }
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  Clock& clock = state_->lane(lane).clock;
+  Clock& clock = state_->clock_of(lane);
   if (lane != kHost) {
     join(clock, state_->submitted_with());
   }
@@ -135,7 +141,14 @@ void Checker::submit(Lane lane) {
 
 Clock Checker::snapshot(Lane lane) const {
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->lane(lane).clock;  // Without what the host knows: every waiter knows that anyway.
+  return state_->clock_of(lane);
+}
+
+Clock Checker::record(Lane lane) const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  Clock clock = state_->clock_of(lane);
+  join(clock, state_->submitted_with());  // another thread of the host may wait for the event
+  return clock;
 }
 
 bool Checker::wait(Lane lane, const Clock& clock) {
@@ -143,11 +156,11 @@ bool Checker::wait(Lane lane, const Clock& clock) {
     return false;
   }
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  Clock& own = state_->lane(lane).clock;
+  Clock& own = state_->clock_of(lane);
   if (lane != kHost) {
     join(own, state_->submitted_with());  // It would learn that anyway, so it does not count as learned here.
   } else {
-    join(state_->waited, clock);
+    join(state_->this_host().waited, clock);
   }
   return join(own, clock);
 }
@@ -164,7 +177,7 @@ bool Checker::host_wait_lane(Lane lane, SitePtr implicit) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   const Clock& clock = state_->lane(lane).clock;
   if (implicit == nullptr) {
-    join(state_->waited, clock);
+    join(state_->this_host().waited, clock);
   } else if (state_->waits.load() == Waits::Explicit) {
     state_->implicit_waits.push_back({clock, std::move(implicit), ++state_->order});
     if (state_->implicit_waits.size() > kKeptWaits) {
@@ -183,7 +196,7 @@ bool Checker::host_wait_device(int32_t device) {
   bool learnt = false;
   for (size_t lane = 1; lane < state_->lanes.size(); ++lane) {
     if (state_->lanes[lane].device == device) {
-      join(state_->waited, state_->lanes[lane].clock);
+      join(state_->this_host().waited, state_->lanes[lane].clock);
       learnt = join(state_->host(), state_->lanes[lane].clock) || learnt;
     }
   }
@@ -193,6 +206,54 @@ bool Checker::host_wait_device(int32_t device) {
 bool Checker::host_knows(const Clock& clock) const {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   return includes(state_->host(), clock);
+}
+
+void Checker::begin_host_thread() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  works_for = ++state_->last_host;
+  has_own_clock = true;
+  state_->hosts.emplace(works_for, HostState{});
+}
+
+void Checker::end_host_thread() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  if (has_own_clock) {
+    state_->hosts.erase(works_for);
+  }
+  works_for = kMainThread;
+  has_own_clock = false;
+}
+
+void Checker::only_this_host_thread() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  HostState known = state_->this_host();
+  state_->hosts.clear();
+  state_->hosts.emplace(kMainThread, std::move(known));
+  works_for = kMainThread;
+  has_own_clock = false;
+}
+
+std::pair<Clock, Clock> Checker::known_here() const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  const HostState& known = state_->this_host();
+  return {known.clock, known.waited};
+}
+
+void Checker::learn(const std::pair<Clock, Clock>& known) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  HostState& own = state_->this_host();
+  join(own.clock, known.first);
+  join(own.waited, known.second);
+}
+
+HostThread Checker::host_thread() {
+  return works_for;
+}
+
+void Checker::work_for(HostThread thread) {
+  if (!has_own_clock) {
+    works_for = thread;
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -399,7 +460,7 @@ void Checker::begin_order_digest() {
   state_->digests.clear();
   for (size_t lane = 0; lane < state_->lanes.size(); ++lane) {
     LaneState& state = state_->lanes[lane];
-    state.ticks_before = time_of(state.clock, static_cast<Lane>(lane));
+    state.ticks_before = time_of(state_->clock_of(static_cast<Lane>(lane)), static_cast<Lane>(lane));
     state.digest_number = 0;
   }
 }

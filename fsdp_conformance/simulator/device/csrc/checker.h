@@ -19,9 +19,13 @@ namespace sim {
 
 enum class Mode : uint8_t { Off, Record, Raise, Poison };
 
-/// A sequence of operations that run in order: a stream, or the host. Lane 0 is the host; all its threads count as one.
+/// A sequence of operations that run in order: a stream, or the host. Lane 0 is the host.
 using Lane = int32_t;
 constexpr Lane kHost = 0;
+
+/// A thread of the host, whose waits order only what it does itself. Threads that nothing is known of count as thread 0.
+using HostThread = int32_t;
+constexpr HostThread kMainThread = 0;
 
 /// For each lane, the number of the last operation that is known to have finished; missing entries are 0.
 using Clock = std::vector<uint64_t>;
@@ -181,8 +185,10 @@ class Checker {
   size_t num_lanes() const;
   /// The host submits an operation to a lane: the lane learns what the host knows, and counts one more operation.
   void submit(Lane lane);
-  /// The clock of an event that is recorded on the lane now.
+  /// What the lane knows; for the host, what this thread knows.
   Clock snapshot(Lane lane) const;
+  /// The clock of an event that this thread records on the lane now.
+  Clock record(Lane lane) const;
   // Each returns whether the waiting side learned anything; a wait that teaches nothing is redundant.
   bool wait(Lane lane, const Clock& clock);
   bool host_wait(const Clock& clock);
@@ -195,6 +201,19 @@ class Checker {
   void note_wait(Lane lane, const Clock& clock, Mark mark, SitePtr waited);
   /// Whether the host knows that everything in the clock has finished.
   bool host_knows(const Clock& clock) const;
+
+  // Threads of the host. Each has its own clock, and "the host" is the thread that calls.
+  /// This thread has a clock of its own from now on, and knows nothing yet. Call `end_host_thread` in it.
+  void begin_host_thread();
+  void end_host_thread();
+  /// After a fork, this thread is the only one.
+  void only_this_host_thread();
+  /// What this thread knows, and what it has waited for explicitly: for another thread to learn.
+  std::pair<Clock, Clock> known_here() const;
+  void learn(const std::pair<Clock, Clock>& known);
+  static HostThread host_thread();
+  /// This thread works for another one (autograd's do), unless it has a clock of its own.
+  static void work_for(HostThread thread);
 
   // Memory. A block keeps its history when it is freed and allocated again, so that the unfinished accesses of former
   // tenants are seen. Blocks, allocations and frees are tracked during a suspension and in Mode::Off too.

@@ -143,7 +143,7 @@ std::vector<Hazard> Checker::compare(
 }
 
 void Checker::State::stamp(Entry& now, const Block& block) {
-  now.tick = time_of(lane(now.lane).clock, now.lane);
+  now.tick = time_of(clock_of(now.lane), now.lane);
   now.tenant = block.tenant;
   now.order = ++order;
   if (now.tick == 0) {
@@ -160,7 +160,7 @@ void Checker::State::digest(const Entry& now, int32_t device) {
   digest.add(own.digest_number * 2 + static_cast<uint64_t>(now.kind));
   std::vector<uint64_t> known(digest.lanes + 1, 0);  // [0]: of streams without an access so far, summed up
   for (size_t other = 1; other < lanes.size(); ++other) {
-    const uint64_t ticks = time_of(own.clock, static_cast<Lane>(other));
+    const uint64_t ticks = time_of(clock_of(now.lane), static_cast<Lane>(other));
     if (lanes[other].device == device && ticks > lanes[other].ticks_before) {
       known[lanes[other].digest_number] += ticks - lanes[other].ticks_before;
     }
@@ -171,7 +171,7 @@ void Checker::State::digest(const Entry& now, int32_t device) {
 }
 
 std::vector<const Entry*> Checker::State::racing(const Block& block, const Entry& now) {
-  const Clock& clock = lane(now.lane).clock;
+  const Clock& clock = clock_of(now.lane);
   std::vector<const Entry*> found;
   for (const Entry& then : block.history) {
     // In memory of the host, an implicit wait orders what it is there for: the copy has arrived, or has been taken.
@@ -256,10 +256,10 @@ void Checker::State::assume_ordered(const Entry& then, const Entry& now) {
 }
 
 void Checker::State::prune(Block& block, const Entry& now, bool stays, Trash& trash) {
-  const Clock& clock = lane(now.lane).clock;
+  const Clock& clock = clock_of(now.lane);
   const bool writes = now.kind == Kind::Write;
   filter(block.history, trash, [&](const Entry& then) {
-    if (block.pinned ? host_knows(then) : is_over(then)) {
+    if (block.pinned ? all_hosts_know(then) : is_over(then)) {
       return false;
     }
     if (!stays || now.begin > then.begin || then.end > now.end || !covers(now.extent, then.extent)) {

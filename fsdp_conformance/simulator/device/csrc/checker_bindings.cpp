@@ -237,6 +237,12 @@ void register_checker(py::module_& module) {
       .def("num_lanes", &Checker::num_lanes)
       .def("submit", &Checker::submit)
       .def("snapshot", &Checker::snapshot)
+      .def("record", &Checker::record)
+      .def("known_here", &Checker::known_here)
+      .def("learn", &Checker::learn)
+      .def("begin_host_thread", &Checker::begin_host_thread)
+      .def("end_host_thread", &Checker::end_host_thread)
+      .def("only_this_host_thread", &Checker::only_this_host_thread)
       .def("wait", &Checker::wait)
       .def("host_wait", &Checker::host_wait)
       .def(

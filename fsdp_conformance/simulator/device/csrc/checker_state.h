@@ -137,6 +137,12 @@ struct SizeClass {
   bool stale = false;
 };
 
+/// What a thread of the host knows.
+struct HostState {
+  Clock clock = {1};
+  Clock waited;  // what it has waited for explicitly; only kept with Waits::Explicit
+};
+
 struct Checker::State {
   mutable std::mutex mutex;
   std::atomic<Mode> mode{Mode::Off};
@@ -148,7 +154,8 @@ struct Checker::State {
   uint64_t order = 0;                    // of accesses, events and waits
 
   std::vector<LaneState> lanes;
-  Clock waited;                             // what the host has waited for explicitly; only kept with Waits::Explicit
+  std::map<HostThread, HostState> hosts;    // those that live
+  HostThread last_host = kMainThread;
   std::deque<ImplicitWait> implicit_waits;  // the last ones
   std::map<int32_t, int32_t> lanes_of_device;
   std::map<int32_t, uint64_t> blocks_of_device;
@@ -187,22 +194,43 @@ struct Checker::State {
     return found->second;
   }
 
+  HostState& this_host() {
+    const auto found = hosts.find(host_thread());
+    return found == hosts.end() ? hosts.at(kMainThread) : found->second;
+  }
+
   Clock& host() {
-    return lanes[kHost].clock;
+    return this_host().clock;
+  }
+
+  Clock& clock_of(Lane of) {
+    return of == kHost ? host() : lane(of).clock;
   }
 
   bool host_knows(const Entry& entry) {
     return time_of(host(), entry.lane) >= entry.tick;
   }
 
-  /// What every operation knows that the host submits.
-  const Clock& submitted_with() {
-    return waits.load() == Waits::All ? host() : waited;
+  bool all_hosts_know(const Entry& entry) {
+    return std::all_of(hosts.begin(), hosts.end(), [&](const auto& thread) {
+      return time_of(thread.second.clock, entry.lane) >= entry.tick;
+    });
   }
 
-  /// Whether everything that the host submits from now on comes after an access.
+  const Clock& submitted_with(const HostState& thread) const {
+    return waits.load() == Waits::All ? thread.clock : thread.waited;
+  }
+
+  /// What every operation knows that this thread of the host submits.
+  const Clock& submitted_with() {
+    return submitted_with(this_host());
+  }
+
+  /// Whether everything that the host submits from now on, in any thread, comes after an access.
   bool is_over(const Entry& entry) {
-    return time_of(submitted_with(), entry.lane) >= entry.tick;
+    return std::all_of(hosts.begin(), hosts.end(), [&](const auto& thread) {
+      return time_of(submitted_with(thread.second), entry.lane) >= entry.tick;
+    });
   }
 
   /// Keep the entries of a history for which `keep` is true, in order; move the others to the trash.

@@ -128,7 +128,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       return;
     }
     auto& known = *static_cast<Event*>(*event);
-    Clock clock = Checker::get().snapshot(lane_of(stream));
+    Clock clock = Checker::get().record(lane_of(stream));
     Mark mark;
     if (checking()) {
       mark = Checker::get().mark(lane_of(stream), here_without_waiting("event"));

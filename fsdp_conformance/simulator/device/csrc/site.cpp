@@ -25,6 +25,7 @@ struct Caller {
   std::mutex mutex;
   std::string label;
   std::shared_ptr<const Stack> backward;  // where it called backward
+  const HostThread host = Checker::host_thread();
 
   std::string get_label() {
     std::lock_guard<std::mutex> lock(mutex);
@@ -303,6 +304,7 @@ std::string node_name(bool may_wait) {
 SitePtr make_site(
     std::string op, bool may_wait, const std::shared_ptr<Caller>& inherited,
     std::shared_ptr<const Stack> read = nullptr) {
+  Checker::work_for(inherited ? inherited->host : own_caller ? own_caller->host : kMainThread);
   auto site = std::make_shared<Site>();
   site->op = std::move(op);
   site->label = label_here(inherited);
