@@ -40,7 +40,7 @@ def issue(agreement: Agreement, rank: int, collective: Collective, *, on_gpus: b
     """
     if collective.group in distributed_c10d._world.pg_group_ranks:  # else torch is still making the group
         agreement.watch(collective.group)
-        call = described(collective, rank)
+        call = described(collective, rank, on_gpus=on_gpus)
         is_simulated = call.channel.device != "cpu" and not on_gpus
         agreement.check(call, *(device_order(_index(collective)) if is_simulated else ()))
     if not on_gpus:
@@ -48,7 +48,7 @@ def issue(agreement: Agreement, rank: int, collective: Collective, *, on_gpus: b
     return collective.issue()
 
 
-def described(collective: Collective, rank: int) -> Call:
+def described(collective: Collective, rank: int, *, on_gpus: bool = False) -> Call:
     """A collective in the form in which ranks compare them."""
     record, traffic = collective.record, collective.traffic
     args, kwargs = collective.args, collective.kwargs
@@ -82,7 +82,7 @@ def described(collective: Collective, rank: int) -> Call:
         place=place_of(caller_of_backward),
         device_index=visible_index(_index(collective)) if channel.device != "cpu" else None,
         tag=tag,
-        is_paired=channel.pair is not None and channel.device != "cpu" and is_paired(collective.group),
+        is_paired=channel.pair is not None and channel.device != "cpu" and is_paired(collective.group, on_gpus=on_gpus),
     )
 
 

@@ -24,6 +24,7 @@ import torch
 from torch.distributed import DistBackendError, ProcessGroup, distributed_c10d
 
 from fsdp_conformance.simulator.collectives.calls import (
+    COMMUNICATORS,
     Call,
     CallLog,
     CallReader,
@@ -242,8 +243,9 @@ class Agreement:
         self, peer: _Peer, mine: Call, my_position: int, theirs: Call, their_position: int
     ) -> Disagreement | None:
         """Compare two calls of one collective; returns the problem that this rank should raise, if there is one."""
-        parties = [Party.of(self._rank, mine), Party.of(peer.rank, theirs)]
         what = difference(mine, theirs, self._rank, peer.rank)
+        party_of = Party.of_message if what == COMMUNICATORS else Party.of
+        parties = [party_of(self._rank, mine), party_of(peer.rank, theirs)]
         if what:
             return self._note(Disagreement.between(DisagreementKind.DIFFERENT, parties, what))
         if mine.device_index is not None and mine.device_index == theirs.device_index:
@@ -330,7 +332,7 @@ def place_of(caller: Caller) -> Frame | None:
     return frame
 
 
-def is_paired(group: ProcessGroup) -> bool:
+def is_paired(group: ProcessGroup, *, on_gpus: bool = False) -> bool:
     """
     True if a message that a group issues now runs on a communicator of its two ranks.
 
@@ -338,6 +340,8 @@ def is_paired(group: ProcessGroup) -> bool:
     """
     if distributed_c10d._world.pg_coalesce_state:
         return False
+    if on_gpus:
+        return group.bound_device_id is None
     return not getattr(group._get_backend(torch.device(SIMULATED)), "has_one_communicator", False)
 
 

@@ -90,6 +90,10 @@ class Call:
         return f"{self.words} on {self.title}" + (f" at {self.place}" if self.place is not None else "")
 
 
+#: In which respect a message of a batch differs from one that is in none, in a group that is not bound to a device.
+COMMUNICATORS = "communicators"
+
+
 @dataclass(frozen=True, slots=True)
 class IssuedCall:
     """A call, and its place in the order of its rank's device."""
@@ -113,6 +117,8 @@ def difference(mine: Call, theirs: Call, my_rank: int, their_rank: int) -> str:
     ):
         if one != other:
             return name
+    if mine.is_paired != theirs.is_paired:
+        return COMMUNICATORS
     return "" if _splits_agree(mine, theirs, my_rank, their_rank) else "split sizes"
 
 

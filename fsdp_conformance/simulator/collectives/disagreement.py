@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from fsdp_conformance.simulator.collectives.calls import Call
+from fsdp_conformance.simulator.collectives.calls import COMMUNICATORS, Call
 from fsdp_conformance.simulator.frames import Frame
 
 #: Line length of the first sentence.
@@ -54,6 +54,12 @@ class Party:
     def of(cls, rank: int, call: Call) -> Party:
         """The call of a rank."""
         return cls(rank=rank, words=f"{call.words} on {call.title}", place=call.place)
+
+    @classmethod
+    def of_message(cls, rank: int, call: Call) -> Party:
+        """The message of a rank, with its communicator."""
+        where = "of its two ranks" if call.is_paired else "of the group"
+        return cls(rank=rank, words=f"{call.words} on the communicator {where}, {call.title}", place=call.place)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +137,12 @@ class Disagreement:
     def advice(self) -> str:
         """Advice on how to fix it."""
         match self.kind:
+            case DisagreementKind.DIFFERENT if self.what == COMMUNICATORS:
+                return (
+                    "pass both messages to torch.distributed.batch_isend_irecv, or neither, or bind the group to its "
+                    "device: init_process_group(..., device_id=device). In a group that is not bound, only messages of "
+                    "a batch use the group's communicator, and NCCL hangs"
+                )
             case DisagreementKind.DIFFERENT:
                 return (
                     "all ranks of a group must make the same calls in the same order. NCCL does not compare them: it "

@@ -366,3 +366,31 @@ class TestFiles:
 
         assert [(one.call, one.callers, one.missing) for one in pending] == [(mine, [0], [1])]
         assert unanswered([[both], [both]]) == []
+
+
+def _message(op: str, **fields: Any) -> Call:
+    pair = replace(WORLD, pair=(0, 1))
+    words = f"{op}(4 float32) from rank 0 to rank 1"
+    return call(channel=pair, op=op, reduce_op="", words=words, **fields)
+
+
+def test_a_batched_message_does_not_meet_one_that_is_in_no_batch(ranks: list[Agreement]) -> None:
+    """They use two communicators, unless the group is bound to a device."""
+    ranks[0].check(_message("send", line=10))
+    text = message(lambda: ranks[1].check(_message("recv", line=12, is_paired=True)))
+
+    assert text == (
+        "the communicators of a message differ: rank 0 calls send(4 float32) from rank 0 to rank 1 on the communicator "
+        "of the group, the default group at /src/train.py:10 in step, rank 1 calls recv(4 float32) from rank 0 to rank "
+        "1 on the communicator of its two ranks, the default group at /src/train.py:12 in step"
+    )
+    assert "or neither, or bind the group" in " ".join(ranks[1].disagreements[0].explain().split())
+
+
+@pytest.mark.parametrize("is_paired", [True, False])
+def test_messages_on_one_communicator_meet(is_paired: bool, ranks: list[Agreement]) -> None:
+    """Both in batches, or neither."""
+    ranks[0].check(_message("send", is_paired=is_paired))
+    ranks[1].check(_message("recv", is_paired=is_paired))
+
+    assert ranks[1].disagreements == []

@@ -36,6 +36,8 @@ ON_RANKS = {
     r"later: rank 0 runs all_reduce\(SUM, 4 float32\) on the default group at test_rank_programs.py:\d+ in \w+; rank 1 "
     r"runs recv",
     "wrong_batch_against_reduce": r"the devices of ranks 0, 1 wait for each other.* rank 1 runs recv",
+    "wrong_batch_meets_message": r"the communicators of a message differ: rank 0 calls send\(4 float32\) from rank "
+    r"0 to rank 1 on the communicator of the group, the default group at test_rank_programs.py:\d+ in \w+, rank 1",
     "wrong_tags": r"the tags of a message differ: rank 0 calls send\(4 float32, tag 1\)",
     "wrong_groups_of_members_of_four": r"operations of a collective differ: rank \d calls new_group\(",
     "wrong_order_of_groups": r"two communicators are used in different orders",

@@ -403,6 +403,26 @@ def wrong_batch_against_reduce(rank: int) -> None:
         work.wait()
 
 
+def batch_meets_message(rank: int, group: Any = None) -> None:
+    message = torch.full((4,), float(rank), device="cuda")
+    if rank == 0:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, message, 1, group=group)]):
+            work.wait()
+    else:
+        dist.recv(message, 0, group=group)
+        assert message.sum().item() == 0
+
+
+def wrong_batch_meets_message(rank: int) -> None:
+    """The batch is on the communicator of the group, the other on that of the two ranks."""
+    batch_meets_message(rank)
+
+
+def right_batch_meets_message(rank: int) -> None:
+    """A group that is bound to its device has one communicator."""
+    batch_meets_message(rank, dist.new_group(device_id=torch.device("cuda", rank)))
+
+
 def wrong_tags(rank: int) -> None:
     first, second = (torch.full((4,), value, device="cuda") for value in (1.0, 2.0))
     for tensor, tag in ((first, 1), (second, 2)) if rank == 0 else ((second, 2), (first, 1)):
