@@ -145,9 +145,11 @@ def _running(run: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(run)
     def running(self: Any) -> None:
         code = getattr(getattr(self, "_target", None), "__code__", None)
-        if code is not None and owner(code.co_filename) is Owner.MACHINERY:
-            run(self)  # it does nothing on a device, and its clock would stand still
+        # A thread of this package does nothing on a device, and its clock would stand still.
+        if hasattr(self, "_known_at_end") or (code is not None and owner(code.co_filename) is Owner.MACHINERY):
+            run(self)
             return
+        self._known_at_end = None
         checker = _checker()
         checker.begin_host_thread()
         checker.learn(self._known_at_start)
