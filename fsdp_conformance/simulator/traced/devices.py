@@ -50,7 +50,7 @@ def follow_objects(
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         stream = make(cls, *args, **kwargs)
-        if "stream_id" not in kwargs and len(args) < _STREAM_ARGUMENTS:  # else it is one that exists
+        if "stream_id" not in kwargs:  # else it is one that exists
             with torch.get_device_module(stream.device.type).device(stream.device):
                 trace.stream_made(stream_number(stream))
         return stream
@@ -72,7 +72,3 @@ def follow_objects(
 
     replaced.set(stream_type, __new__=staticmethod(new), query=is_stream_done)
     replaced.set(event_type, query=is_event_done)
-
-
-#: A call with more arguments names the parts of a stream.
-_STREAM_ARGUMENTS = 3
