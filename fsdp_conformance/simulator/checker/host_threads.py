@@ -1,9 +1,11 @@
 """
 Threads of the host: a wait of one orders what that thread does, and others from where Python hands it over to them.
 
-It is handed over where a thread starts and is joined, by events, conditions, semaphores, barriers, queues, and futures
-of `concurrent.futures`. Locks hand nothing over: which thread gets one first is a matter of timing, and so would be
-the findings. What two threads agree on in another way is not known (a flag that one polls, a pipe, asyncio).
+It is handed over where a thread starts and is joined, by locks, events, conditions, semaphores, barriers, queues,
+futures of `concurrent.futures`, and calls that asyncio makes in another thread. As in ThreadSanitizer, who gets a lock
+after another thread knows what that thread knew; so a lock that two threads take in another order on the next run can
+hide a race, but a pool of buffers behind a lock is none. What two threads agree on in another way is not known (a flag
+that one polls, a pipe).
 
 Autograd's threads have the clock of the thread that called backward. All that was started before counts as one.
 """
@@ -15,6 +17,7 @@ import os
 import queue
 import sys
 import threading
+from asyncio.base_events import BaseEventLoop
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +56,8 @@ def follow_threads(replaced: Replacements) -> None:
         join=_ending(threading.Thread.join),
         is_alive=_ending(threading.Thread.is_alive),
     )
+    replaced.set(threading, Lock=_locks(threading.Lock), RLock=_locks(threading.RLock))
+    replaced.set(BaseEventLoop, call_soon_threadsafe=_calling_soon(BaseEventLoop.call_soon_threadsafe))
     replaced.set(
         threading.Event,
         set=_giving(threading.Event.set),
@@ -108,6 +113,61 @@ def _follow_queues(replaced: Replacements) -> None:
         join=_taking_always(queue.Queue.join),
     )
     replaced.set(queue, SimpleQueue=_SimpleQueue)
+
+
+class _Lock:
+    """A lock that hands over: those of Python are written in C."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock. Returns False if another thread has it all the time."""
+        is_taken: bool = self._lock.acquire(blocking, timeout)
+        if is_taken:
+            _take(self)
+        return is_taken
+
+    def release(self) -> None:
+        """Give the lock back."""
+        _give(self)
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *unused: object) -> None:
+        self.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+def _locks(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Makes locks that hand over, except for what hands over by itself, more exactly."""
+
+    @functools.wraps(make)
+    def made() -> Any:
+        lock = make()
+        return lock if sys._getframe(1).f_code.co_filename in _INSIDE else _Lock(lock)
+
+    return made
+
+
+def _calling_soon(call_soon: Callable[..., Any]) -> Callable[..., Any]:
+    """`call_soon_threadsafe`, by which a future of another thread comes to the thread of an event loop."""
+
+    @functools.wraps(call_soon)
+    def calling(self: Any, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        known = _checker().known_here()
+
+        def learn_and_call(*given: Any) -> Any:
+            _checker().learn(known)
+            return callback(*given)
+
+        return call_soon(self, learn_and_call, *args, **kwargs)
+
+    return calling
 
 
 class _SimpleQueue(queue.SimpleQueue):  # type: ignore[type-arg]
@@ -183,7 +243,7 @@ def _giving(method: Callable[..., Any], *, outside: frozenset[str] = frozenset()
     @functools.wraps(method)
     def giving(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not outside or _caller() not in outside:
-            vars(self)["_known_here"] = _merged(vars(self).get("_known_here"), _checker().known_here())
+            _give(self)
         return method(self, *args, **kwargs)
 
     return giving
@@ -213,6 +273,10 @@ def _taking_always(method: Callable[..., Any]) -> Callable[..., Any]:
             _take(self)
 
     return taking
+
+
+def _give(giver: Any) -> None:
+    vars(giver)["_known_here"] = _merged(vars(giver).get("_known_here"), _checker().known_here())
 
 
 def _take(giver: Any) -> None:

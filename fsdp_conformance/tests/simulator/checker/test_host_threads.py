@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
+import asyncio
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +40,10 @@ def _followed() -> Iterator[None]:
 
 
 class _Flag:
-    """A lock that says that something has happened: Python's threads see that, the checker does not."""
+    """Says that something has happened. Threads see that, the checker does not: nothing replaces this lock."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = _thread.allocate_lock()
         self._lock.acquire()
 
     def set(self) -> None:
@@ -50,7 +53,7 @@ class _Flag:
         assert self._lock.acquire(timeout=DEADLINE_S)
 
 
-def _by_lock(work: Callable[[], object]) -> threading.Thread:
+def _by_flag(work: Callable[[], object]) -> threading.Thread:
     """Run something in another thread, and wait until it has happened, without joining the thread."""
     flag = _Flag()
 
@@ -71,14 +74,14 @@ def _by_join(work: Callable[[], None]) -> None:
 
 
 def _by_end(work: Callable[[], None]) -> None:
-    thread = _by_lock(work)
+    thread = _by_flag(work)
     while thread.is_alive():
         pass
 
 
 def _by_event(work: Callable[[], None]) -> None:
     event = threading.Event()
-    _by_lock(lambda: (work(), event.set()))  # type: ignore[func-returns-value]
+    _by_flag(lambda: (work(), event.set()))  # type: ignore[func-returns-value]
     assert event.is_set()
 
 
@@ -99,7 +102,7 @@ def _by_condition(work: Callable[[], None]) -> None:
 
 def _by_semaphore(work: Callable[[], None]) -> None:
     semaphore = threading.Semaphore(0)
-    _by_lock(lambda: (work(), semaphore.release()))  # type: ignore[func-returns-value]
+    _by_flag(lambda: (work(), semaphore.release()))  # type: ignore[func-returns-value]
     with semaphore:
         pass
 
@@ -113,22 +116,44 @@ def _by_barrier(work: Callable[[], None]) -> None:
 def _by_queue(kind: Callable[[], queue.Queue[int]]) -> Callable[[Callable[[], None]], None]:
     def by(work: Callable[[], None]) -> None:
         items = kind()
-        _by_lock(lambda: (work(), items.put(1)))  # type: ignore[func-returns-value]
+        _by_flag(lambda: (work(), items.put(1)))  # type: ignore[func-returns-value]
         assert items.get(timeout=DEADLINE_S) == 1
 
     return by
 
 
+def _by_lock(make: Callable[[], Any]) -> Callable[[Callable[[], None]], None]:
+    def by(work: Callable[[], None]) -> None:
+        lock = make()
+
+        def run() -> None:
+            with lock:
+                work()
+
+        _by_flag(run)
+        assert lock.acquire(timeout=DEADLINE_S)
+        lock.release()
+
+    return by
+
+
+def _by_event_loop(work: Callable[[], None]) -> None:
+    async def wait_for() -> None:
+        await asyncio.to_thread(work)
+
+    asyncio.run(wait_for())
+
+
 def _by_simple_queue(work: Callable[[], None]) -> None:
     items: queue.SimpleQueue[int] = queue.SimpleQueue()
-    _by_lock(lambda: (work(), items.put(1)))  # type: ignore[func-returns-value]
+    _by_flag(lambda: (work(), items.put(1)))  # type: ignore[func-returns-value]
     assert items.get_nowait() == 1
 
 
 def _by_finished_tasks(work: Callable[[], None]) -> None:
     items: queue.Queue[int] = queue.Queue()
     items.put(1)
-    _by_lock(lambda: (items.get(), work(), items.task_done()))  # type: ignore[func-returns-value]
+    _by_flag(lambda: (items.get(), work(), items.task_done()))  # type: ignore[func-returns-value]
     items.join()
 
 
@@ -147,6 +172,9 @@ def _by_finished_future(work: Callable[[], None]) -> None:
 HAND_OVERS = {
     "join": _by_join,
     "end": _by_end,
+    "lock": _by_lock(lambda: threading.Lock()),  # noqa: PLW0108 - the name has another value by then
+    "reentrant lock": _by_lock(lambda: threading.RLock()),  # noqa: PLW0108
+    "event loop": _by_event_loop,
     "event": _by_event,
     "condition": _by_condition,
     "semaphore": _by_semaphore,
@@ -188,7 +216,7 @@ def test_a_wait_of_another_thread(is_first: bool) -> None:
     with _followed():
         data, go = torch.ones(4, device="sim"), _Flag()
         if is_first:
-            _by_lock(torch_sim.synchronize)
+            _by_flag(torch_sim.synchronize)
         else:
             thread = threading.Thread(target=lambda: (go.wait(), torch_sim.synchronize()))  # type: ignore[func-returns-value]
             thread.start()
@@ -252,7 +280,7 @@ def test_an_event_of_another_thread() -> None:
             torch_sim.synchronize()
             events.append(torch_sim.Stream().record_event())
 
-        _by_lock(work)
+        _by_flag(work)
         side = torch_sim.Stream()
         side.wait_event(events[0])
         with torch_sim.stream(side):
