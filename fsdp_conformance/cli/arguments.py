@@ -559,6 +559,7 @@ def _add_parity(parser: Parser) -> None:
 
 def _add_explore(parser: Parser) -> None:
     _add_options(parser, "implementation")
+    _add_options(parser, "workload", help="draw engines, trainings and events for your own model, batches and loss")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--seconds", metavar="S", help="draw for S seconds (default: 600)")
     budget.add_argument("--max-examples", metavar="N", help="draw N examples instead")

@@ -3,6 +3,7 @@
 
     building      from a scenario to its model, plan and schedule
     example       these, as every rank builds them
+    own_model     the user's own model in an example, and what it leaves out
     needs         the traffic that a step of an example needs at most
     references    the references of a scenario, trained once for all ranks
     case          a scenario as a case, judged by the oracles of the suites

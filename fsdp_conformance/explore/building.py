@@ -7,10 +7,12 @@ numbers) is fixed, or follows from `salt`, so a scenario and a number are an exa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_conformance.explore.example import UNREACHED_NORM, Example, Initial
+from fsdp_conformance.explore.own_model import OwnModel
 from fsdp_conformance.fixtures.drawn import EXACT_STEPS, DrawnBlock, DrawnModel, Passing
 from fsdp_conformance.plan import BackwardPrefetch, Offload, Plan, Sharding
 from fsdp_conformance.scenarios.scenario import Scenario
@@ -189,15 +191,30 @@ _WRITING = frozenset({
     Action.WRITE_SHOWN_GRADIENT,
 })  # fmt: skip
 
-#: New learning rates, and factors of what is written: powers of two, so that exact models stay exact.
-_RATES = (0.25, 0.0625)
+#: The factor of what is written: a power of two, so that exact models stay exact.
 _FACTOR = 0.5
-#: What gradients are clipped to.
-_LARGEST = (0.25, 0.125)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Numbers:
+    """The names and values of events, for the first and for the second of a kind: powers of two, too."""
+
+    written: tuple[str, str]
+    """The parameters that are written, or whose gradients are."""
+    clipped: tuple[str, ...]
+    """The parameters whose norm the user clips: of the root, and of a unit."""
+    rates: tuple[float, float] = (0.25, 0.0625)
+    """New learning rates."""
+    largest: tuple[float, float] = (0.25, 0.125)
+    """The largest elements of gradients after clipping by the user."""
+    norms: tuple[float, float] = (0.25, 0.125)
+    """Their largest norms."""
 
 
 def example_of(scenario: Scenario, *, salt: int | None = None) -> Example:
     """The example of a scenario. `salt` chooses the numbers of the model and its batches; None: the scenario's."""
+    if scenario.workload:
+        return _OwnBuilder(scenario, scenario.choice, 0, OwnModel(scenario.workload)).example()
     return _Builder(scenario, scenario.choice, scenario.salt if salt is None else salt).example()
 
 
@@ -225,13 +242,16 @@ class _Builder:
 
     def example(self) -> Example:
         model = self._model()
-        plan = self._plan(model)
-        others = tuple(unit for unit in plan.units if unit != self._block_name(0))
+        return self._example(model, self._plan(model), self._block_name(0))
+
+    def _example(self, model: DrawnModel | OwnModel, plan: Plan, left: str) -> Example:
+        """The example; `left` is the unit that a new engine leaves to the root."""
+        others = tuple(unit for unit in plan.units if unit != left)
         return Example(
             world_size=self._ranks,
             model=model,
             plan=plan,
-            regime=self._regime(model, plan),
+            regime=self._regime(model, plan, others or plan.units),
             initial=Initial(self.choice["initial values"]),
             attributes=self.choice["attributes of parameters"] != "none",
             summing_hook=self.choice["communication hook"] == "sum",
@@ -362,14 +382,28 @@ class _Builder:
 
     # --- the plan ----------------------------------------------------------------------------------------------------
 
-    def _plan(self, model: DrawnModel) -> Plan:
+    def _units(self, model: Any) -> tuple[str, ...]:
+        """The units that the plan names."""
+        units: tuple[str, ...] = model.units()
+        return units
+
+    def _special_unit(self, model: Any) -> str:
+        """The unit that is treated in its own way."""
+        return next(unit for unit in self._units(model) if self._special in unit.split("+"))
+
+    def _policy(self) -> str | None:
+        """The policy that chooses the units; None: the plan names them."""
+        return {"chosen by class": "class:Block", "chosen by size": "size:20"}.get(self.choice["units"])
+
+    def _plan(self, model: DrawnModel | OwnModel) -> Plan:
         choice = self.choice
         low = choice["precision"] != "float32"
+        policy = self._policy()
         return Plan(
             sharding=_SHARDING.get(choice["sharding"], Sharding.DEFAULT),
             replicas={"hybrid": 2, "hybrid, shards of one": self._ranks}.get(choice["sharding"], 1),
-            units=() if choice["units"].startswith("chosen") else model.units(),
-            auto_wrap={"chosen by class": "class:Block", "chosen by size": "size:20"}.get(choice["units"]),
+            units=self._units(model) if policy is None else (),
+            auto_wrap=policy,
             reshard_after_forward={"after forward": True, "after backward": False, "to a smaller group": 2}.get(
                 choice["resharding"]
             ),
@@ -379,16 +413,14 @@ class _Builder:
             offload=Offload.CPU if choice["offload"] == "CPU" else Offload.OFF,
             param_dtype="bfloat16" if low else None,
             reduce_dtype="float32" if low and choice["precision"] != "bfloat16" else None,
-            unit_dtypes=((_unit_of(model, self._special), "float32"),)
+            unit_dtypes=((self._special_unit(model), "float32"),)
             if choice["precision"] == "bfloat16, one unit in float32"
             else (),
             sync_module_states=choice["initial values"] == "from the first rank",
             meta_init=choice["built"] == "on meta",
             micro_batches=_MICRO_BATCHES[choice["accumulation"]][0],
             defer_reduction=bool(_MICRO_BATCHES[choice["accumulation"]][1]),
-            deferred_units=(_unit_of(model, self._special),)
-            if choice["accumulation"] == "deferred in one unit"
-            else (),
+            deferred_units=(self._special_unit(model),) if choice["accumulation"] == "deferred in one unit" else (),
             reshard_after_backward=False if choice["accumulation"] == "kept gathered" else None,
             defer_all_reduce=choice["accumulation"] == "deferred over replicas",
             **_PREFETCH.get(choice["prefetch"], {}),
@@ -396,16 +428,35 @@ class _Builder:
 
     # --- the schedule ------------------------------------------------------------------------------------------------
 
-    def _regime(self, model: DrawnModel, plan: Plan) -> Regime:
+    def _frozen_at(self, model: Any) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Steps from which other parameters are frozen, with their names."""
+        match self.choice["frozen"]:
+            case "later":
+                return ((1, tuple({*model.never_trained(), *_below(model, self._special)})),)
+            case "thawed later":
+                return ((1, model.never_trained()),)
+            case _:
+                return ()
+
+    def _of_model(self, model: Any) -> dict[str, Any]:
+        """The fields of the regime that depend on what the model is."""
+        return {
+            "optimizer": _OPTIMIZERS[self.choice["optimizer"]],
+            "unused_parameters": True,
+            "keep_outputs": True,
+            **_CLIPPING.get(self.choice["clipping"], {}),
+        }
+
+    def _numbers(self, model: Any) -> _Numbers:
+        first, _, head = self.scenario.extent.names
+        block = f"{self._block_name(0)}.up.weight"
+        return _Numbers(written=(block, f"{head}.bias"), clipped=(f"{first}.weight", block))
+
+    def _regime(self, model: DrawnModel | OwnModel, plan: Plan, units: tuple[str, ...]) -> Regime:
+        """`units`: those that every engine of the training has, and that events gather by hand."""
         choice = self.choice
         micro_batches, reduced = _MICRO_BATCHES[choice["accumulation"]]
-        frozen_at: tuple[tuple[int, tuple[str, ...]], ...] = ()
-        if choice["frozen"] == "later":
-            frozen_at = ((1, tuple({*model.never_trained(), *_below(model, self._special)})),)
-        elif choice["frozen"] == "thawed later":
-            frozen_at = ((1, model.never_trained()),)
         regime = Regime(
-            optimizer=_OPTIMIZERS[choice["optimizer"]],
             steps=self.scenario.extent.steps,
             micro_batches=micro_batches,
             reduced=reduced,
@@ -414,50 +465,106 @@ class _Builder:
             backward_from="output" if choice["derivatives"] == "of outputs" else "loss",
             backwards_per_forward=2 if choice["backwards"] == "two of one forward" else 1,
             optimizer_in_backward=choice["update"] == "in backward",
-            frozen_at=frozen_at,
+            frozen_at=self._frozen_at(model),
             sums=choice["gradients divided by"] == "one" or choice["communication hook"] == "sum",
-            unused_parameters=True,
-            keep_outputs=True,
             keep_input_gradients=True,
-            **_CLIPPING.get(choice["clipping"], {}),
+            **self._of_model(model),
         )
+        numbers = self._numbers(model)
         events = [
-            self._event(axis, index, action, moment, step, model, plan)
+            self._event(index, action, moment, step, numbers, units)
             for axis, values in _EVENTS.items()
             for index, (action, moment, step) in enumerate(values.get(choice[axis], ()))
         ]
         return replace(regime, events=in_order(events))
 
     def _event(
-        self, axis: str, index: int, action: Action, moment: Moment, step: int, model: DrawnModel, plan: Plan
+        self, index: int, action: Action, moment: Moment, step: int, numbers: _Numbers, units: tuple[str, ...]
     ) -> Event:
         fields: dict[str, Any] = {}
-        first, _, head = model.names
-        written = (f"{model.block_name(0)}.up.weight", f"{head}.bias")
         match action:
             case Action.UNSHARD:
-                fields["names"] = (plan.units[-1 - index % len(plan.units)],)
+                fields["names"] = (units[-1 - index % len(units)],)
             case Action.LEARNING_RATE:
-                fields["value"] = _RATES[index]
+                fields["value"] = numbers.rates[index]
             case action if action in _WRITING:
-                fields["names"] = (written[index],)
+                fields["names"] = (numbers.written[index],)
                 fields["value"] = _FACTOR
             case Action.CLIP_VALUES:
-                fields["value"] = _LARGEST[index]
+                fields["value"] = numbers.largest[index]
             case Action.CLIP_SOME:
-                # Of the root, and of a unit.
-                fields["names"] = (f"{first}.weight", written[0])
-                fields["value"] = _LARGEST[index]
+                fields["names"] = numbers.clipped
+                fields["value"] = numbers.norms[index]
             case Action.DROP:
-                fields["names"] = (written[index],)
+                fields["names"] = (numbers.written[index],)
             case Action.TOGGLE if self.choice["mode"] == "toggled on one rank":
                 fields["ranks"] = (index,)
         return Event(action=action, moment=moment, step=step, **fields)
 
 
-def _unit_of(model: DrawnModel, block: str) -> str:
-    """The unit that contains a block: the block itself, or the unit of which it is a part."""
-    return next(unit for unit in model.units() if block in unit.split("+"))
+@dataclass(frozen=True, slots=True)
+class _OwnBuilder(_Builder):
+    """The same for the user's own model: its values are clipped, and its rates lowered, by what one batch shows."""
+
+    own: OwnModel
+
+    def example(self) -> Example:
+        shared = [unit for unit in self.own.workload.units if unit not in self.own.workload.local_units]
+        return self._example(self.own, self._plan(self.own), shared[0] if shared else "")
+
+    def _units(self, model: Any) -> tuple[str, ...]:
+        units, joined = self.own.workload.units, self.own.neighbours()
+        match self.choice["units"]:
+            case "only the root":
+                return self.own.workload.local_units
+            case "some blocks":
+                return tuple(unit for unit in units[1::2] if unit not in self.own.workload.local_units) + (
+                    self.own.workload.local_units
+                )
+            case "two blocks as one" if joined is not None:
+                return (*(unit for unit in units if unit not in joined), "+".join(joined))
+            case _:
+                return units
+
+    def _special_unit(self, model: Any) -> str:
+        shared = [unit for unit in self._units(model) if unit not in self.own.workload.local_units]
+        return shared[-1]
+
+    def _policy(self) -> str | None:
+        largest = max(math.prod(shape) for shape in self.own.shapes().values())
+        by_class, by_size = f"class:{self.own.measured.unit_class}", f"size:{largest}"
+        return {"chosen by class": by_class, "chosen by size": by_size}.get(self.choice["units"])
+
+    def _frozen_at(self, model: Any) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        return ()
+
+    def _of_model(self, model: Any) -> dict[str, Any]:
+        clipping = dict(_CLIPPING.get(self.choice["clipping"], {}))
+        if clipping and clipping["max_norm"] != UNREACHED_NORM:
+            clipping["max_norm"] = _below_it(self.own.measured.norms[clipping.get("norm_type", 2.0)])
+        return {
+            "optimizer": self.own.optimizer(self.choice["optimizer"]),
+            "unused_parameters": not self.own.uses_all,
+            "keep_outputs": self.own.measured.has_tensor_output,
+            **clipping,
+        }
+
+    def _numbers(self, model: Any) -> _Numbers:
+        measured = self.own.measured
+        rate, largest = _below_it(measured.rate), _below_it(measured.norms[math.inf])
+        norm = _below_it(measured.norm_of_written)
+        return _Numbers(
+            written=measured.written,
+            clipped=tuple(dict.fromkeys(measured.written)),
+            rates=(rate, rate / 4),
+            largest=(largest, largest / 2),
+            norms=(norm, norm / 2),
+        )
+
+
+def _below_it(value: float) -> float:
+    """A power of two between a quarter and a half of the value, at which clipping strikes and rates differ."""
+    return 2.0 ** (math.floor(math.log2(value)) - 1) if value > 0 else 1.0
 
 
 def _below(model: DrawnModel, block: str) -> tuple[str, ...]:

@@ -76,6 +76,9 @@ _SHOWS_SHARDING = 36
 #: How many steps are trained further to see what each leaves behind. The first may still gather what stays gathered.
 _STEPS_ON = 4
 
+#: What of a model gets other values than the right ones.
+_PARAMETERS, _SAVED, _EVERYTHING = "parameters", "saved", "everything"
+
 #: In a warm worker: by digest, the references of the scenario that runs. Its ranks need not train them.
 prepared: dict[str, Trained] = {}
 
@@ -166,7 +169,10 @@ class ScenarioCase(ConformanceTestCase):
         built = workload
         if example.initial is Initial.WRITTEN or (example.initial is Initial.FIRST_RANK and self.rank):
             written_only = example.initial is Initial.WRITTEN
-            built = replace(workload, build=partial(_with_other_values, workload, buffers=not written_only))
+            built = replace(
+                workload,
+                build=partial(_with_other_values, workload, which=_PARAMETERS if written_only else _EVERYTHING),
+            )
         built = _attributed(example, built)
         regime, adapter = example.regime_of_engine, self.subject()
         try:
@@ -197,7 +203,7 @@ class ScenarioCase(ConformanceTestCase):
         with process_group.log().phase("event"), self.blaming("implementation"):
             adapter.save_checkpoint(directory)
         self.drop(adapter)
-        built = _attributed(example, replace(workload, build=partial(_with_other_values, workload, buffers=True)))
+        built = _attributed(example, replace(workload, build=partial(_with_other_values, workload, which=_SAVED)))
         on_setup = self._on_setup(example, workload, ExitStack())
 
         def load(new: Adapter) -> None:
@@ -546,7 +552,7 @@ def _declines(error: Exception, example: Example, steps_trained: int) -> bool:
     words: list[str] = []
     if example.regime.backwards_per_forward > 1:
         words += ["second time", "second backward", "twice", "retain_graph"]
-    if "in place" in example.model.passing.outputs:
+    if example.changes_in_place:
         words += ["modified inplace", "modified by an inplace operation", "modified in place"]
     return any(word in str(error) for word in words)
 
@@ -569,12 +575,14 @@ def _with_attributes(workload: Workload, rank: int) -> nn.Module:
     return model
 
 
-def _with_other_values(workload: Workload, rank: int, *, buffers: bool) -> nn.Module:
-    """The model with values that are nowhere the right ones."""
+def _with_other_values(workload: Workload, rank: int, *, which: str) -> nn.Module:
+    """The model in which parameters, what a checkpoint saves, or everything has values that are not the right ones."""
     model = workload.build(rank)
+    saved = model.state_dict()
+    buffers = [each for name, each in model.named_buffers() if which == _EVERYTHING or name in saved]
     with torch.no_grad():
-        for tensor in [*model.parameters(), *(model.buffers() if buffers else ())]:
-            tensor.add_(1)
+        for tensor in [*model.parameters(), *(buffers if which != _PARAMETERS else ())]:
+            tensor.copy_(tensor.logical_not() if tensor.dtype is torch.bool else tensor + 1)
     return model
 
 

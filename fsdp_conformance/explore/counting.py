@@ -17,6 +17,7 @@ def summary(counters: Mapping[str, Any], *, width: int = WIDTH) -> str:
     lines += [f"  {counters['shrinks']} more were run to shrink failures"] * bool(counters["shrinks"])
     lines += [f"  {counters['left_out']} were left out, as known failures"] * bool(counters["left_out"])
     for title, counts in (
+        ("values that were not drawn", counters.get("not_drawn") or {}),
         ("could not be judged", counters["rejected"]),
         ("refused by the engine", counters["declined"]),
     ):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from fsdp_conformance.explore.own_model import OwnModel
 from fsdp_conformance.fixtures import drawn
 from fsdp_conformance.fixtures.drawn import DrawnModel
 from fsdp_conformance.plan import Plan, Sharding
@@ -31,7 +32,7 @@ class Example:
     """A model, how it is sharded, and how it is trained."""
 
     world_size: int = 2
-    model: DrawnModel = DrawnModel()  # noqa: RUF009 - frozen
+    model: DrawnModel | OwnModel = DrawnModel()  # noqa: RUF009 - frozen
     plan: Plan = Plan()  # noqa: RUF009 - frozen
     regime: Regime = Regime()  # noqa: RUF009 - frozen
     initial: Initial = Initial.EQUAL
@@ -52,8 +53,15 @@ class Example:
         """The regime as the engine is asked for it: a hook of the user adds gradients up without its help."""
         return replace(self.regime, sums=False) if self.summing_hook else self.regime
 
+    @property
+    def changes_in_place(self) -> bool:
+        """True if the user changes what the model returns in place."""
+        return isinstance(self.model, DrawnModel) and "in place" in self.model.passing.outputs
+
     def workload(self, rows: int = drawn.ROWS) -> Workload:
-        """The training problem, with so many samples in a batch."""
+        """The training problem, with so many samples in a batch; the user's own model has its own batches."""
+        if isinstance(self.model, OwnModel):
+            return replace(self.model.training, capabilities=self.model.workload.capabilities | asks(self))
         return drawn.workload(self.model, micro_batches=self.regime.micro_batches, asks=asks(self), rows=rows)
 
 
@@ -64,7 +72,7 @@ def asks(example: Example) -> frozenset[str]:
     """The flags of `Asked.MODEL` that an engine needs for the model and its schedule."""
     model, units = example.model, example.plan.units
     shapes = model.shapes()
-    blocks = [block for _, block in model.walk()]
+    blocks = [block for _, block in model.walk()] if isinstance(model, DrawnModel) else []
     flags = {
         "scalar_params": any(not shape for shape in shapes.values()),
         "noncontiguous_params": any(
@@ -81,14 +89,20 @@ def asks(example: Example) -> frozenset[str]:
 
 
 def used_blocks(example: Example, step: int) -> set[int]:
-    """The blocks that run in a step."""
-    return {index for micro in range(example.regime.micro_batches) for index in example.model.called(step + micro)}
+    """The blocks of a drawn model that run in a step."""
+    model = example.model
+    if isinstance(model, OwnModel):
+        return set()
+    return {index for micro in range(example.regime.micro_batches) for index in model.called(step + micro)}
 
 
 def uses_all(example: Example) -> bool:
     """True if every parameter is used in every step: each block runs, and the first layer's output has a gradient."""
-    every_block = set(range(len(example.model.blocks)))
-    return example.model.passing.inputs != "detached" and all(
+    model = example.model
+    if isinstance(model, OwnModel):
+        return model.uses_all
+    every_block = set(range(len(model.blocks)))
+    return model.passing.inputs != "detached" and all(
         used_blocks(example, step) == every_block for step in range(example.regime.steps)
     )
 

@@ -22,9 +22,13 @@ from fsdp_conformance.explore.signature import Signature, signature_of
 from fsdp_conformance.scenarios.axes import PROCESSES_ALONE, SPACE
 from fsdp_conformance.scenarios.covering import Coverage, best_row
 from fsdp_conformance.scenarios.scenario import Extent, Scenario
+from fsdp_conformance.scenarios.space import Space
 
 #: How often a scenario may be run to make a failure smaller.
 MAX_SHRINKS = 60
+
+#: Models with other numbers that a drawn scenario may have. That of the user has its own.
+_SALTS = 8
 
 #: How often a scenario is drawn again because it has what a known failure needs.
 _REDRAWS = 20
@@ -170,7 +174,7 @@ class _Shrinking:
         whole = SPACE.without_orphans(SPACE.whole(choice))
         if SPACE.why_impossible(whole) is not None:
             return False
-        candidate = Scenario.of(whole, salt=self.smallest.salt, extent=self.smallest.extent)
+        candidate = replace(self.smallest, values=tuple(SPACE.special(whole).items()))
         holds = self._holds(candidate)
         if holds and len(candidate.values) < len(self.smallest.values):
             self.smallest = candidate
@@ -190,7 +194,8 @@ class Explorer:
     """
     Draws scenarios for an engine and collects its failures.
 
-    `known`: what known failures take, as sets of `axis: value`; they are neither drawn nor reported.
+    `known`: what known failures take, as sets of `axis: value`; they are neither drawn nor reported. `workload`: the
+    user's own model, which `space` is limited to.
     """
 
     def __init__(
@@ -199,6 +204,8 @@ class Explorer:
         declared: frozenset[str],
         budget: Budget,
         *,
+        space: Space = SPACE,
+        workload: str = "",
         first_seed: int = 0,
         world_sizes: tuple[int, ...] = (2, 3, 1, 4),
         max_shrinks: int = MAX_SHRINKS,
@@ -216,7 +223,9 @@ class Explorer:
             raise ConfigError([f"world sizes must be among {', '.join(ranks)}, got {world_sizes}"], where="explore")
         # Scenarios run on simulated ranks.
         self._declared = declared - PROCESSES_ALONE
-        self._pairs = Coverage(SPACE, self._declared)
+        self._space = space
+        self._workload = workload
+        self._pairs = Coverage(space, self._declared)
         self._triples: Coverage | None = None
         self._sizes = sizes
         self._max_shrinks = max_shrinks
@@ -247,7 +256,7 @@ class Explorer:
         """A scenario that has not run yet; None if there is none left to draw."""
         if not self._seen and "2" in self._sizes:
             # Whether anything passes at all.
-            return Scenario()
+            return Scenario(workload=self._workload)
         for _ in range(_REDRAWS):
             ranks = self._random.choice(sorted(self._sizes))
             row = best_row(self._triples or self._pairs, self._random, start={"ranks": ranks}, candidates=1)
@@ -255,7 +264,9 @@ class Explorer:
                 continue
             if self._triples is None and self._has_few_pairs(row):
                 # They take seconds to count.
-                self._triples = Coverage(SPACE, self._declared, strength=3, rows=[each.choice for each in self._seen])
+                self._triples = Coverage(
+                    self._space, self._declared, strength=3, rows=[each.choice for each in self._seen]
+                )
             scenario = self._without_known(row)
             if scenario is not None and scenario not in self._seen:
                 return scenario
@@ -268,7 +279,8 @@ class Explorer:
     def _without_known(self, row: dict[str, str]) -> Scenario | None:
         """The scenario of a row, without what known failures need; None if too many of them are in it."""
         for _ in range(_REDRAWS):
-            scenario = Scenario.of(row, salt=self._random.randrange(8))
+            salt = 0 if self._workload else self._random.randrange(_SALTS)
+            scenario = Scenario.of(row, salt=salt, workload=self._workload)
             known = next((known for known in self.avoided if known <= scenario.features), None)
             if known is None:
                 return scenario if scenario.choice["ranks"] in self._sizes else None
@@ -341,6 +353,6 @@ class Explorer:
             self.result.declined[outcome.declined] += 1
             return
         self.result.passed += not outcome.failed
-        for axis, value in choice.items():
-            self.result.covered.setdefault(axis, Counter())[value] += 1
+        for axis in self._space.by_name:
+            self.result.covered.setdefault(axis, Counter())[choice[axis]] += 1
         self._tell("ran", outcome)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from fsdp_conformance.checks.traffic_bound import Needs
 from fsdp_conformance.explore.example import Example
+from fsdp_conformance.explore.own_model import OwnModel
 from fsdp_conformance.workload.events import FORWARDS, Action
 
 
@@ -48,5 +49,7 @@ def _frozen(example: Example, step: int) -> Collection[str] | None:
 def _recomputed(example: Example) -> int:
     """How many more passes a forward and its backward have because blocks run twice, or are recomputed."""
     model = example.model
+    if isinstance(model, OwnModel):
+        return 2 * (model.measured.most_calls - 1)
     twice = any(block.repeat > 1 for _, block in model.walk()) or any(len(set(c)) < len(c) for c in model.calls)
     return 2 * (twice + (model.passing.checkpointing != "none"))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fsdp_conformance.errors import ConformanceError, NotExact
 from fsdp_conformance.explore.building import example_of, second_model
 from fsdp_conformance.explore.example import Example
+from fsdp_conformance.explore.own_model import OwnModel
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.references.exactness import demands_bitwise, values
 from fsdp_conformance.references.packed_history import packed, unpacked
@@ -84,7 +85,7 @@ class Trained(NamedTuple):
 
 def prepare(example: Example) -> Prepared:
     """Train the references. Not collective. Raises NotExact if bitwise judgement is due but impossible."""
-    workload = remembering(example.workload())
+    workload = remembering(example)
     size, regime = example.world_size, example.regime
     if example.plan.param_dtype is not None:
         rounded = rounding_histories(workload, regime, example.plan, world_size=size)
@@ -119,7 +120,8 @@ def judgeable(scenario: Scenario, *, salts: int = _SALTS) -> tuple[Example, Prep
     """
     candidates: list[tuple[Example, Prepared]] = []
     problem: NotExact | None = None
-    for salt in range(scenario.salt, scenario.salt + salts):
+    # The user's own model has its own numbers.
+    for salt in range(scenario.salt, scenario.salt + (1 if scenario.workload else salts)):
         example = example_of(scenario, salt=salt)
         try:
             candidates.append((example, prepare(example)))
@@ -209,7 +211,7 @@ def untrained(scenario: Scenario, salt: int) -> Trained:
 
 
 def _without_histories(example: Example) -> Prepared:
-    return Prepared(workload=remembering(example.workload()), regime=example.regime, histories=())
+    return Prepared(workload=remembering(example), regime=example.regime, histories=())
 
 
 def shared(candidates: Sequence[Scenario], *, rank: int) -> Trained:
@@ -249,7 +251,7 @@ def _to_send(prepared: Prepared) -> tuple[list[dict[str, Any]], bool, bool]:
 def _received(example: Example, sent: tuple[list[dict[str, Any]], bool, bool]) -> Prepared:
     histories, exact, rounds = sent
     return Prepared(
-        workload=remembering(example.workload()),
+        workload=remembering(example),
         regime=example.regime,
         histories=tuple({name: unpacked(history) for name, history in of_rank.items()} for of_rank in histories),
         exact=exact,
@@ -275,8 +277,15 @@ def orders_for(world_size: int, regime: Regime, *, exact: bool = False) -> tuple
     return tuple(orders)
 
 
-def remembering(workload: Workload) -> Workload:
-    """The workload with functions that remember: batches are never written to by a drawn model, models are copied."""
+def remembering(example: Example) -> Workload:
+    """
+    The workload of an example, which for a drawn model remembers: batches are never written to, and models are copied.
+
+    What the user's own model does to them is unknown.
+    """
+    workload = example.workload()
+    if isinstance(example.model, OwnModel):
+        return workload
 
     @cache
     def built(rank: int) -> nn.Module:

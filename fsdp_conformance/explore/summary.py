@@ -71,8 +71,10 @@ def schedule_in_words(scenario: Scenario) -> Iterator[str]:
     model, plan, regime = example.model, example.plan, example.regime
     yield f"{example.world_size} ranks"
     yield f"units {', '.join(plan.units) or plan.auto_wrap or 'the root alone'}"
-    shapes = [f"{name} {list(shape)}" for name, shape in model.shapes().items()]
-    yield "parameters " + ", ".join(shapes)
+    if scenario.workload:
+        yield f"the model of {scenario.workload}"
+    else:
+        yield "parameters " + ", ".join(f"{name} {list(shape)}" for name, shape in model.shapes().items())
     yield f"{regime.steps} steps of {regime.micro_batches} micro-batches under {regime.optimizer}"
 
 

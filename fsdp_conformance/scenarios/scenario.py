@@ -71,15 +71,17 @@ class Scenario:
     salt: int = 0
     """Chooses the numbers of the model and its batches."""
     extent: Extent = Extent()
+    workload: str = ""
+    """The user's own model, as `workload.loading` takes it; empty: a model is made from the values."""
 
     @classmethod
-    def of(cls, choice: Choice, *, salt: int = 0, extent: Extent = Extent()) -> Scenario:
+    def of(cls, choice: Choice, *, salt: int = 0, extent: Extent = Extent(), workload: str = "") -> Scenario:
         """The scenario with these values, and plain ones on all other axes."""
         whole = SPACE.whole(choice)
         why = SPACE.why_impossible(whole)
         if why is not None:
             raise ConfigError([f"its values must be possible together, but {why}"], where=f"scenario {dict(choice)}")
-        return cls(tuple(SPACE.special(whole).items()), salt, extent)
+        return cls(tuple(SPACE.special(whole).items()), salt, extent, workload)
 
     @property
     def choice(self) -> dict[str, str]:
@@ -118,6 +120,8 @@ class Scenario:
         written = {"format": FORMAT, "salt": self.salt, "values": dict(self.values)}
         if self.extent != Extent():
             written["extent"] = asdict(self.extent)
+        if self.workload:
+            written["workload"] = self.workload
         return json.dumps(written, sort_keys=True)
 
 
@@ -134,7 +138,7 @@ def scenario_from_json(text: str) -> Scenario:
         written = codec.typed(_Written, data)
     except ValueError as error:
         raise ConfigError([f"must have values, as axis to value, and a salt: {error}"], where=where) from error
-    return Scenario.of(written.values, salt=written.salt, extent=written.extent)
+    return Scenario.of(written.values, salt=written.salt, extent=written.extent, workload=written.workload)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,3 +149,4 @@ class _Written:
     values: dict[str, str]
     salt: int
     extent: Extent = Extent()
+    workload: str = ""

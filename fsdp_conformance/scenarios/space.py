@@ -8,8 +8,8 @@ replaced by something plainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fsdp_conformance import capability
@@ -134,6 +134,40 @@ class Space:
                 for value in values:
                     by_value.setdefault((axis, value), []).append(conflict)
         return by_value
+
+    def without(self, values: Collection[tuple[str, str]]) -> Space:
+        """The space without some values, as axis and name, and without those that make sense only beside them."""
+        gone = set(values)
+        while True:
+            orphans = {
+                (axis.name, value.name)
+                for axis in self.axes
+                for value in axis.values
+                if any(all((other, name) in gone for name in names) for other, names in value.with_.items())
+            }
+            if orphans <= gone:
+                break
+            gone |= orphans
+
+        def kept(of: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+            return {axis: tuple(name for name in names if (axis, name) not in gone) for axis, names in of.items()}
+
+        axes = [
+            replace(
+                axis,
+                values=tuple(
+                    replace(value, with_=kept(value.with_))
+                    for value in axis.values
+                    if (axis.name, value.name) not in gone
+                ),
+            )
+            for axis in self.axes
+        ]
+        conflicts = [replace(conflict, of=kept(conflict.of)) for conflict in self.conflicts]
+        return Space(
+            axes=tuple(axis for axis in axes if len(axis.values) > 1),
+            conflicts=tuple(conflict for conflict in conflicts if all(conflict.of.values())),
+        )
 
     def whole(self, choice: Choice) -> dict[str, str]:
         """The scenario with plain values where the choice has none. Raises ConfigError for unknown names."""

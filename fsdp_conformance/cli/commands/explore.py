@@ -86,7 +86,8 @@ def _followed(
     for answer in answers:
         match answer.pop("what"):
             case "begin" if not as_json:
-                print(f"exploring {answer['name']} {answer['version']}", flush=True)
+                on = f" on {answer['workload']}" * bool(answer["workload"])
+                print(f"exploring {answer['name']} {answer['version']}{on}", flush=True)
             case "progress":
                 progress |= answer["counts"]
                 if sys.stderr.isatty() and time.monotonic() - shown > _PROGRESS_S:

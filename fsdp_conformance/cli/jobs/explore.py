@@ -9,6 +9,8 @@ The job of `explore`: draw examples, shrink failures, and confirm them on proces
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,13 +32,22 @@ def run(answer: Answer, order: dict[str, Any]) -> None:
     from fsdp_conformance.explore.exploration import Budget, Explorer
     from fsdp_conformance.explore.pool import WarmWorker
     from fsdp_conformance.run_settings import RunOrder, settings_from_json
+    from fsdp_conformance.scenarios.axes import SPACE
 
     settings = replace(settings_from_json(order["settings"]), ranks="simulated")
     if settings.device == SIMULATED and (problem := places.build_problem()):
         raise EnvironmentUnavailable(f"the simulated accelerator cannot be built: {problem}")
     description = registry.describe(settings.implementation)
     declared = description.declared(settings.device)
-    answer("begin", name=description.name, version=description.version, declared=sorted(declared))
+    sizes = settings.world_sizes or (2, 3, 1, 4)
+    gone = _left_out(settings, sizes)
+    answer(
+        "begin",
+        name=description.name,
+        version=description.version,
+        declared=sorted(declared),
+        workload=settings.workload,
+    )
     run_order = RunOrder(settings=settings, description=codec.plain(description), device=settings.device)
     with WarmWorker(run_order) as worker:
 
@@ -46,23 +57,40 @@ def run(answer: Answer, order: dict[str, Any]) -> None:
             elif what == "failure":
                 answer("shrinking", signature=str(about))
             else:
-                answer("progress", ran=explorer.result.ran, counts=_counts(explorer.result))
+                answer("progress", ran=explorer.result.ran, counts=_counts(explorer.result, gone))
 
         explorer = Explorer(
             worker,
             declared,
             Budget(seconds=order["seconds"], max_examples=order["max_examples"]),
+            space=SPACE.without(gone) if gone else SPACE,
+            workload=settings.workload,
             first_seed=order["seed"],
-            world_sizes=settings.world_sizes or (2, 3, 1, 4),
+            world_sizes=sizes,
             # What the adapter avoids is known to fail, and would hide the rest.
             known=[frozenset(f"{axis}: {value}" for axis, value in each.items()) for each in description.avoids],
             tell=tell,
         )
         exploration = explorer.explore()
-    answer("done", **_counts(exploration))
+    answer("done", **_counts(exploration, gone))
 
 
-def _counts(exploration: Exploration) -> dict[str, Any]:
+def _left_out(settings: RunSettings, world_sizes: tuple[int, ...]) -> dict[tuple[str, str], str]:
+    """
+    The values that are not drawn for the user's own model, each with the reason; none without one.
+
+    Raises ConfigError with every problem of the workload.
+    """
+    if not settings.workload:
+        return {}
+    from fsdp_conformance.cases.own_model import with_properties
+    from fsdp_conformance.explore.own_model import OwnModel, left_out
+
+    with_properties(settings)
+    return left_out(OwnModel(settings.workload), world_sizes)
+
+
+def _counts(exploration: Exploration, gone: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     """The counts of an exploration as JSON has them."""
     return {
         "ran": exploration.ran,
@@ -70,6 +98,7 @@ def _counts(exploration: Exploration) -> dict[str, Any]:
         "rejected": dict(exploration.rejected),
         "declined": dict(exploration.declined),
         "left_out": exploration.left_out,
+        "not_drawn": dict(Counter(gone.values())),
         "covered": {axis: dict(values) for axis, values in exploration.covered.items()},
         "pairs": exploration.pairs,
         "triples": exploration.triples,

@@ -11,7 +11,7 @@ from fsdp_conformance.cli import arguments
 from fsdp_conformance.cli.commands import explore
 from fsdp_conformance.errors import ConfigError
 
-_BEGIN = {"what": "begin", "name": "an-engine", "version": "1", "declared": []}
+_BEGIN = {"what": "begin", "workload": "", "name": "an-engine", "version": "1", "declared": []}
 _FAILURE = {
     "what": "failure",
     "signature": "FAIL R003 (gradient parity)",

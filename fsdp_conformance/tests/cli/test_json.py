@@ -191,7 +191,7 @@ def test_explore(confirmed: bool, ran: int, status: int, capsys: pytest.CaptureF
     failure = {"what": "failure", "confirmed": confirmed, "text": "the text", "script": "import torch", "saved": None}
     counts = {"what": "done", "ran": ran, "rejected": {}, "declined": {}}
     returned = explore.follow(
-        [{"what": "begin", "name": "mine", "version": "1"}, dict(failure), dict(counts)], as_json=True
+        [{"what": "begin", "name": "mine", "version": "1", "workload": ""}, dict(failure), dict(counts)], as_json=True
     )
     content = json.loads(capsys.readouterr().out)
 

@@ -10,6 +10,7 @@ import torch
 from fsdp_conformance.driver.events import EVENT_FLAGS
 from fsdp_conformance.explore.building import example_of
 from fsdp_conformance.explore.example import Example, asks
+from fsdp_conformance.fixtures.drawn import DrawnModel
 from fsdp_conformance.scenarios import rows
 from fsdp_conformance.scenarios.axes import SPACE
 from fsdp_conformance.scenarios.covering import Coverage
@@ -119,6 +120,7 @@ def test_schedules_name_what_the_model_has(row: Scenario) -> None:
     """Whatever is made plain: a name that is missing would end the references."""
     for choice in (row.choice, *SPACE.simpler(row.choice)):
         example = example_of(Scenario.of(choice, salt=row.salt))
+        assert isinstance(example.model, DrawnModel)
         shapes = example.model.shapes()
         modules = {name for name, _ in example.model.walk()} | {"first", "head"}
         assert _names(example) <= {*shapes, *example.plan.units}
@@ -213,8 +215,11 @@ def test_an_extent_changes_sizes_and_names_alone() -> None:
         shapes = example.model.shapes()
 
         assert {name.partition(".")[0] for name in shapes} == set(extent.names)
+        assert isinstance(example.model, DrawnModel)
         assert len(example.model.blocks) == 9
         assert example.regime.steps == 5
         assert example.world_size == 6
         assert _names(example) <= {*shapes, *example.plan.units}
-        assert example.model.passing == example_of(row).model.passing
+        plain = example_of(row).model
+        assert isinstance(plain, DrawnModel)
+        assert example.model.passing == plain.passing
