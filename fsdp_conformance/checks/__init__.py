@@ -14,6 +14,7 @@ Checks, each of which returns a CheckResult:
     order               the order of collectives, and whether every step issues the same ones (R070, R071)
     invariance          two runs of one implementation that must be equal (R005, R008, R078, R092, R093, R126, R151)
     optimizer_state     the optimizer's state, and how often it stepped (R140, R142)
+    recorded_values     tensors that two recordings of a script have kept: the first wrong element
     whole_matrix        Muon's updates, which only a whole matrix gives (R140)
     memory              bytes allocated on an accelerator: shards, peaks, growth (R033-R035, R038-R040)
     checkpoint          state dicts and what was loaded: names, values, storage, hooks (R109, R139, R144-R150)

@@ -552,6 +552,11 @@ def _add_parity(parser: Parser) -> None:
     parser.add_argument(
         "--nudged", metavar="DIR", help="with two recordings: one of the reference with nudged parameters"
     )
+    parser.add_argument(
+        "--no-values",
+        action="store_true",
+        help="do not run both again up to the first difference to compare its tensors element by element",
+    )
     parser.add_argument("--timeout", metavar="S", default="600", help="end each run after S seconds (default: 600)")
     parser.add_argument("--strict-suspicions", action="store_true", help="exit with 1 if there is a suspicion (?)")
     _add_script(parser)

@@ -41,10 +41,11 @@ def run_recorded(
     say: Callable[[str], object],
     timeout_s: float,
     variables: dict[str, str] | None = None,
+    is_enough: Callable[[], bool] = lambda: False,
 ) -> int | None:
     """
     Run a command; `say` gets each line of its output, from another thread. Returns its exit status, None after the
-    timeout.
+    timeout, and 0 if it was ended because `is_enough`.
 
     Raises FileNotFoundError or PermissionError if it cannot be started. An exception, such as Ctrl-C, ends it.
     """
@@ -68,8 +69,9 @@ def run_recorded(
     reader = threading.Thread(target=_pass_on, args=(output, say), daemon=True)
     reader.start()
     try:
-        has_ended = _has_ended(process.pid, timeout_s)
-        if not has_ended:
+        has_ended = _has_ended(process.pid, timeout_s, is_enough)
+        was_enough = not has_ended and is_enough()
+        if not has_ended and not was_enough:
             for line in stacks.collect(Path(settings.directory), family(process.pid)):
                 say(line)
     finally:
@@ -79,14 +81,16 @@ def run_recorded(
         reader.join(_OUTPUT_S)
         output.close()
         stacks.remove(Path(settings.directory))
+    if was_enough:
+        return 0
     return status if has_ended else None
 
 
-def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Wait for a child without reaping it. False after the timeout."""
+def _has_ended(pid: int, timeout_s: float, is_enough: Callable[[], bool]) -> bool:
+    """Wait for a child without reaping it. False after the timeout, or if it need not go on."""
     deadline = time.monotonic() + timeout_s
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or is_enough():
             return False
         time.sleep(_LOOK_S)
     return True

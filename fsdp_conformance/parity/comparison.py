@@ -26,6 +26,7 @@ from fsdp_conformance.parity.words import (
     both_settings,
     instead,
     number_of_tensors,
+    of_own_optimizer,
     scaled,
     short,
     size_of_difference,
@@ -386,6 +387,8 @@ class _Comparing:
                 first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
                 likely=why_changed(step, expected),
                 evidence=number_of_tensors(len(beyond), len(others)),
+                kind="gradient",
+                tensors=tuple(item[0] for item in beyond),
                 line=next((each.changed for each in step.steps if each.changed), step.backward_line),
             )
             return
@@ -416,6 +419,8 @@ class _Comparing:
             likely=likely,
             evidence=(*number_of_tensors(len(beyond), len(others)), *self._still_equal(with_outputs=True)),
             line=step.backward_line,
+            kind="gradient",
+            tensors=tuple(item[0] for item in beyond),
         )
 
     def _agree_after_backward(self, step: TrainingStep, expected: TrainingStep, names: Sequence[str]) -> bool:
@@ -514,6 +519,8 @@ class _Comparing:
                 likely=scaled(value, wanted),
                 evidence=number_of_tensors(len(clipped), len(expected.gradients.values)),
                 line=line,
+                kind="clipped",
+                tensors=tuple(item[0] for item in clipped),
             )
 
     def _updates(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
@@ -532,12 +539,14 @@ class _Comparing:
                 whose=Whose.SCRIPT if defined else self._whose(),
                 step=step.number,
                 first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
-                likely=_of_own_optimizer(step, likely) if defined else likely,
+                likely=of_own_optimizer(step.steps[0].optimizer, defined, likely) if defined else likely,
                 evidence=(
                     *number_of_tensors(len(beyond), len(others)),
                     "the gradients and the settings of the optimizer agree",
                 ),
                 line=line,
+                kind=kind,
+                tensors=tuple(item[0] for item in beyond),
             )
         counters, others_ = step.steps[0].counters, expected.steps[0].counters
         for name, number in others_.items():
@@ -781,16 +790,6 @@ def _norm_together(step: TrainingStep) -> float | None:
         return None
     kind = clips[0].kind
     return max(known) if kind < 0 else float(sum(norm**kind for norm in known) ** (1 / kind))
-
-
-def _of_own_optimizer(step: TrainingStep, likely: str) -> str:
-    """The likely cause of an update by a class that is neither torch's nor the engine's."""
-    each = step.steps[0]
-    more = f"; {likely}" if likely else ""
-    return (
-        f"the optimizer's class {each.optimizer}, defined at {each.defined}, computes something over a shard, such as "
-        f"a norm or a mean of each tensor, which must be combined over the ranks{more}"
-    )
 
 
 def _change(before: Whole | None, after: Whole) -> list[float] | None:

@@ -32,5 +32,9 @@ class Finding:
     """The line of the script."""
     is_exact: bool = False
     """True if neither rounding nor random numbers can be the reason."""
+    kind: str = ""
+    """The kind of the tensors that differ, as in `recordings.events.Keep`; empty if their elements say no more."""
+    tensors: tuple[str, ...] = ()
+    """Their names, the first one first."""
     is_certain: bool = True
     """False for what may be meant: it is shown, and does not count."""

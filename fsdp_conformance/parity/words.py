@@ -62,3 +62,12 @@ def why_scaled(difference: str, ranks: int) -> str:
     if ranks > 1 and abs(ratio - 1 / ranks) < 1e-6:
         return "it is divided by the number of ranks"
     return ""
+
+
+def of_own_optimizer(optimizer: str, defined: str, likely: str) -> str:
+    """The likely cause of an update by a class that is neither torch's nor the engine's."""
+    more = f"; {likely}" if likely else ""
+    return (
+        f"the optimizer's class {optimizer}, defined at {defined}, computes something over a shard, such as a norm or "
+        f"a mean of each tensor, which must be combined over the ranks{more}"
+    )

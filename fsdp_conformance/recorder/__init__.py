@@ -10,6 +10,7 @@ change to what it computes.
     changes         where the script changes gradients after a backward
     lines           lines of the script, as they are shown
     names           parameters by the names that the unsharded model gives them
+    elements        the elements of a part of a tensor, kept as they are
     layouts         which elements of a parameter this rank holds
     shards          the parameters that an optimizer has, while modules hold gathered ones
     deepspeed_engine, deepspeed_values

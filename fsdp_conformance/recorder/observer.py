@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_conformance.recorder.changes import Changes
+from fsdp_conformance.recorder.elements import elements_of
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.lines import place_of, script_line, script_lines
@@ -46,6 +47,7 @@ from fsdp_conformance.recordings.events import (
     Group,
     Initial,
     Input,
+    Keep,
     Mark,
     Mean,
     Sharding,
@@ -101,8 +103,9 @@ class Stepped:
 class Observer:
     """Records this process."""
 
-    def __init__(self, directory: Path, *, sharding: Sharding, nudge: float) -> None:
+    def __init__(self, directory: Path, *, sharding: Sharding, nudge: float, keep: Keep | None = None) -> None:
         self._writer = Writer(directory, self._begin)
+        self._keep = keep
         self.sharding: Sharding = sharding
         self._nudge = nudge
         # The sum of the hashes of what this rank has sharded; None if some of that is not what it trains with.
@@ -241,7 +244,10 @@ class Observer:
         self._seen.add(module)
         self.nudge(module)
         parameters = [parameter for each in module.modules() for _, parameter in self.shards.parameters_of(each)]
-        values = Named({**self._parts_of({id(each): each for each in parameters}.values()), **self._buffers()})
+        parts = {**self._parts_of({id(each): each for each in parameters}.values()), **self._buffers()}
+        values = Named(parts)
+        for kind in ("parameter", "buffer"):
+            self._keep_elements(kind, parts, step=-1)
         wrapped = "" if self._wrapped is None else f"{self._wrapped % MODULUS:016x}"
         tied = self._tied()
         self._later(lambda: Initial(values=values.values(), wrapped=wrapped, tied=tied))
@@ -337,7 +343,10 @@ class Observer:
     def _clip(self, call: Callable[[], Any], limit: float, kind: float) -> Any:
         self._changes.stop()
         step, line = self._step, script_line()
-        gradients = Named(self._gradients())
+        parts = self._gradients()
+        if self._unclipped is None:
+            self._keep_elements("gradient", parts)
+        gradients = Named(parts)
         norm = call()
         self._clipped(step, line, gradients, norm, limit, kind)
         return norm
@@ -374,7 +383,11 @@ class Observer:
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
         self._changes.stop()
-        self._stepping.append(Named(self._gradients(optimizer)) if not self._stepping else Named({}))
+        parts = self._gradients(optimizer) if not self._stepping else {}
+        self._keep_elements("clipped", parts)
+        if self._unclipped is None:
+            self._keep_elements("gradient", parts)
+        self._stepping.append(Named(parts))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the step is over, and what it was is written."""
@@ -396,7 +409,10 @@ class Observer:
         """A step is over: write what it was. `gradients` are those that the optimizer got."""
         for group in after.groups:
             self._trained.update(group.parameters)
-        parameters, state, buffers = Named(after.parameters), Named(after.states), Named(self._buffers())
+        held = {"parameter": after.parameters, "optimizer state": after.states, "buffer": self._buffers()}
+        parameters, state, buffers = map(Named, held.values())
+        for kind, parts in held.items():
+            self._keep_elements(kind, parts)
         line = script_line()
         self._flush()
         numbers = {name: _finite(value) for name, value in after.counters.items()}
@@ -419,9 +435,21 @@ class Observer:
                 kept=self._kept,
             )
         )
+        if self._keep is not None and self._step >= self._keep.step:
+            self.end()
         self._step += 1
         self._pass = -1
         self._has_layouts = False
+
+    def _keep_elements(self, kind: str, parts: Parts, *, step: int | None = None, number: int = 0) -> None:
+        """Write the elements of the tensors that this run is for, if it is time for them."""
+        keep, at = self._keep, self._step if step is None else step
+        wanted = "gradient" if kind == "contribution" else kind
+        if keep is None or wanted != keep.kind or at not in (keep.step - 1, keep.step):
+            return
+        for name in keep.names:
+            for part in parts.get(name, ()):
+                self._writer.write(elements_of(part, step=at, kind=kind, name=name, number=number))
 
     def _changed_since_backward(self, gradients: Named) -> dict[str, Fingerprint]:
         """The gradients as they were after the backward, if they were others when they were clipped or stepped with."""
@@ -500,6 +528,7 @@ class Observer:
             if layout is not None and id(parameter) in gradients:
                 for name, part in layout.parts(gradients[id(parameter)]):
                     parts[name].append(part)
+        self._keep_elements("contribution", parts, number=max(self._pass, 0))
         return Named(parts)
 
     def _later(self, event: Callable[[], Event]) -> None:

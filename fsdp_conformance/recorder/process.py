@@ -33,7 +33,7 @@ def _begin(settings: RecordSettings) -> None:
     from fsdp_conformance.recorder.observer import Observer
 
     announce(Path(settings.directory), os.environ.get("RANK", ""))
-    observer = Observer(Path(settings.directory), sharding=settings.sharding, nudge=settings.nudge)
+    observer = Observer(Path(settings.directory), sharding=settings.sharding, nudge=settings.nudge, keep=settings.keep)
     if settings.sharding != "kept":
         from fsdp_conformance.recorder.unsharded import Replacement
 

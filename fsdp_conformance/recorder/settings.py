@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.recordings.events import Sharding
+from fsdp_conformance.recordings.events import Keep, Sharding
 
 #: The directory of the `sitecustomize` that Python runs at its start.
 STARTUP: Final = Path(__file__).parent / "startup"
@@ -34,6 +34,8 @@ class RecordSettings:
     sharding: Sharding = "kept"
     nudge: float = 0.0
     """By how much parameters are changed before the first step, relative to themselves."""
+    keep: Keep | None = None
+    """The tensors to keep as a whole; recording ends with their step."""
 
     def variables(self) -> dict[str, str]:
         """The variables with which a Python process records."""
@@ -48,8 +50,10 @@ class RecordSettings:
         if not text:
             return None
         try:
-            settings = cls(**json.loads(text))
-        except (TypeError, ValueError) as error:
+            values = json.loads(text)
+            keep = values.pop("keep", None)
+            settings = cls(**values, keep=None if keep is None else Keep(**{**keep, "names": tuple(keep["names"])}))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConfigError(
                 [f"{VARIABLE} is set by `record` and `parity`, not by hand: {error}"], where="the environment"
             ) from error

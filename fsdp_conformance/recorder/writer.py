@@ -27,6 +27,7 @@ class Writer:
         self._pid = os.getpid()
         self._file: IO[str] | None = None
         self._lock = threading.Lock()
+        self._is_closed = False
         self.error: OSError | None = None
         """Why nothing more is written: the disk is full."""
 
@@ -37,7 +38,7 @@ class Writer:
 
     def write(self, event: Event) -> None:
         """Write an event. Training goes on if that fails."""
-        if os.getpid() != self._pid or self.error is not None:
+        if os.getpid() != self._pid or self.error is not None or self._is_closed:
             return
         with self._lock:
             try:
@@ -52,7 +53,8 @@ class Writer:
                 self.error = error
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. What comes later is not written."""
+        self._is_closed = True
         with self._lock, contextlib.suppress(OSError):
             if self._file is not None and os.getpid() == self._pid:
                 self._file.close()

@@ -170,6 +170,38 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Keep:
+    """The tensors whose elements a run keeps, at one step and at the one before."""
+
+    step: int
+    kind: str
+    """"gradient" (before clipping), "clipped", "parameter", "optimizer state" or "buffer"."""
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """The elements that this rank holds of a tensor: a box of it, or a range of its elements in row-major order."""
+
+    step: int
+    """-1 for initial values."""
+    kind: str
+    """As in `Keep`, or "contribution": this rank's part of a gradient, with the sharding taken out."""
+    name: str
+    number: int
+    """Of the pass, for a contribution."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+    offsets: tuple[int, ...]
+    """Where the box begins along each dim, or the place of the range's first element."""
+    sizes: tuple[int, ...] | None
+    """Of the box; None for a range."""
+    data: str
+    """The bytes of the elements in base64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
     """Something else that matters for the comparison."""
 
@@ -188,7 +220,7 @@ class End:
     """The exception that ended the script."""
 
 
-Event = Begin | Forward | Initial | Backward | Clip | Step | Mark | End
+Event = Begin | Forward | Initial | Backward | Clip | Step | Kept | Mark | End
 
 #: The name of each kind of event in a file.
 KINDS: Final[dict[str, type[Event]]] = {
@@ -198,6 +230,7 @@ KINDS: Final[dict[str, type[Event]]] = {
     "backward": Backward,
     "clip": Clip,
     "step": Step,
+    "kept": Kept,
     "mark": Mark,
     "end": End,
 }

@@ -20,6 +20,9 @@ from fsdp_conformance.visible import visible_content
 
 _NAME = re.compile(r"rank-(\d{1,6})\.(\d{1,12})\.jsonl")
 
+#: Bytes that the line of an end has at most, unless an exception has a longer text.
+_LONGEST_END = 1 << 14
+
 
 def file_name(rank: int, pid: int) -> str:
     """The name of the file of a process."""
@@ -97,6 +100,26 @@ def read(directory: Path) -> Recording:
     if problems:
         raise ConfigError(problems, where=where)
     return Recording(name=where, ranks=tuple(ranks[number] for number in sorted(ranks)))
+
+
+def has_ended(directory: Path, world_size: int) -> bool:
+    """True if this many ranks have recorded all that they were asked for."""
+    paths = [path for path in directory.glob("rank-*") if _NAME.fullmatch(path.name)]
+    return len(paths) == world_size and all(map(_ends, paths))
+
+
+def _ends(path: Path) -> bool:
+    """True if the last line of a file is complete, and is the end."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LONGEST_END))
+        *_, last, rest = b"\n", *file.read().split(b"\n")
+    if rest or not last:
+        return False
+    try:
+        content = codec.parsed(last.decode())
+    except ValueError:
+        return False
+    return isinstance(content, dict) and content.get("event") == NAMES[End]
 
 
 def _ranks(numbers: set[int]) -> str:

@@ -19,18 +19,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fsdp_conformance import codec
 from fsdp_conformance.cli import messages
+from fsdp_conformance.cli.child import answers
 from fsdp_conformance.cli.commands.record import timeout_of
 from fsdp_conformance.cli.commands.sanitize import Terminal
 from fsdp_conformance.cli.recorded_run import elapsed, fresh_directory, run_recorded, simulated_gpus, torchrun
 from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.parity.comparison import Comparison, compare
 from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.kept import keep_of, too_large, with_element
 from fsdp_conformance.parity.noise import nudge_of
 from fsdp_conformance.parity.text import lines_of
 from fsdp_conformance.recorder.settings import RecordSettings
 from fsdp_conformance.recordings import files
-from fsdp_conformance.recordings.events import Sharding
+from fsdp_conformance.recordings.events import Keep, Sharding
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.report.html.training import NAME, training_page
 from fsdp_conformance.status import Status
@@ -60,6 +63,8 @@ class Order:
     world_size: int
     reference_ranks: int
     timeout_s: float
+    keeps_values: bool
+    """If tensors differ, both sides run again up to that step, and keep them."""
 
 
 class ScriptFailed(Exception):
@@ -126,6 +131,16 @@ class _Runs:
         run = self._run("run", self._order.script, ranks=self._order.world_size)
         if self._given is not None:
             return compare(run, self._given)
+        comparison = self._compared(run)
+        finding = comparison.findings[0] if comparison.findings else None
+        if not self._order.keeps_values or finding is None or not finding.tensors:
+            return comparison
+        keep = keep_of(finding, comparison.reference)
+        known = too_large(finding) if keep is None else self._with_values(finding, keep)
+        return replace(comparison, findings=[known, *comparison.findings[1:]])
+
+    def _compared(self, run: Recording) -> Comparison:
+        """The run against the reference, which is run as often as that takes."""
         reference = self._reference("reference")
         first = compare(run, reference)
         if first.is_bitwise or (first.differs and first.findings[0].is_exact):
@@ -135,21 +150,53 @@ class _Runs:
             return replace(again, findings=[_not_deterministic(again)], suspicions=[])
         return compare(run, reference, self._reference("nudged", nudge_of(reference)))
 
-    def _reference(self, name: str, nudge: float = 0.0) -> Recording:
+    def _with_values(self, finding: Finding, keep: Keep) -> Finding:
+        """Run both sides once more up to the step, and let the elements say more of the finding."""
+        try:
+            self._run("run-values", self._order.script, ranks=self._order.world_size, keep=keep)
+            self._reference("reference-values", keep=keep)
+        except (ScriptFailed, UsageError) as error:
+            return replace(finding, evidence=(*finding.evidence, f"its elements were not compared: {error}"))
+        run, reference = (str(self._directory / name) for name in ("run-values", "reference-values"))
+        with answers("values", run=run, reference=reference, keep=codec.plain(keep)) as replies:
+            last = list(replies)[-1:]
+        if not last or last[0].get("what") != "values":
+            how = last[0].get("how", "ended") if last else "ended"
+            return replace(finding, evidence=(*finding.evidence, f"its elements were not compared: the process {how}"))
+        element = last[0]["element"]
+        if element is None:
+            return replace(finding, evidence=(*finding.evidence, _NO_ELEMENT))
+        return with_element(finding, element)
+
+    def _reference(self, name: str, nudge: float = 0.0, keep: Keep | None = None) -> Recording:
         order = self._order
         return self._run(
-            name, order.reference, ranks=order.reference_ranks, sharding=order.reference_sharding, nudge=nudge
+            name,
+            order.reference,
+            ranks=order.reference_ranks,
+            sharding=order.reference_sharding,
+            nudge=nudge,
+            keep=keep,
         )
 
     def _run(
-        self, name: str, words: Sequence[str], *, ranks: int, sharding: Sharding = "kept", nudge: float = 0.0
+        self,
+        name: str,
+        words: Sequence[str],
+        *,
+        ranks: int,
+        sharding: Sharding = "kept",
+        nudge: float = 0.0,
+        keep: Keep | None = None,
     ) -> Recording:
         directory = self._directory / name
         settings = RecordSettings(
-            directory=str(directory.absolute()), prefix=sys.prefix, sharding=sharding, nudge=nudge
+            directory=str(directory.absolute()), prefix=sys.prefix, sharding=sharding, nudge=nudge, keep=keep
         )
         words = [word.replace(RUN, name) for word in words]
-        self._terminal.say(f"{name}: {' '.join(words)}{_TREATED[sharding]}{_on_ranks(ranks, self._order.world_size)}")
+        until = "" if keep is None else f", up to step {keep.step}"
+        treated = f"{_TREATED[sharding]}{_on_ranks(ranks, self._order.world_size)}{until}"
+        self._terminal.say(f"{name}: {' '.join(words)}{treated}")
         began = time.monotonic()
         errors: list[str] = []
 
@@ -163,6 +210,7 @@ class _Runs:
             say=say,
             timeout_s=self._order.timeout_s,
             variables=self._variables,
+            is_enough=lambda: keep is not None and files.has_ended(directory, ranks),
         )
         ended = f"it was ended after {self._order.timeout_s:g} s (--timeout)" if status is None else f"status {status}"
         if status and errors:
@@ -188,6 +236,13 @@ _TREATED: dict[Sharding, str] = {
     "taken out": " without its sharding",
     "whole batch": " without its sharding, the whole batch on each rank",
 }
+
+
+#: Evidence of a finding whose tensors are incomplete, or equal, when the script runs again.
+_NO_ELEMENT = (
+    "when both ran again, the elements of its tensors were equal, or not all of them could be read: the script may not "
+    "be deterministic"
+)
 
 
 def _on_ranks(ranks: int, others: int) -> str:
@@ -282,6 +337,7 @@ def _order(arguments: argparse.Namespace, words: list[str]) -> tuple[Order, Reco
         world_size=world_size,
         reference_ranks=reference_ranks,
         timeout_s=timeout_s,
+        keeps_values=not arguments.no_values,
     )
     return order, recording
 

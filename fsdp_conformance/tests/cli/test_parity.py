@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_conformance.recordings.events import Step
+from fsdp_conformance.recordings.files import read
 from fsdp_conformance.tests import warm_interpreter
 from fsdp_conformance.tests.cli.cli_runs import answered, said, words
 from fsdp_conformance.tests.parity.trainings import SAMPLES, Script, record
@@ -57,6 +59,9 @@ def main(mistake):
                 # Behind FSDP2's own callback, at the end of the backward.
                 loss.register_hook(lambda gradient: queue(lambda: queue(lambda: thrice(model))))
             loss.backward()
+        if mistake == "turned" and hasattr(model[2].weight, "device_mesh"):
+            shard = model[2].weight.grad.to_local()
+            shard.copy_(shard.roll(1, 1))
         if mistake == "own norm":
             shards = [parameter.grad.to_local() for parameter in model.parameters()]
             norm = torch.stack([shard.norm() for shard in shards]).norm()
@@ -400,3 +405,21 @@ def test_a_hang_shows_where_each_rank_is(tmp_path: Path) -> None:
         _, _, rest = run.output.partition(f"rank {rank} (process ")
         assert f"hang.py:{line} in <module>" in rest.partition("rank ")[0], run.output
     assert not list((tmp_path / "out").glob("stack.*"))
+
+
+@pytest.mark.nightly
+def test_a_second_run_names_the_first_wrong_element(script: Path, tmp_path: Path) -> None:
+    """Both sides run again up to the step; --no-values leaves that out."""
+    run = said("parity", "--output", str(tmp_path / "out"), str(script), "turned")
+
+    assert run.status == 1, run.output
+    assert "in '2.weight', element [0, 0] of rank 0 is the first wrong one" in run.output
+    assert "the elements show: shards in the wrong place: all columns are turned by 1" in run.output
+    ranks = read(tmp_path / "out/run-values").ranks
+    assert [sum(isinstance(event, Step) for event in rank.events) for rank in ranks] == [1, 1]
+
+    without = said("parity", "--no-values", str(script), "turned")
+
+    assert without.status == 1, without.output
+    assert "run-values" not in without.output
+    assert "first wrong one" not in without.output

@@ -1,0 +1,192 @@
+"""
+Whole tensors that two recordings have kept: the first wrong element, the rank that holds it, and the likely cause.
+
+Fingerprints show how far a tensor is off, and which combination of others it is. Elements show where, and causes that
+move or lose some of them.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance.diagnosis.causes import Evidence, likely
+from fsdp_conformance.recordings.events import Backward, Keep, Kept
+from fsdp_conformance.recordings.files import Recording
+
+#: An element is wrong if it differs by more than this part of the largest difference ...
+_WRONG = 1e-2
+#: ... and by more than this part of the largest element.
+_ROUNDING = 1e-6
+#: Tensors that are tried for a cause.
+_MOST = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrongElement:
+    """The first wrong element of a tensor."""
+
+    name: str
+    index: tuple[int, ...]
+    rank: int | None
+    """The rank that holds it; None if several do."""
+    got: float
+    expected: float
+    wrong: int
+    """How many elements are wrong."""
+    elements: int
+    likely: str
+    """The cause that the elements show; empty if they show none."""
+
+
+def first_wrong(run: Recording, reference: Recording, keep: Keep) -> WrongElement | None:
+    """The first wrong element of the first tensor that differs; None if no tensor is complete in both and differs."""
+    held, expected = _Elements(run, keep), _Elements(reference, keep)
+    first: WrongElement | None = None
+    for name in keep.names[:_MOST]:
+        got, right = held.whole(name), expected.whole(name)
+        if got is None or right is None or got.shape != right.shape:
+            continue
+        wrong = _wrong_in(got.double(), right.double())
+        if not bool(wrong.any()):
+            continue
+        cause = likely(_evidence(name, got, right, wrong, held, expected)) or ""
+        place = int(wrong.flatten().nonzero()[0])
+        element = WrongElement(
+            name=name,
+            index=_index(place, got.shape),
+            rank=held.rank_of(name, place),
+            got=float(got.flatten()[place]),
+            expected=float(right.flatten()[place]),
+            wrong=int(wrong.sum()),
+            elements=got.numel(),
+            likely=cause,
+        )
+        if cause:
+            return element
+        first = first or element
+    return first
+
+
+class _Elements:
+    """The elements that one recording has kept."""
+
+    def __init__(self, recording: Recording, keep: Keep) -> None:
+        self.keep = keep
+        self.world_size = recording.world_size
+        self._ranks = [[event for event in rank.events if isinstance(event, Kept)] for rank in recording.ranks]
+        self.backwards = [
+            [event for event in rank.events if isinstance(event, Backward) and event.step == keep.step]
+            for rank in recording.ranks
+        ]
+
+    def whole(self, name: str, *, step: int | None = None) -> Tensor | None:
+        """A tensor, put together from what the ranks hold; None if some of it is missing."""
+        at = self.keep.step if step is None else step
+        return _whole([part for rank in self._ranks for part in _of(rank, at, self.keep.kind, name)])
+
+    def contributions(self, name: str) -> list[list[Tensor | None]] | None:
+        """The gradient that each rank has added in each pass; None if that was not kept."""
+        of_ranks: list[list[Tensor | None]] = []
+        for rank, backwards in zip(self._ranks, self.backwards, strict=True):
+            passes: list[Tensor | None] = []
+            before: Tensor | None = None
+            for backward in backwards:
+                parts = list(_of(rank, self.keep.step, "contribution", name))
+                total = _whole([each for each in parts if each.number == backward.number])
+                if total is None:
+                    return None
+                passes.append(total if before is None else total - before)
+                # What has been reduced is set aside; the rest is in the next one as well.
+                before = None if backward.is_reduced else total
+            of_ranks.append(passes)
+        return of_ranks if of_ranks and all(of_ranks) else None
+
+    def rank_of(self, name: str, place: int) -> int | None:
+        """The only rank that holds an element of a tensor, by its place in row-major order."""
+        holders = [
+            number
+            for number, rank in enumerate(self._ranks)
+            if any(_holds(part, place) for part in _of(rank, self.keep.step, self.keep.kind, name))
+        ]
+        return holders[0] if len(holders) == 1 else None
+
+
+def _of(rank: Sequence[Kept], step: int, kind: str, name: str) -> Iterator[Kept]:
+    return (part for part in rank if (part.step, part.kind, part.name) == (step, kind, name))
+
+
+def _whole(parts: Sequence[Kept]) -> Tensor | None:
+    if not parts or len({(part.shape, part.dtype) for part in parts}) > 1:
+        return None
+    values = torch.zeros(parts[0].shape, dtype=getattr(torch, parts[0].dtype))
+    is_filled = torch.zeros(parts[0].shape, dtype=torch.bool)
+    for part in parts:
+        for tensor, content in ((values, _content(part)), (is_filled, None)):
+            box = _box(tensor, part)
+            box.copy_(torch.ones_like(box) if content is None else content.view(box.shape))
+    return values if bool(is_filled.all()) else None
+
+
+def _box(tensor: Tensor, part: Kept) -> Tensor:
+    """The elements of a whole tensor that a part has."""
+    if part.sizes is None:
+        item = torch.empty(0, dtype=getattr(torch, part.dtype)).element_size()
+        count = len(base64.b64decode(part.data, validate=True)) // item
+        return tensor.view(-1)[part.offsets[0] : part.offsets[0] + count]
+    return tensor[tuple(slice(begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True))]
+
+
+def _content(part: Kept) -> Tensor:
+    data = bytearray(base64.b64decode(part.data, validate=True))
+    dtype = getattr(torch, part.dtype)
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def _holds(part: Kept, place: int) -> bool:
+    is_held = torch.zeros(part.shape, dtype=torch.bool)
+    _box(is_held, part).fill_(True)
+    return bool(is_held.flatten()[place])
+
+
+def _wrong_in(got: Tensor, expected: Tensor) -> Tensor:
+    """The elements that are wrong."""
+    apart = (got - expected).abs()
+    finite = apart.nan_to_num(nan=math.inf, posinf=math.inf)
+    known = finite[finite.isfinite()]
+    largest = float(known.max()) if known.numel() else 0.0
+    scale = float(expected.abs().nan_to_num(0.0, 0.0, 0.0).max()) if expected.numel() else 0.0
+    return finite > max(_WRONG * largest, _ROUNDING * scale)
+
+
+def _index(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        place, position = divmod(place, size)
+        index.append(position)
+    return tuple(reversed(index))
+
+
+def _evidence(name: str, got: Tensor, right: Tensor, wrong: Tensor, held: _Elements, expected: _Elements) -> Evidence:
+    keep = expected.keep
+    values = {other: expected.whole(other) for other in keep.names if other != name}
+    apart = (got.double() - right.double()).abs()
+    return Evidence(
+        kind={"clipped": "clipped gradient", "optimizer state": "optimizer state"}.get(keep.kind, keep.kind),
+        got=got,
+        expected=right.double(),
+        tolerance=torch.where(wrong, 0.0, apart),
+        world_size=held.world_size,
+        rank=0,
+        micro_batches=max(1, len(expected.backwards[0])),
+        previous=expected.whole(name, step=keep.step - 1),
+        contributions=expected.contributions(name) if keep.kind == "gradient" else None,
+        others={
+            other: value.double() for other, value in values.items() if value is not None and value.shape == got.shape
+        },
+    )

@@ -1,0 +1,62 @@
+"""The tensors of a finding whose elements a second run of both sides keeps, and the finding with what they show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fsdp_conformance.parity.finding import Finding
+from fsdp_conformance.parity.noise import TENSORS
+from fsdp_conformance.parity.runs import Run
+from fsdp_conformance.parity.words import instead
+from fsdp_conformance.recordings.events import Keep
+
+#: Bytes that the kept tensors of a step may have together.
+MOST_BYTES = 16 << 20
+
+#: Bytes of an element, by its dtype. Others have at most 8.
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4}
+
+
+def keep_of(finding: Finding, reference: Run) -> Keep | None:
+    """The tensors to keep: the first, and others as far as they fit. None if the first one is too large, or unknown."""
+    if not finding.tensors or finding.step is None:
+        return None
+    tensors = TENSORS[finding.kind](reference.steps[finding.step]).values
+    names, total = [], 0
+    for name in finding.tensors:
+        size = math.prod(tensors[name].shape) * _SIZES.get(tensors[name].dtype, 8)
+        if total + size <= MOST_BYTES:
+            names.append(name)
+            total += size
+        elif not names:
+            return None
+    return Keep(step=finding.step, kind=finding.kind, names=tuple(names))
+
+
+def too_large(finding: Finding) -> Finding:
+    """The finding, with the reason for which no elements were kept."""
+    limit = f"more than the {MOST_BYTES >> 20} MiB that a second run keeps"
+    return replace(
+        finding, evidence=(*finding.evidence, f"its elements were not compared: '{finding.tensors[0]}' has {limit}")
+    )
+
+
+def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
+    """The finding, with the first wrong element of a tensor and the cause that the elements show."""
+    index, rank, wrong = element["index"], element["rank"], element["wrong"]
+    held = f" of rank {rank}" if rank is not None else ""
+    place = f"element {index}{held}" if index else "the value"
+    seen = (
+        f"in '{element['name']}', {place} is the first wrong one: "
+        f"{instead(float(element['got']), float(element['expected']))}; {wrong} of {element['elements']} are wrong"
+    )
+    likely = str(element["likely"])
+    evidence = (*finding.evidence, seen)
+    if not likely:
+        return replace(finding, evidence=evidence)
+    if finding.likely:
+        return replace(finding, evidence=(*evidence, f"the elements show: {likely}"))
+    return replace(finding, likely=likely, evidence=evidence)
