@@ -553,6 +553,11 @@ def _add_parity(parser: Parser) -> None:
         "--nudged", metavar="DIR", help="with two recordings: one of the reference with nudged parameters"
     )
     parser.add_argument(
+        "--collectives",
+        action="store_true",
+        help="show collectives that differ, if both are sharded alike, also where nothing else does",
+    )
+    parser.add_argument(
         "--no-values",
         action="store_true",
         help="do not run both again up to the first difference to compare its tensors element by element",

@@ -10,6 +10,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     forwards         the forwards of a failed run that only some of its ranks ran
     alone            what is suspicious in one recording by itself
     vacuous          runs that would be equal whatever the engine does
+    collectives      the collectives of two runs, as evidence
     kept             tensors that both sides keep when they run again, and what their elements show
     words            differences in words
     comparison       all steps of two recordings, in the order in which a step computes

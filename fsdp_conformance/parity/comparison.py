@@ -16,10 +16,11 @@ from typing import Any
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
 from fsdp_conformance.parity.changed import why_changed
+from fsdp_conformance.parity.collectives import other_collectives
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.forwards import first_error, unequal_forwards
 from fsdp_conformance.parity.noise import FACTOR, TENSORS, Noise, Select, eps_of, noise_of, relative
-from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
+from fsdp_conformance.parity.runs import Run, TrainingStep, norm_together, whole_tensors
 from fsdp_conformance.parity.samples import compare_samples
 from fsdp_conformance.parity.vacuous import nothing_to_compare
 from fsdp_conformance.parity.words import (
@@ -78,6 +79,8 @@ class Comparison:
     findings: list[Finding] = field(default_factory=list)
     """The first difference, and differences in what the script sets."""
     suspicions: list[Finding] = field(default_factory=list)
+    collectives: tuple[str, ...] = ()
+    """The first ones that differ, if both runs are sharded alike: evidence, and no finding by themselves."""
     rows: list[Row] = field(default_factory=list)
     is_vacuous: bool = False
     """True if the runs would be equal whatever the engine does, or have nothing in common; the finding says why."""
@@ -149,10 +152,17 @@ class _Comparing:
         else:
             comparison.findings += self._ends()
         comparison.findings += self._other_settings()
+        self._compare_collectives()
         # A finding says more of the same line, but not which batches are uneven.
         known = {(finding.whose, finding.line) for finding in comparison.findings if not self._is_whole_batch}
         comparison.suspicions = [item for item in suspicions(self.run) if (item.whose, item.line) not in known]
         return comparison
+
+    def _compare_collectives(self) -> None:
+        findings = self.comparison.findings
+        last = next((each.step for each in findings if each.step is not None), self.comparison.steps)
+        self.comparison.collectives = seen = other_collectives(self.run, self.reference, last)
+        findings[:1] = [replace(each, evidence=(*each.evidence, *seen)) for each in findings[:1]]
 
     def _ends(self) -> Iterator[Finding]:
         """Nothing differs as far as both have come; but one has come further."""
@@ -491,7 +501,7 @@ class _Comparing:
             ratio = norm / expected_norm
             local = " as of one rank's shards" if ratio < 1 else " as of gradients that were counted several times"
             whose, likely = self._whose(), f"it is {ratio:.4g} times the expected one,{local}"
-            together = _norm_together(step)
+            together = norm_together(step)
             if together is not None and abs(together - expected_norm) <= tolerance * expected_norm:
                 likely = "each rank has taken the norm of its own shards"
                 if _has_ranges(step):
@@ -756,7 +766,7 @@ def _clipping(step: TrainingStep) -> tuple[float | None, float, str] | None:
         return None
     clips = [clips[0] for clips in step.clips]
     first = clips[0]
-    together = _norm_together(step) if first.is_partial else None
+    together = norm_together(step) if first.is_partial else None
     return first.norm if together is None else together, first.limit, first.line
 
 
@@ -780,16 +790,6 @@ def _distance_of_outputs(forward: Forward, expected: Forward) -> float:
     values = whole_tensors([forward.outputs]).values
     others = whole_tensors([expected.outputs]).values
     return max((relative(values[name], other) for name, other in others.items() if name in values), default=0.0)
-
-
-def _norm_together(step: TrainingStep) -> float | None:
-    """The norm that the ranks' norms of the first clipping add up to. None if one of them is not finite."""
-    clips = [clips[0] for clips in step.clips]
-    known = [clip.norm for clip in clips if clip.norm is not None]
-    if len(known) < len(clips):
-        return None
-    kind = clips[0].kind
-    return max(known) if kind < 0 else float(sum(norm**kind for norm in known) ** (1 / kind))
 
 
 def _change(before: Whole | None, after: Whole) -> list[float] | None:

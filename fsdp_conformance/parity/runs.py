@@ -191,6 +191,16 @@ def _steps(recording: Recording) -> list[TrainingStep]:
     ]
 
 
+def norm_together(step: TrainingStep) -> float | None:
+    """The norm that the ranks' norms of the first clipping add up to. None if one of them is not finite."""
+    clips = [clips[0] for clips in step.clips]
+    known = [clip.norm for clip in clips if clip.norm is not None]
+    if len(known) < len(clips):
+        return None
+    kind = clips[0].kind
+    return max(known) if kind < 0 else float(sum(norm**kind for norm in known) ** (1 / kind))
+
+
 def events_by_step(events: Iterable[object]) -> list[list[object]]:
     """Lists of events, each of which ends with a step. What comes after the last one is left out."""
     steps: list[list[object]] = []

@@ -12,14 +12,20 @@ from fsdp_conformance.parity.noise import CEILING, EPS
 _SHOWN = 5
 
 
-def lines_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """The lines, each with its style for rich: an empty string for none."""
+def lines_of(comparison: Comparison, *, collectives: bool = False) -> Iterator[tuple[str, str]]:
+    """
+    The lines, each with its style for rich: an empty string for none.
+
+    `collectives`: show those that differ although nothing else does.
+    """
     for finding in comparison.findings:
         yield from _finding(finding, "✗", "bold red")
         yield "", ""
     for finding in comparison.suspicions[:_SHOWN]:
         yield from _finding(finding, "?", "bold yellow")
         yield "", ""
+    if collectives and not comparison.findings:
+        yield from (("  differs     " + line, "") for line in comparison.collectives)
     yield from agreement_of(comparison)
     style = "bold red" if comparison.differs else "bold green"
     yield verdict_of(comparison), style

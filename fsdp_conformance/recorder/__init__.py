@@ -15,6 +15,7 @@ change to what it computes.
     shards          the parameters that an optimizer has, while modules hold gathered ones
     deepspeed_engine, deepspeed_values
                     DeepSpeed's engine, which hides what each rank holds
+    traffic         the collectives that the process calls
     fingerprints    elements as a fingerprint
     random_state    the states of random number generators
     writer          the file of a rank

@@ -55,6 +55,7 @@ class Hooks:
 
             self._replace(ShardedGradScaler, "unscale_", functools.partial(self._marked, "unscale"))
             self._watch_sharding()
+            observer.traffic.watch(self._replace)
 
     def remove(self) -> None:
         """Put everything back."""

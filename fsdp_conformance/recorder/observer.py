@@ -34,6 +34,7 @@ from fsdp_conformance.recorder.lines import place_of, script_line, script_lines
 from fsdp_conformance.recorder.names import Roots, unwrapped
 from fsdp_conformance.recorder.random_state import random_states
 from fsdp_conformance.recorder.shards import Shards
+from fsdp_conformance.recorder.traffic import TrafficCount
 from fsdp_conformance.recorder.whole_batch import OwnSamples, whole_batch
 from fsdp_conformance.recorder.writer import Writer
 from fsdp_conformance.recordings.events import (
@@ -138,6 +139,7 @@ class Observer:
         self._reduced: Named | None = None
         self._unclipped: Named | None = None
         self._changes = Changes()
+        self.traffic = TrafficCount()
         self.before_forward: Callable[[], object] = lambda: None
         """Called before each outermost forward, before anything is recorded of it."""
         self.is_reduced = True
@@ -433,6 +435,7 @@ class Observer:
                 buffers=buffers.values(),
                 untrained=tuple(self._untrained()),
                 kept=self._kept,
+                collectives=self.traffic.take(),
             )
         )
         if self._keep is not None and self._step >= self._keep.step:

@@ -139,6 +139,22 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Collectives:
+    """The collectives of one kind that a rank has called in a step."""
+
+    op: str
+    """A member of `history.collective.Op`."""
+    reduce_op: str
+    """SUM, AVG, ...; empty for a collective that does not reduce."""
+    dtype: str
+    group: tuple[int, ...]
+    """Global ranks."""
+    calls: int
+    nbytes: int
+    """Bytes of the unsharded side, of all calls."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """An optimizer stepped."""
 
@@ -167,6 +183,8 @@ class Step:
     """Where the optimizer's class is defined, if it is neither torch's nor an engine's."""
     changed: str = ""
     """The last line that has written to them in between, if it was seen."""
+    collectives: tuple[Collectives, ...] = ()
+    """Since the step before, as far as Python has called them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

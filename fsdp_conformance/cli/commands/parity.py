@@ -271,7 +271,7 @@ def _not_deterministic(again: Comparison) -> Finding:
 def _report(comparison: Comparison, terminal: Terminal, arguments: argparse.Namespace, page: str) -> int:
     """Say it, and write the page, if there is a path for it. Returns the exit status."""
     terminal.say("")
-    for text, style in lines_of(comparison):
+    for text, style in lines_of(comparison, collectives=arguments.collectives):
         terminal.say(text, style)
     if page:
         try:

@@ -1,0 +1,85 @@
+"""Collectives that differ are evidence where both runs are sharded alike, and nothing where they are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_conformance.parity.comparison import Comparison, compare
+from fsdp_conformance.parity.text import lines_of
+from fsdp_conformance.recordings.events import Collectives, Step
+from fsdp_conformance.recordings.files import Recording
+from fsdp_conformance.tests.parity.trainings import Script, record
+
+GATHER = Collectives(op="all_gather", reduce_op="", dtype="float32", group=(0, 1), calls=4, nbytes=64)
+SCATTER = Collectives(op="reduce_scatter", reduce_op="AVG", dtype="float32", group=(0, 1), calls=2, nbytes=32)
+NORM = Collectives(op="all_reduce", reduce_op="SUM", dtype="float32", group=(0, 1), calls=1, nbytes=4)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return record(Script(), tmp_path_factory.mktemp("run") / "run")
+
+
+def _with(recording: Recording, *collectives: Collectives, factor: float = 1.0) -> Recording:
+    """The recording with these collectives in each step, and a learning rate times a factor."""
+    ranks = []
+    for rank in recording.ranks:
+        events = []
+        for event in rank.events:
+            if isinstance(event, Step):
+                groups = [replace(each, settings={**each.settings, "lr": 0.1 * factor}) for each in event.groups]
+                event = replace(event, collectives=collectives, groups=tuple(groups))  # noqa: PLW2901
+            events.append(event)
+        ranks.append(replace(rank, events=tuple(events)))
+    return replace(recording, ranks=tuple(ranks))
+
+
+def _compared(recording: Recording, *collectives: Collectives, factor: float = 2.0) -> Comparison:
+    return compare(_with(recording, *collectives, factor=factor), _with(recording, GATHER, SCATTER, NORM))
+
+
+@pytest.mark.parametrize(
+    ("collectives", "words"),
+    [
+        ((GATHER, SCATTER), "all_reduce SUM float32 of ranks 0, 1 is missing, 1 call with 4 B"),
+        (
+            (GATHER, SCATTER, NORM, replace(NORM, dtype="float64", nbytes=8)),
+            "all_reduce SUM float64 of ranks 0, 1 is there besides, 1 call with 8 B",
+        ),
+        (
+            (GATHER, replace(SCATTER, dtype="bfloat16", nbytes=16), NORM),
+            "reduce_scatter AVG bfloat16 of ranks 0, 1 instead of reduce_scatter AVG float32 of ranks 0, 1",
+        ),
+        (
+            (GATHER, replace(SCATTER, group=(0,)), NORM),
+            "reduce_scatter AVG float32 of ranks 0 instead of reduce_scatter AVG float32 of ranks 0, 1",
+        ),
+        ((replace(GATHER, calls=3, nbytes=48), SCATTER, NORM), "3 calls with 48 B instead of 4 calls with 64 B"),
+    ],
+)
+def test_the_collective_that_differs_is_evidence(
+    trained: Recording, collectives: tuple[Collectives, ...], words: str
+) -> None:
+    """The finding is the difference in the settings; the collective stands below it."""
+    comparison = _compared(trained, *collectives)
+
+    assert comparison.findings[0].title == "The optimizer has other settings"
+    assert any(f"collectives of rank 0 in step 0: {words}" in line or words in line for line in comparison.collectives)
+    assert set(comparison.collectives) <= set(comparison.findings[0].evidence)
+
+
+def test_other_strategies_have_other_collectives(trained: Recording) -> None:
+    """Data parallel training reduces all gradients: that is no evidence for anything."""
+    assert _compared(trained, replace(NORM, calls=7)).collectives == ()
+    assert _compared(trained).collectives == ()
+
+
+def test_collectives_alone_are_no_finding(trained: Recording) -> None:
+    """They are shown if asked for."""
+    comparison = _compared(trained, GATHER, SCATTER, factor=1.0)
+
+    assert not comparison.differs
+    assert not any("is missing" in line for line, _ in lines_of(comparison))
+    assert any("is missing" in line for line, _ in lines_of(comparison, collectives=True))

@@ -1,0 +1,47 @@
+"""The collectives of a step, as Python calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_conformance.recorder.process import recording
+from fsdp_conformance.recordings import files
+from fsdp_conformance.recordings.events import Collectives, Step
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+def test_collectives_are_counted_by_step(tmp_path: Path) -> None:
+    """By kind, with their bytes; and torch's methods are its own again afterwards."""
+    before = dist.ProcessGroup.allreduce
+    with recording(tmp_path / "run"):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            if step:
+                dist.all_gather_into_tensor(torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64))
+            optimizer.step()
+
+    (rank,) = files.read(tmp_path / "run").ranks
+    first, second = (event.collectives for event in rank.events if isinstance(event, Step))
+    reduced = Collectives(op="all_reduce", reduce_op="SUM", dtype="float32", group=(0,), calls=2, nbytes=24)
+    gathered = Collectives(op="all_gather", reduce_op="", dtype="float64", group=(0,), calls=1, nbytes=24)
+    assert first == (reduced,)
+    assert second == (gathered, reduced)
+    assert dist.ProcessGroup.allreduce is before
