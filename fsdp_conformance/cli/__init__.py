@@ -37,6 +37,7 @@ Shared by the commands about one case:
     single          finding it, running it in this process, its exit status
 
 For `record` and `parity`:
+    killed_rank     the rank of a script that a signal has ended, from the output of torchrun
     recorded_run    a command whose Python processes record what they train
 
 For `sanitize`:

@@ -24,6 +24,7 @@ from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.child import answers
 from fsdp_conformance.cli.commands.record import timeout_of
 from fsdp_conformance.cli.commands.sanitize import Terminal
+from fsdp_conformance.cli.killed_rank import KilledRank
 from fsdp_conformance.cli.recorded_run import elapsed, fresh_directory, run_recorded, simulated_gpus, torchrun
 from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.parity.comparison import Comparison, compare
@@ -199,8 +200,10 @@ class _Runs:
         self._terminal.say(f"{name}: {' '.join(words)}{treated}")
         began = time.monotonic()
         errors: list[str] = []
+        killed = KilledRank()
 
         def say(line: str) -> None:
+            killed.read(line)
             self._terminal.say(f"[{name}] {line}", "dim")
             errors.extend(_ERROR.findall(line))
 
@@ -213,8 +216,9 @@ class _Runs:
             is_enough=lambda: keep is not None and files.has_ended(directory, ranks),
         )
         ended = f"it was ended after {self._order.timeout_s:g} s (--timeout)" if status is None else f"status {status}"
-        if status and errors:
-            ended += f", {errors[0]}"
+        if status and (killed.words or errors):
+            # The other ranks fail because they lose the one that was killed.
+            ended += f", {killed.words or errors[0]}"
         try:
             recording = files.read(directory)
         except ConfigError as error:
