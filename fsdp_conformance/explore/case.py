@@ -346,15 +346,19 @@ class ScenarioCase(ConformanceTestCase):
                 likely=f"not resharded: {what} gathers units, and nothing frees them",
             )  # fmt: skip
         if reshards and not example.model.calls and shard_group_size(example) > 1:
-            for record in run.steps:
-                for micro, held in enumerate(record.unsharded_after_forward):
-                    # The root's backward begins at once.
-                    self.expect_equal(
-                        "R034", f"units below the root that stay gathered after the forward of micro-batch {micro}",
-                        [unit for unit in held or () if unit != "the root"], [], step=record.step, phase="forward",
-                        check="resharded after forward",
-                        likely="not resharded: a unit stays gathered until its backward",
-                    )  # fmt: skip
+            self._check_resharded_after_forward(run)
+
+    def _check_resharded_after_forward(self, run: TrainingHistory) -> None:
+        """Check that no unit below the root stays gathered from its forward to its backward."""
+        for record in run.steps:
+            for micro, held in enumerate(record.unsharded_after_forward):
+                # The root's backward begins at once.
+                left = [unit for unit in held or () if unit != "the root"]
+                self.expect_equal(
+                    "R034", f"units below the root that stay gathered after the forward of micro-batch {micro}", left,
+                    [], step=record.step, phase="forward", check="resharded after forward",
+                    likely="not resharded: a unit stays gathered until its backward",
+                )  # fmt: skip
 
     def _takes_none_for_zero(self, example: Example) -> bool:
         """True if parameters that a step does not use may have a gradient of zeros (R117)."""
