@@ -23,7 +23,8 @@ enum class Mode : uint8_t { Off, Record, Raise, Poison };
 using Lane = int32_t;
 constexpr Lane kHost = 0;
 
-/// A thread of the host, whose waits order only what it does itself. Threads that nothing is known of count as thread 0.
+/// A thread of the host, whose waits order only what it does itself. Threads that nothing is known of count as thread
+/// 0.
 using HostThread = int32_t;
 constexpr HostThread kMainThread = 0;
 

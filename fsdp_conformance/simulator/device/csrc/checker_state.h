@@ -154,7 +154,7 @@ struct Checker::State {
   uint64_t order = 0;                    // of accesses, events and waits
 
   std::vector<LaneState> lanes;
-  std::map<HostThread, HostState> hosts;    // those that live
+  std::map<HostThread, HostState> hosts;  // those that live
   HostThread last_host = kMainThread;
   std::deque<ImplicitWait> implicit_waits;  // the last ones
   std::map<int32_t, int32_t> lanes_of_device;

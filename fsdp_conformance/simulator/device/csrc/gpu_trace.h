@@ -1,4 +1,5 @@
-// torch's tracing hooks (torch.cuda._gpu_trace): once a program has activated them, the device calls them where CUDA does.
+// torch's tracing hooks (torch.cuda._gpu_trace): once a program has activated them, the device calls them where CUDA
+// does.
 //
 // They run Python, so call these without a lock.
 #pragma once
