@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
@@ -16,7 +17,7 @@ from fsdp_conformance.recordings.events import Collectives, Step
 
 @pytest.fixture
 def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
