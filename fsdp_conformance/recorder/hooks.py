@@ -54,6 +54,7 @@ class Hooks:
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
             self._replace(ShardedGradScaler, "unscale_", functools.partial(self._marked, "unscale"))
+            self._replace(torch.distributed, "destroy_process_group", self._leaving)
             self._watch_sharding()
             observer.traffic.watch(self._replace)
 
@@ -148,6 +149,15 @@ class Hooks:
             return original(*args, **kwargs)
 
         return call
+
+    def _leaving(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def destroy_process_group(group: Any = None) -> None:
+            if group in (None, torch.distributed.group.WORLD):
+                self._observer.leave()
+            original(group)
+
+        return destroy_process_group
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._observer.before_step(optimizer)

@@ -510,6 +510,13 @@ class Observer:
         if self._writer.has_begun:
             self._later(lambda: event)
 
+    def leave(self) -> None:
+        """The rank destroys its process group."""
+        self.mark("left")
+        if self._writer.has_begun:
+            # What waits is lost where the rank is killed.
+            self._flush()
+
     def end(self, error: str = "") -> None:
         """Write what is left. Later calls do nothing."""
         if self._has_ended:

@@ -224,8 +224,9 @@ class Mark:
     """Something else that matters for the comparison."""
 
     step: int
-    kind: Literal["save", "load", "unscale", "no optimizer", "note", "forward"]
-    """A forward is marked when it begins: a rank that fails in it has not recorded it otherwise."""
+    kind: Literal["save", "load", "unscale", "no optimizer", "note", "forward", "left"]
+    """A forward is marked when it begins: a rank that fails in it has not recorded it otherwise. A rank that has left
+    has destroyed its process group."""
     line: str
     detail: str = ""
 

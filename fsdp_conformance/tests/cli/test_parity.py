@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fsdp_conformance.recordings.events import Step
@@ -423,3 +424,50 @@ def test_a_second_run_names_the_first_wrong_element(script: Path, tmp_path: Path
     assert without.status == 1, without.output
     assert "run-values" not in without.output
     assert "first wrong one" not in without.output
+
+
+#: Rank 0 evaluates alone when rank 1 has left: it returns, or it goes on without a process group, and rank 0 hangs.
+LEFT = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if dist.get_rank() == 0:
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+elif sys.argv[1].startswith("destroyed"):
+    dist.destroy_process_group()
+    if sys.argv[1] == "destroyed in run":
+        open("pid", "w").write(str(os.getpid()))
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("how", "words_of_it"),
+    [("returned", "rank 1 had ended"), ("destroyed", "rank 1 had destroyed its process group · train.py:20")],
+)
+def test_rank_0_evaluates_when_the_others_have_left(how: str, words_of_it: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LEFT, encoding="utf-8")
+
+    # The traceback is the script's.
+    command = words("parity", "--timeout", "60", "train.py", f"{how} in {{run}}")
+    done = warm_interpreter.run(command, cwd=tmp_path, timeout=240)
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "✗ The ranks ran different forwards, from step 2 on" in done.stdout
+    assert "rank 0 ran a forward that rank 1 did not · evaluation at train.py:18" in done.stdout
+    assert words_of_it in done.stdout
+    if how == "destroyed":
+        assert not psutil.pid_exists(int((tmp_path / "pid").read_text(encoding="utf-8")))

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.recorder import observer as observer_module
@@ -169,6 +171,28 @@ def test_saves_and_loads_are_marked(tmp_path: Path) -> None:
 
     kinds = [mark.kind for mark in of(Mark, tmp_path / "run")]
     assert [kind for kind in kinds if kind != "forward"] == ["save", "load"]
+
+
+def test_a_rank_that_destroys_its_process_group_has_left(tmp_path: Path) -> None:
+    """Before its group is gone, and not with a group of some ranks; what it has recorded is in its file by then."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with recording(tmp_path / "run"):
+            train(Model(), steps=1)
+            dist.destroy_process_group(dist.new_group([0]))
+            model = nn.Linear(5, 2)
+            model(torch.ones(1, 5))
+            dist.destroy_process_group()
+            *_, forward, last = events(tmp_path / "run")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    assert isinstance(forward, Forward)
+    assert isinstance(last, Mark)
+    assert (last.kind, last.step) == ("left", 1)
+    assert "test_observer.py:" in last.line
+    assert sum(isinstance(event, Mark) and event.kind == "left" for event in events(tmp_path / "run")) == 1
 
 
 def test_hooks_of_units_are_copied_and_saved_with_them(tmp_path: Path) -> None:
