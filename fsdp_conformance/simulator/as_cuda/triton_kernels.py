@@ -4,6 +4,8 @@ Triton kernels: Triton's interpreter runs them if it is on, else they are refuse
 With `TRITON_INTERPRET=1` in the environment Triton runs a kernel in Python, on copies of its arguments in the memory of
 the host. Here that counts as one operation of the current stream: it writes the tensors that it has changed, and reads
 the others. The copies are Triton's, not the program's, so they are neither checked nor waits.
+
+`triton.autotune` times the configurations of a kernel on a GPU. Here all are equally fast, and it takes the first.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ from fsdp_conformance.simulator.device import SIMULATED, build
 from fsdp_conformance.simulator.import_hook import when_imported
 from fsdp_conformance.simulator.replacements import Replacements
 
-_JIT, _INTERPRETER = "triton.runtime.jit", "triton.runtime.interpreter"
+_JIT, _INTERPRETER, _AUTOTUNER = "triton.runtime.jit", "triton.runtime.interpreter", "triton.runtime.autotuner"
 
 _WHY = "it is compiled for a GPU. Set TRITON_INTERPRET=1, and Triton's interpreter runs it, with its accesses checked"
 
 
 def install(replaced: Replacements) -> None:
-    """Replace both ways to run a kernel as soon as Triton is imported."""
+    """Replace both ways to run a kernel, and the timing of its configurations, as soon as Triton is imported."""
     replaced.on_undo(when_imported(_JIT, functools.partial(_refuse, replaced)))
     replaced.on_undo(when_imported(_INTERPRETER, functools.partial(_interpret, replaced)))
+    replaced.on_undo(when_imported(_AUTOTUNER, functools.partial(_autotune, replaced)))
 
 
 def _refuse(replaced: Replacements) -> None:
@@ -43,6 +46,13 @@ def _refuse(replaced: Replacements) -> None:
 def _interpret(replaced: Replacements) -> None:
     executor = sys.modules[_INTERPRETER].GridExecutor
     replaced.set(executor, __call__=_checked(executor.__call__))
+
+
+def _autotune(replaced: Replacements) -> None:
+    def bench(self: Any, *args: Any, config: Any, **kwargs: Any) -> list[float]:
+        return [0.0, 0.0, 0.0]  # the quantiles of the time
+
+    replaced.set(sys.modules[_AUTOTUNER].Autotuner, _bench=bench)
 
 
 def _checked(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """
 Triton kernels, with a stand-in for Triton that runs a kernel as its interpreter does: on copies on the host.
 
-Triton's own interpreter (3.9.0) has the same two methods. Triton is too large to be a dependency of the tests.
+Triton itself (3.9.0) has the same methods. Triton is too large to be a dependency of the tests.
 """
 
 from __future__ import annotations
@@ -48,15 +48,29 @@ class JITFunction:
         raise AssertionError("libcuda.so cannot be found")
 
 
+class Autotuner:
+    """It takes the fastest configuration of a kernel, which it finds out on a GPU."""
+
+    def __init__(self, kernel: GridExecutor, factors: list[float]) -> None:
+        self.kernel, self.factors = kernel, factors
+
+    def _bench(self, *args: Any, config: float, **kwargs: Any) -> list[float]:
+        raise AssertionError("libcuda.so cannot be found")
+
+    def run(self, *args: Any) -> None:
+        fastest = min(self.factors, key=lambda factor: self._bench(*args, config=factor))
+        self.kernel(*args, fastest)
+
+
 def _to_host(arg: Any) -> Any:
     return arg.cpu() if isinstance(arg, Tensor) else arg
 
 
 def _import_triton() -> None:
-    for name in ("triton", "triton.runtime", "triton.runtime.jit", "triton.runtime.interpreter"):
+    for name in ("triton", *(f"triton.runtime{part}" for part in ("", ".jit", ".interpreter", ".autotuner"))):
         module: Any = types.ModuleType(name)
         module.__spec__ = types.SimpleNamespace(_initializing=False)
-        module.JITFunction, module.GridExecutor = JITFunction, GridExecutor
+        module.JITFunction, module.GridExecutor, module.Autotuner = JITFunction, GridExecutor, Autotuner
         sys.modules[name] = module
 
 
@@ -115,4 +129,14 @@ def test_tensors_of_the_host_are_left_to_triton() -> None:
     with simulated_cuda(1):
         out = torch.empty(4)
         GridExecutor(scale)(torch.ones(4), out, 3.0)
+        assert out.tolist() == [3.0] * 4
+
+
+@in_process_of_its_own
+def test_an_autotuned_kernel_takes_its_first_configuration() -> None:
+    """No GPU is there to time them. The kernel runs once, as one operation."""
+    _import_triton()
+    with simulated_cuda(1):
+        out = torch.empty(4, device="cuda")
+        Autotuner(GridExecutor(scale), [3.0, 2.0]).run(torch.ones(4, device="cuda"), out)
         assert out.tolist() == [3.0] * 4
