@@ -10,13 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from fsdp_conformance.parity.noise import EXPLAINED, is_near
 from fsdp_conformance.parity.runs import TrainingStep
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
-
-#: What a factor leaves unexplained of a tensor may be this much of its norm.
-_EXPLAINED = 2e-3
-#: Factors that differ by less, relative to themselves, are equal.
-_SAME = 1e-2
 
 
 def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
@@ -71,11 +67,11 @@ def _factor(before: Mapping[str, Fingerprint], after: Mapping[str, Fingerprint])
             old, new = before[name].numbers(), value.numbers()
             factor = inner_product(new, old) / inner_product(old, old)
             rest = norm_of([b - factor * a for a, b in zip(old, new, strict=True)])
-            if rest > _EXPLAINED * math.sqrt(before[name].square):
+            if rest > EXPLAINED * math.sqrt(before[name].square):
                 return None
             factors.append(factor)
     return factors[0] if factors and _are_near(factors, [factors[0]] * len(factors)) else None
 
 
 def _are_near(values: Sequence[float], others: Sequence[float]) -> bool:
-    return all(abs(a - b) <= _SAME * abs(b) for a, b in zip(values, others, strict=True))
+    return all(map(is_near, values, others))

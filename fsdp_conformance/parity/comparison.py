@@ -35,7 +35,7 @@ from fsdp_conformance.parity.words import (
 )
 from fsdp_conformance.recordings.events import Backward, Forward
 from fsdp_conformance.recordings.files import Recording
-from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole
+from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product
 
 #: Settings that a scheduler or a script may leave out of one run, and that change nothing by themselves.
 _IGNORED_SETTINGS = frozenset({"initial_lr", "name", "decoupled_weight_decay", "maximize"})
@@ -581,8 +581,8 @@ class _Comparing:
             )
             if moved is None or wanted is None:
                 return ""
-            square = sum(number * number for number in wanted)
-            factors.append(sum(a * b for a, b in zip(moved, wanted, strict=True)) / square if square else 0.0)
+            square = inner_product(wanted, wanted)
+            factors.append(inner_product(moved, wanted) / square if square else 0.0)
         if all(abs(factor) < 1e-6 for factor in factors):
             return "the parameters were not updated"
         are_same = max(factors) - min(factors) < 0.02 * abs(factors[0])

@@ -12,15 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_conformance.parity.noise import EPS
+from fsdp_conformance.parity.noise import EPS, EXPLAINED, SAME, is_near
 from fsdp_conformance.parity.runs import TrainingStep
 from fsdp_conformance.recordings.events import Backward
 from fsdp_conformance.recordings.fingerprint import Whole, inner_product, norm_of
 
-#: What a combination leaves unexplained of a gradient may be this much of its norm.
-_EXPLAINED = 2e-3
-#: Factors that differ by less are equal.
-_SAME = 1e-2
 #: Tensors that are looked at; the largest ones.
 _MOST = 24
 #: Contributions that are told apart.
@@ -109,7 +105,7 @@ def _factor(gradients: Gradients, names: Sequence[str]) -> str:
         if factor is None:
             return ""
         factors.append(factor)
-    if not _are_same(factors) or abs(factors[0] - 1) <= _SAME:
+    if not _are_same(factors) or abs(factors[0] - 1) <= SAME:
         return ""
     factor = sum(factors) / len(factors)
     which = (
@@ -125,25 +121,25 @@ def _factor_of(value: Whole, expected: Whole) -> float | None:
         return None
     factor = inner_product(value.numbers, expected.numbers) / square
     rest = norm_of([a - factor * b for a, b in zip(value.numbers, expected.numbers, strict=True)])
-    return factor if rest <= _EXPLAINED * max(value.norm, abs(factor) * expected.norm) else None
+    return factor if rest <= EXPLAINED * max(value.norm, abs(factor) * expected.norm) else None
 
 
 def _meaning(factor: float, gradients: Gradients) -> str:
     """Two causes have the same factor if there are as many backwards as ranks: both are named."""
     meanings = []
     ranks, passes = gradients.ranks, gradients.passes
-    if ranks > 1 and _is_near(factor, ranks):
+    if ranks > 1 and is_near(factor, ranks):
         meanings.append("added up over the ranks instead of averaged")
-    if ranks > 1 and _is_near(factor, 1 / ranks):
+    if ranks > 1 and is_near(factor, 1 / ranks):
         meanings.append("divided by the number of ranks twice")
-    if passes > 1 and _is_near(factor, passes):
+    if passes > 1 and is_near(factor, passes):
         meanings.append("added up over the backwards of the step instead of averaged")
-    if passes > 1 and _is_near(factor, 1 / passes):
+    if passes > 1 and is_near(factor, 1 / passes):
         meanings.append("divided by the number of backwards twice")
-    if _is_near(factor, -1):
+    if is_near(factor, -1):
         meanings.append("the sign is wrong")
     exponent = math.log2(factor) if factor > 0 else 0.0
-    if not meanings and exponent >= 4 and _is_near(exponent, round(exponent)):
+    if not meanings and exponent >= 4 and is_near(exponent, round(exponent)):
         meanings.append(
             f"not unscaled: the factor is 2 to the power of {round(exponent)}, like that of a gradient scaler"
         )
@@ -155,12 +151,12 @@ def _of_previous_step(gradients: Gradients, names: Sequence[str]) -> str:
         if not all(name in before for name in names):
             continue
         stale = _weights(gradients, names, [[before[name].numbers] for name in names])
-        if stale is not None and _is_near(stale[0], 1):
+        if stale is not None and is_near(stale[0], 1):
             return "stale: they are the gradients of the step before"
         both = [[gradients.expected[name].numbers, before[name].numbers] for name in names]
         kept = _weights(gradients, names, both)
-        if kept is not None and _is_near(kept[0], 1) and abs(kept[1]) > _SAME:
-            times = "" if _is_near(kept[1], 1) else f", {_number(kept[1])} times"
+        if kept is not None and is_near(kept[0], 1) and abs(kept[1]) > SAME:
+            times = "" if is_near(kept[1], 1) else f", {_number(kept[1])} times"
             return f"not cleared: they are the step's gradients plus those that the step before has left{times}"
     return ""
 
@@ -192,20 +188,20 @@ def _read_counts(counts: Mapping[tuple[int, int], float], gradients: Gradients) 
     if all(map(_are_same, of_ranks.values())):
         return _read_ranks({rank: values[0] for rank, values in of_ranks.items()}, gradients.ranks)
     if all(map(_are_same, of_numbers.values())):
-        wrong = {number: values[0] for number, values in of_numbers.items() if not _is_near(values[0], 1)}
-        missing = [number for number, value in wrong.items() if abs(value) <= _SAME]
+        wrong = {number: values[0] for number, values in of_numbers.items() if not is_near(values[0], 1)}
+        missing = [number for number, value in wrong.items() if abs(value) <= SAME]
         if len(missing) == len(wrong):
             return f"{_list('backward', missing)} of the step is not in the gradients of any rank"
         return "; ".join(f"backward {number} counts {_number(value)} times" for number, value in wrong.items())
-    wrong_keys = [key for key, value in counts.items() if not _is_near(value, 1)]
+    wrong_keys = [key for key, value in counts.items() if not is_near(value, 1)]
     shown = [f"rank {r}, backward {n}: {_number(counts[r, n])}" for r, n in wrong_keys[:4]]
     return f"they weigh ranks and backwards differently, with 1 for what they should be: {'; '.join(shown)}"
 
 
 def _read_ranks(counts: Mapping[int, float], ranks: int) -> str:
-    missing = [rank for rank, value in counts.items() if abs(value) <= _SAME]
+    missing = [rank for rank, value in counts.items() if abs(value) <= SAME]
     others = [value for rank, value in counts.items() if rank not in missing]
-    if len(others) == 1 and missing and _is_near(others[0], ranks):
+    if len(others) == 1 and missing and is_near(others[0], ranks):
         alone = next(rank for rank in counts if rank not in missing)
         return f"not reduced: only what rank {alone} computed is in the gradients"
     if missing:
@@ -251,18 +247,14 @@ def _weights(gradients: Gradients, names: Sequence[str], terms: Sequence[Sequenc
         # Several combinations give the same: none of them is the cause.
         return None
     rest = (matrix @ weights - np.array(right)).reshape(len(names), -1)
-    if any(norm_of(row) > _EXPLAINED for row in rest.tolist()):
+    if any(norm_of(row) > EXPLAINED for row in rest.tolist()):
         return None
     return [float(weight) for weight in weights]
 
 
 def _are_same(values: Sequence[float]) -> bool:
     middle = sum(values) / len(values)
-    return all(abs(value - middle) <= _SAME * max(1.0, abs(middle)) for value in values)
-
-
-def _is_near(value: float, other: float) -> bool:
-    return abs(value - other) <= _SAME * abs(other)
+    return all(abs(value - middle) <= SAME * max(1.0, abs(middle)) for value in values)
 
 
 def _number(value: float) -> str:

@@ -25,6 +25,10 @@ from fsdp_conformance.recordings.events import Backward
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.recordings.fingerprint import Whole
 
+#: Factors between tensors that differ by less, relative to themselves, are equal.
+SAME = 1e-2
+#: What factors leave unexplained of a tensor may be this much of its norm.
+EXPLAINED = 2e-3
 FACTOR = 8.0
 FLOOR = 8.0
 #: Rounding to nearest changes a number by up to half of the eps, and by a quarter on average.
@@ -148,3 +152,8 @@ def _dtypes(run: Run) -> set[str]:
                 dtypes |= {forward.dtype, *(value.dtype for value in values)}
         dtypes |= {value.dtype for value in step.parameters.values.values()}
     return dtypes
+
+
+def is_near(value: float, other: float) -> bool:
+    """True if two factors between tensors are equal, but for rounding."""
+    return abs(value - other) <= SAME * abs(other)
