@@ -67,8 +67,15 @@ class Hooks:
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
+        # What the class itself has: a method written in C, read as an attribute, would no longer get its `self`.
+        own = vars(owner)
+        undo = (
+            functools.partial(setattr, owner, name, own[name])
+            if name in own
+            else functools.partial(delattr, owner, name)
+        )
         setattr(owner, name, make(original))
-        self._undo.append(functools.partial(setattr, owner, name, original))
+        self._undo.append(undo)
 
     def _watch_modules(self) -> None:
         original = nn.Module.__call__

@@ -25,12 +25,16 @@ def test_the_words_around_a_figure_stand_somewhere(pattern: str) -> None:
 
 def test_an_old_figure_is_replaced_and_nothing_else() -> None:
     """The words, and figures that no pattern is about, stay."""
-    old = "12 requirements in 3 cases, in 5 steps; tests/test_conformance.py   1 cases as tests\n"
+    old = (
+        "12 requirements in 3 cases, in 5 steps; tests/test_conformance.py   1 cases as tests\n"
+        "| FSDP1 | 35 | 17 | 2 | 3 | 0 | 13 | 0 |\n"
+    )
     new = with_figures(old)
 
     assert new != old
     assert re.sub(r"\d+", "", new) == re.sub(r"\d+", "", old)
     assert new.count(", in 5 steps") == 1
+    assert new.splitlines()[-1] == old.splitlines()[-1], "a table of something else"
     assert with_figures(new) == new
 
 

@@ -47,6 +47,7 @@ NOT_RUN = {
     "docs/quickstart.md": 1,
     "docs/reading-a-verdict.md": 3,
     "docs/running.md": 1,
+    "docs/sanitize.md": 1,
     "docs/simulated-accelerator.md": 1,
     "docs/simulated-cuda.md": 2,
     "docs/simulated-ranks.md": 3,
@@ -146,7 +147,7 @@ def test_every_block_says_how_it_is_checked(page: str) -> None:
 
 
 def test_blocks_that_nothing_runs_are_counted() -> None:
-    """Those that need two hosts, a cluster or another environment, and no others."""
+    """Those that need a GPU, two hosts, a cluster or another environment, and no others."""
     counted = Counter(block.page for page in pages() for block in blocks_of(page) if block.word == "not run")
 
     assert dict(counted) == NOT_RUN
