@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp_conformance.recorder.observer import Observer
 from fsdp_conformance.simulator.import_hook import when_imported
+from fsdp_conformance.simulator.replacements import Replacements
 
 __all__ = ["Hooks"]
 
@@ -35,7 +36,7 @@ class Hooks:
         global _current
         _current = observer
         self._observer = observer
-        self._undo: list[Callable[[], object]] = []
+        self._replaced = Replacements()
         self._watch_modules()
         self._replace(torch.autograd, "backward", self._backward)
         # `torch.nn.utils.clip_grad` is the module of the function that `torch.nn.utils` shows.
@@ -45,11 +46,9 @@ class Hooks:
         self._replace(torch.amp.GradScaler, "unscale_", functools.partial(self._marked, "unscale"))
         for name in ("save", "load"):
             self._replace(torch, name, functools.partial(self._marked, name))
-        self._undo += [
-            register_optimizer_step_pre_hook(self._before_step).remove,
-            register_optimizer_step_post_hook(self._after_step).remove,
-        ]
-        self._undo.append(when_imported("deepspeed", self._watch_deepspeed))
+        self._replaced.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._replaced.on_undo(register_optimizer_step_post_hook(self._after_step).remove)
+        self._replaced.on_undo(when_imported("deepspeed", self._watch_deepspeed))
         if torch.distributed.is_available():
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -61,21 +60,11 @@ class Hooks:
     def remove(self) -> None:
         """Put everything back."""
         global _current
-        while self._undo:
-            self._undo.pop()()
+        self._replaced.undo()
         _current = None
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        # What the class itself has: a method written in C, read as an attribute, would no longer get its `self`.
-        own = vars(owner)
-        undo = (
-            functools.partial(setattr, owner, name, own[name])
-            if name in own
-            else functools.partial(delattr, owner, name)
-        )
-        setattr(owner, name, make(original))
-        self._undo.append(undo)
+        self._replaced.set(owner, **{name: make(getattr(owner, name))})
 
     def _watch_modules(self) -> None:
         original = nn.Module.__call__
@@ -106,7 +95,7 @@ class Hooks:
             nn.Module.__call__ = original  # type: ignore[method-assign]
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
-        self._undo.append(undo)
+        self._replaced.on_undo(undo)
 
     def _backward(self, original: Any) -> Any:
         @functools.wraps(original)

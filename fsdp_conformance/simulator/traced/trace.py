@@ -53,7 +53,7 @@ class Operation:
 
 
 class Trace:
-    """What the hooks have said so far, told to a checker."""
+    """Passes the events of the hooks on to a checker."""
 
     def __init__(self, checker: Any, device: TracedDevice) -> None:
         self.checker = checker
@@ -215,7 +215,7 @@ class Trace:
         return self._lanes[key]
 
     def _block(self, tensor: Tensor) -> int:
-        """The block of a tensor's memory. Memory from elsewhere, or from before the trace, is a block of its own."""
+        """The block of a tensor's memory. Memory that the hooks never reported gets a new block."""
         storage = tensor.untyped_storage()
         address, index = storage.data_ptr(), tensor.device.index
         if address not in self._blocks:

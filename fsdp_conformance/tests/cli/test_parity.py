@@ -449,7 +449,7 @@ elif sys.argv[1].startswith("destroyed"):
     dist.destroy_process_group()
     if sys.argv[1] == "destroyed in run":
         open("pid", "w").write(str(os.getpid()))
-        time.sleep(1000)
+        time.sleep(1000)  # lives on until it is killed at the timeout
 """
 
 

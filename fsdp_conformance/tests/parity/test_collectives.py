@@ -71,7 +71,7 @@ def test_the_collective_that_differs_is_evidence(
 
 
 def test_other_strategies_have_other_collectives(trained: Recording) -> None:
-    """Data parallel training reduces all gradients: that is no evidence for anything."""
+    """Data parallel training has other collectives than sharded training, so they say nothing about a mistake."""
     assert _compared(trained, replace(NORM, calls=7)).collectives == ()
     assert _compared(trained).collectives == ()
 

@@ -50,7 +50,7 @@ def test_a_finding_in_the_report(tmp_path: Path) -> None:
     content = observed.observed()
     checker.clear()
 
-    # The simulated accelerator tells the same checker what it finds itself, on streams of its own.
+    # The simulated accelerator also reports to this checker, on its own streams.
     found = [hazard_from_json(one) for one in content["hazards"]]
     assert [one.sentence().partition(" on stream")[0] for one in found][-1] == (
         "read after write on cuda:0: aten::mul_.Tensor"

@@ -32,7 +32,7 @@ def _ones(count: int = 4) -> torch.Tensor:
 
 
 def _group() -> None:
-    """A group of this process alone: its collectives have a stream of their own, too."""
+    """A process group with one rank, whose collectives still run on their own stream."""
     dist.init_process_group("cpu:gloo,sim:simccl", store=HashStore(), rank=0, world_size=1)
 
 
