@@ -3,9 +3,8 @@ The cases that ci/test certifies, as options of ci/certify. ci/nightly runs ever
 
     python ci/certified_cases.py [--quick] IMPLEMENTATION
 
-Every case of the profile `quick`, which finds most known-wrong engines with few cases, and one case of each chapter of
-the profile. With --quick, for slower engines, only one case of each chapter of `quick`. For an adapter in
-ci/components.py, one case of each chapter of the profile of components.
+One case of each chapter of the profile; with --quick, for slower engines, of the profile `quick`; for an adapter in
+ci/components.py, of the profile of components.
 
 The case of a chapter is the one with the fewest capabilities, which most engines declare, at the smallest world size of
 at least two ranks.
@@ -43,19 +42,17 @@ def smallest(entries: Iterable[Entry]) -> list[Entry]:
 
 def selected(implementation: str, *, quick: bool = False) -> list[str]:
     """The ids of the cases, in order."""
-    shortlist = load_profile(QUICK).entries
     if implementation in components.ADAPTERS:
-        entries, always = load_profile(components.PROFILE).entries, set[str]()
-    elif quick:
-        entries, always = shortlist, set[str]()
+        profile = components.PROFILE
     else:
-        entries, always = load_profile(RunSettings().profile).entries, {entry.id for entry in shortlist}
+        profile = QUICK if quick else RunSettings().profile
+    entries = load_profile(profile).entries
     listed = {
         finding.case
         for finding in known_findings.known_findings()
         if fnmatchcase(implementation, finding.implementation)
     }
-    return sorted({entry.id for entry in smallest(entries)} | always | listed & {entry.id for entry in entries})
+    return sorted({entry.id for entry in smallest(entries)} | listed & {entry.id for entry in entries})
 
 
 def main(words: Sequence[str]) -> int:

@@ -77,6 +77,13 @@ def selection_options(settings: RunSettings) -> list[str]:
     return [option for option, name in OPTIONS.items() if getattr(settings, name)]
 
 
+def narrowing_options(profile: Profile, settings: RunSettings) -> list[str]:
+    """The options that leave out cases of the profile, each by itself."""
+    cases = [entry.case() for entry in profile.entries]
+    options = selection_options(settings)
+    return [option for option in options if not all(_SELECTS[OPTIONS[option]](case, settings) for case in cases)]
+
+
 def _matches_any(case: Case, patterns: Iterable[str]) -> bool:
     """True if a pattern is the case's id, one of its requirements, or a glob that matches the id."""
     return any(pattern in (case.id, *case.requirements) or fnmatchcase(case.id, pattern) for pattern in patterns)

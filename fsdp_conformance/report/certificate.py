@@ -27,7 +27,7 @@ from fsdp_conformance.contract import Contract, Level, load
 from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION, Entry, Profile, shipped
 from fsdp_conformance.contract.scopes import ADVICE, BASE, PAIRS, title
-from fsdp_conformance.contract.selection import OPTIONS
+from fsdp_conformance.contract.selection import narrowing_options
 from fsdp_conformance.judge import LOUD_REFUSAL, contradictions, is_excused, shutdown_problems
 from fsdp_conformance.listing import some
 from fsdp_conformance.outcome.records import ABSENT, INAPPLICABLE, SCENARIO, UNDECLARED, CaseRecord, RequirementId
@@ -427,9 +427,6 @@ def _run_problems(run: RunFile) -> list[str]:
     often = [case for case, count in Counter(run.interrupted).items() if count > 1]
     if often:
         problems.append(f"{some(often, _NAMED)} began more than twice, because the run was ended each time")
-    for option, key in OPTIONS.items():
-        if settings.get(key):
-            problems.append(f"incomplete: {option} left cases out")
     if settings.get("workload"):
         problems.append(f"{_PRIVATE} --workload {settings['workload']}: the model is the user's, not of this suite")
     if settings.get("reuse_ranks") or any(record.ranks == "reused" for record in run.records):
@@ -508,7 +505,8 @@ def _bundled_problems(header: Mapping[str, Any]) -> Iterator[str]:
 def _manifest_problems(run: RunFile, profile: Profile, *, private: bool) -> list[str]:
     """How the cases that ran differ from those of the profile."""
     stated: Mapping[str, Any] = run.header.get("profile") or {}
-    problems = []
+    settings = settings_from_json(run.header.get("settings") or {})
+    problems = [f"incomplete: {option} left cases out" for option in narrowing_options(profile, settings)]
     if private:
         problems.append(f"private: the profile {profile.name} {profile.sha256[:12]} is not shipped with this suite")
     if not profile.certifies:

@@ -57,9 +57,26 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker(pytest.mark.nightly)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before pytest takes away what `-m` leaves out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take long come first, so that no worker is left alone with one at the end."""
+    """
+    Of a test marked `daily(count)`, all sets of parameters but that many are nightly.
+
+    And tests that take long come first, so that no worker is left alone with one at the end.
+    """
+    sets: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("daily") is not None and item.get_closest_marker("nightly") is None:
+            sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in sets.values():
+        marker = same[0].get_closest_marker("daily")
+        assert marker is not None
+        (count,) = marker.args
+        # Spread over the whole: neighbours resemble one another.
+        by_day = {index * len(same) // count for index in range(count)}
+        for index, item in enumerate(same):
+            if index not in by_day:
+                item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None and item.path.name != "test_kill_matrix.py")
 
 

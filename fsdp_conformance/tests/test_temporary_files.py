@@ -41,7 +41,7 @@ def test_children_use_the_directory_of_the_run() -> None:
     assert Path(tempfile.gettempdir()).name.startswith(temporary_files.PREFIX)
 
 
-@pytest.mark.nightly_params("1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_what_is_left_is_removed_with_it(workers: str, tmp_path: Path) -> None:
     """Without and with workers of xdist."""

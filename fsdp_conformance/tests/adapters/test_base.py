@@ -164,6 +164,7 @@ def test_an_adapter_takes_at_most_25_lines() -> None:
 class Example(RankTestCase):
     """The example at work."""
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_it_trains(self) -> None:
         """Parity, with micro-batches, deferred reduction, clipping, both degrees, and the traps of a real model."""

@@ -40,6 +40,7 @@ class Parity(RankTestCase):
 
     case_timeout_s = 120.0
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_sgd_and_adam(self) -> None:
         """Every engine, with SGD and momentum and with Adam."""
@@ -47,6 +48,7 @@ class Parity(RankTestCase):
             for optimizer in ("sgd", "adam"):
                 self.assert_trains(name, regime=Regime(optimizer=optimizer))
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     @with_fsdp2_on_the_cpu
     def test_traps(self) -> None:
@@ -57,6 +59,7 @@ class Parity(RankTestCase):
             self.assertEqual(len(zeros), 6 if name in FLAT else 0, name)
             self.assertEqual([], [line for line in divergences if line not in zeros], name)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     @with_fsdp2_on_the_cpu
     def test_checkpoints_of_parameters_without_state(self) -> None:
@@ -83,6 +86,7 @@ class Parity(RankTestCase):
             for reduced in ((True, True, True), (False, False, True), (False, True, True)):
                 self.assert_trains(name, regime=Regime(steps=2, micro_batches=3, reduced=reduced))
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_clipping(self) -> None:
         """The total norm, by the 2-norm and by another one, and what follows from it."""
@@ -135,6 +139,7 @@ class Parity(RankTestCase):
         # On the CPU init modes need no flag.
         self.assertEqual(taken, 50)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_auto_wrap(self) -> None:
         """FSDP1's policies make units: one gather for each, and one for what the root keeps."""
@@ -143,6 +148,7 @@ class Parity(RankTestCase):
             gathers = [record for record in history.collectives if record.op is Op.ALL_GATHER and record.step == 1]
             self.assertEqual(units, len([record for record in gathers if record.phase == "forward"]), policy)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_written_parameters_are_trained(self) -> None:
         """Values that are written after the wrap are where training starts."""
@@ -179,6 +185,7 @@ class Parity(RankTestCase):
             self.assertTrue(torch.equal(first, frozen), msg=name)
             self.assertFalse(torch.equal(frozen, thawed), msg=name)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     @with_fsdp2_on_the_cpu
     def test_units_on_a_group_of_their_own_and_ignored_modules(self) -> None:
@@ -238,6 +245,7 @@ class Refusals(RankTestCase):
             with self.assertRaisesRegex(AdapterError, "unit 'nowhere', which is not a submodule of Plain"):
                 self.run_training(name, units=("nowhere",))
 
+    @pytest.mark.nightly
     def test_an_error_of_another_cause_passes(self) -> None:
         """An error of the engine that is not the known refusal stays what it is."""
         with self.assertRaisesRegex(RuntimeError, "no wrap today") as caught:
@@ -253,6 +261,7 @@ class _Failing(TorchFSDP2):
 class Placement(RankTestCase):
     """The memory that a rank holds, and when."""
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_bytes_held(self) -> None:
         """Sharding engines hold half of parameters and state on two ranks, the others all of it."""

@@ -41,11 +41,13 @@ class Parity(RankTestCase):
             ):
                 self.assert_trains(name, regime=regime)
 
+    @pytest.mark.nightly
     def test_traps(self) -> None:
         """A tied weight, a frozen layer, a unit called twice, and an unused parameter."""
         for name in ENGINES:
             self.assertEqual([], self.divergences(self.run_training(name, RICH), RICH), name)
 
+    @pytest.mark.nightly
     def test_what_is_held(self) -> None:
         """ZeRO-1 holds half of the state, more or less: each parameter is one rank's."""
         for name, least, most in (("torch-zero1", 0.2, 0.8), ("torch-replicate", 1.0, 1.0)):
@@ -54,6 +56,7 @@ class Parity(RankTestCase):
             share = history.held_bytes["optim"] / history.full_bytes["optim"]
             self.assertTrue(least <= share <= most, f"{name} {share}")
 
+    @pytest.mark.nightly
     def test_refusals(self) -> None:
         """Operations that need sharding are refused, because these engines do not shard."""
         for name in ENGINES:

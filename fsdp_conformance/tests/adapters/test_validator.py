@@ -14,6 +14,7 @@ from fsdp_conformance.tests.adapters import wrong_adapters as wrong
 from fsdp_conformance.tests.adapters.example_adapter import MyFSDP
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_right_adapters_have_no_problems() -> None:
     """The bundled ones, the example, and the known-wrong implementations: their adapters are right."""

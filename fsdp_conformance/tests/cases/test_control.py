@@ -87,6 +87,7 @@ def test_every_run_has_one() -> None:
     assert [report.checks[control.CHECK].comparisons for report in record.evidence] == [3, 3]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_does_not_send_it() -> None:
     """It changes what is sent, and so could change anything."""
     engine = f"{Path(cheating_engines.__file__)}:HidesTheControl"

@@ -69,6 +69,7 @@ class BreaksDown(TorchDDP):
         raise KeyError("the engine has lost a gradient")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "verdict", "words"),

@@ -33,6 +33,7 @@ FAILED_BY = {
 _NIGHTLY = {"KnownModelsAlone", "ManyElements", "ManyUnits", "ManySteps", "ManyRanks"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=[pytest.mark.nightly] if name in _NIGHTLY else []) for name in FAILED_BY]
 )

@@ -35,6 +35,7 @@ _FOUR_RANKS = {"HalfACopyOnTheHost"}
 _QUICK_HOARDS = {"CopiesInAChild"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=[] if name in _QUICK_HOARDS else [pytest.mark.nightly]) for name in HOARDS]
 )
@@ -77,6 +78,7 @@ _NIGHTLY = (
 )
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("engine", "case"),
     [

@@ -11,6 +11,7 @@ from fsdp_conformance.verdict import Verdict
 _MODULE = "fsdp_conformance.tests.references.unfit_workloads"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "comparison"), [("exact", "bitwise"), ("right", "calibrated")])
 @pytest.mark.parametrize("implementation", ["torch-fsdp2", "reference"])

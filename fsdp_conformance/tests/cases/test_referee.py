@@ -62,6 +62,7 @@ _NIGHTLY = {
 }  # fmt: skip
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=[pytest.mark.nightly] if name in _NIGHTLY else []) for name in CHEATS]
 )
@@ -119,6 +120,7 @@ def test_another_adam(references: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert record.verdict is Verdict.FAIL, record.reason
 
 
+@pytest.mark.nightly
 def test_two_declarations() -> None:
     """An adapter is judged by the flags that it has declared to the controller."""
     record = run_case(bound_case("R130/written-in-forward-ws2"), f"{FILE}:TwoFaced", base=BASE)
@@ -126,6 +128,7 @@ def test_two_declarations() -> None:
     assert (record.verdict, record.findings[0].check) == (Verdict.FAIL, "initial parity"), record.reason
 
 
+@pytest.mark.nightly
 def test_replicas_behind_shards() -> None:
     """An engine that shows slices of whole copies holds more in its process than it shows."""
     record = run_case(bound_case("R188/it-shards-ws4"), f"{FILE}:HidesReplicas", base=BASE)
@@ -164,6 +167,7 @@ def test_the_class_of_an_exception() -> None:
     assert "must be of the user's class" in record.reason
 
 
+@pytest.mark.nightly
 def test_references_that_code_under_test_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of a whole profile takes no reference that another run has left, whatever its hash is."""
     monkeypatch.setenv("FSDP_CONFORMANCE_REFERENCES", str(tmp_path))

@@ -45,6 +45,7 @@ def with_factor(workload: Workload, factor: float) -> Workload:
 
 
 # One trains in the dtypes as stored, which `implementation_run` replaces by one dtype.
+@pytest.mark.daily(14)
 @pytest.mark.nightly_params("transformer", "transformer-batch-norm")
 @pytest.mark.parametrize("name", [name for name in workload_names() if name not in ("no-parameters", "mixed-storage")])
 def test_correct_histories_pass(name: str) -> None:

@@ -51,10 +51,12 @@ class EngineTestCase(RecordedRanks):
 class TwoRanks(EngineTestCase):
     """FSDP1 and FSDP2 issue what the contract says."""
 
+    @pytest.mark.nightly
     def test_fsdp2(self) -> None:
         """No check reports anything on FSDP2."""
         self._all_checks("torch-fsdp2")
 
+    @pytest.mark.nightly
     def test_fsdp1(self) -> None:
         """No check reports anything on FSDP1, whose all-gathers are of lists on the CPU."""
         self._all_checks("torch-fsdp1")
@@ -112,6 +114,7 @@ class TwoRanks(EngineTestCase):
             self.assertEqual({"R188"}, {finding.requirement for finding in findings}, spec)
             self.assertIn("got 290400 B; 1.000 of 290400 B", findings[0].message)
 
+    @pytest.mark.nightly
     def test_a_shard_group_of_one_in_fsdp1(self) -> None:
         """FSDP1 reduces over the shard group of one rank instead of the replicas: a defect of torch, and it is seen."""
         nested = probes.exact_nested()

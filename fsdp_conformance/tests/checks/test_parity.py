@@ -43,6 +43,7 @@ def _as_text(finding: Finding) -> str:
 
 
 # One trains in the dtypes as stored, which `implementation_run` replaces by one dtype.
+@pytest.mark.daily(16)
 @pytest.mark.nightly_params("deferred-drawn", "transformer-batch-norm")
 @pytest.mark.parametrize("name", [name for name in workload_names() if name != "mixed-storage"])
 def test_correct_histories_pass(name: str) -> None:
@@ -57,6 +58,7 @@ def test_correct_histories_pass(name: str) -> None:
     assert sum(result.count.elements for result in results) > 5
 
 
+@pytest.mark.daily(2)
 @pytest.mark.nightly_params("transformer")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["norm-mlp", "transformer", "batch-norm", "tiny", "uneven"])

@@ -95,6 +95,7 @@ TEST = (["ci/test", "--only", "types"], NO_VARIABLES)
 CERTIFY = (["ci/certify", "--implementation", "x"], NO_VARIABLES)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.nightly_params("certify TERM deaf")
 @pytest.mark.parametrize(
     ("started", "number"),

@@ -104,6 +104,7 @@ def test_deadlines_without_hurry_nest_and_let_a_failure_end_the_case_as_usual() 
     assert (patient.settle_s, patient.grace_s) == (usual.settle_s, usual.grace_s)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_breakpoint_has_the_input_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chosen rank stops, the other runs past the breakpoint, and the case is judged; nothing is written."""

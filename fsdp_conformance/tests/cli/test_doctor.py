@@ -92,6 +92,7 @@ def test_a_machine_that_can_run_cases_is_ready() -> None:
     assert "ready (" in result.out
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_device_that_is_absent_is_told() -> None:
     """Status 3, and nothing is launched."""

@@ -81,6 +81,7 @@ def _is_a_sentence(said: Said) -> bool:
     return "Traceback" not in said.err + said.out and bool(said.err.strip())
 
 
+@pytest.mark.daily(70)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("file", FILES)
 def test_what_is_no_run_file_is_a_usage_error(tmp_path: Path, file: str, command: str) -> None:
@@ -154,6 +155,7 @@ EDITS: dict[str, Callable[[list[dict[str, Any]]], object]] = {
 }
 
 
+@pytest.mark.daily(120)
 @pytest.mark.nightly_params("no settings-replay")
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("edit", EDITS)

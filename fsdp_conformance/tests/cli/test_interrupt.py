@@ -61,6 +61,7 @@ def _run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.
         child.communicate(timeout=_DEADLINE_S)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("run", "number", "status"),
     [

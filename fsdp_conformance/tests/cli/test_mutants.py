@@ -43,6 +43,7 @@ def test_a_run_of_a_mutant_is_replayed(directory: Path) -> None:
     assert f"{_CASE} on {_MUTANT}, as in" in result.out
 
 
+@pytest.mark.daily(1)
 @pytest.mark.nightly_params("explore")
 @pytest.mark.parametrize(
     "command",

@@ -95,6 +95,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_fsdp2_is_equal_bit_for_bit_to_the_script_without_it(script: Path, tmp_path: Path) -> None:
     run = said("parity", "--output", str(tmp_path / "out"), str(script), "none", "{run}")
 

@@ -95,6 +95,7 @@ def test_workers_come_to_the_same_verdicts(suite: mini_suite.MiniSuite, tmp_path
     assert len(verdicts[0][1]) == 7
 
 
+@pytest.mark.nightly
 def test_a_partial_profile_cannot_certify(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """--case runs what it names; all that ran may pass, and the status is 1."""
     result = run(suite, tmp_path, "--case", "R188", "--world-size", "2")
@@ -104,6 +105,7 @@ def test_a_partial_profile_cannot_certify(suite: mini_suite.MiniSuite, tmp_path:
     assert "No failures, but a partial profile cannot certify." in result.out
 
 
+@pytest.mark.nightly
 def test_the_selection_and_its_duration_are_announced(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """First from typical durations, then from what the last run took."""
     env = with_quick_survey(suite.environment(MINI_SUITE_FLAGS="zero3 no_sync"), tmp_path)
@@ -120,6 +122,7 @@ def test_the_selection_and_its_duration_are_announced(suite: mini_suite.MiniSuit
     assert re.search(r"running 3 cases: about \d+ .*\(measured in the last run\)", second.out)
 
 
+@pytest.mark.nightly
 def test_a_command_that_is_suggested_can_be_read(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """A script that names every case is not told each of them again."""
     env = with_quick_survey(suite.environment(MINI_SUITE_FLAGS="zero3 no_sync"), tmp_path)
@@ -150,6 +153,7 @@ def test_fail_fast_and_last_failed(suite: mini_suite.MiniSuite, tmp_path: Path) 
     assert "--last-failed needs a run of other.py, but the last one was of mine.py" in other.err
 
 
+@pytest.mark.nightly
 def test_an_error_of_the_suite_is_status_4(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """A case that stumbles over itself says nothing about the implementation."""
     result = run(suite, tmp_path, acts={"R001/probe-ws2": "raise"})
@@ -182,6 +186,7 @@ def test_the_users_own_pytest_settings_have_no_part_in_it(suite: mini_suite.Mini
     assert "1 PASS" in result.out
 
 
+@pytest.mark.nightly
 def test_the_package_need_not_be_installed(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Where entry points are unknown the plugin is loaded all the same, and once."""
     hidden = tmp_path / "hidden"
@@ -260,6 +265,7 @@ def test_on_a_terminal_progress_is_drawn_in_place(no_color: str, suite: mini_sui
     assert "Traceback" not in text
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
@@ -307,6 +313,7 @@ def test_a_run_does_not_start_with_an_adapter_that_is_wrong(suite: mini_suite.Mi
     assert run(suite, tmp_path, "--no-smoke", MINI_SUITE_SMOKE=smoke).status == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("answer", "line"),
     [
@@ -412,6 +419,7 @@ class Large(DeclaresCases, unittest.TestCase):
 '''
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("limit", "judged"),
     [(1000, None), pytest.param(400_000, 1, marks=pytest.mark.nightly)],
@@ -458,6 +466,7 @@ def test_a_full_disk_is_the_environment_and_leaves_the_run_file_intact(
             json.loads(line)
 
 
+@pytest.mark.nightly
 def test_known_failures_make_a_run_as_expected(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Without a certificate, but with status 0; what is new, or gone, is named and makes it 1."""
     acts = {"R001/probe-ws2": "FAIL"}
@@ -501,6 +510,7 @@ def test_a_run_next_to_its_baseline(suite: mini_suite.MiniSuite, tmp_path: Path)
     assert (wrong.status, "entry 1 (no case): case is missing" in wrong.err, wrong.out) == (2, True, "")
 
 
+@pytest.mark.nightly
 def test_an_interrupted_run_goes_on(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """In the same file, with the same options; verdicts stay, what was running begins again, and the file verifies."""
     acts = {"R001/probe-ws2": "FAIL"}

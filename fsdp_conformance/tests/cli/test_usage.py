@@ -126,6 +126,7 @@ def test_world_sizes_come_by_commas_and_by_repetition() -> None:
     assert arguments.settings_of(parsed).world_sizes == (2, 3, 4)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     "typed",
     [

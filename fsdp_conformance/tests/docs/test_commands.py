@@ -74,6 +74,7 @@ def test_commands_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     assert ran != []
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("spec", [block.said for block in blocks_of(ADAPTERS) if block.word == "adapter"])
 def test_adapters_pass_smoke(spec: str, tmp_path: Path) -> None:
     """The adapters on the page are whole files without a problem."""
@@ -85,6 +86,7 @@ def test_adapters_pass_smoke(spec: str, tmp_path: Path) -> None:
     assert not any(result.not_run for result in results)
 
 
+@pytest.mark.nightly
 def test_what_smoke_says_of_an_adapter_without_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`<!-- smoke: FILE:CLASS without METHOD -->`: the text is a problem that smoke then has."""
     write_files(ADAPTERS, tmp_path)
@@ -107,6 +109,7 @@ def test_what_smoke_says_of_an_adapter_without_a_method(tmp_path: Path, monkeypa
     assert same_output(block.text, problems[0])
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("case", "verdict"), [("R003/every-rank-contributes-once-ws2", Verdict.PASS), ("R188/it-shards-ws2", Verdict.FAIL)]
 )

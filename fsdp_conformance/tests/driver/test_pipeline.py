@@ -64,6 +64,7 @@ class Trains(RankTestCase):
         self.assertEqual([], [finding for result in results for finding in result.findings], f"{name} {regime}")
         return history
 
+    @pytest.mark.nightly
     def test_numbers_of_micro_batches(self) -> None:
         """Fewer than stages, as many, and more."""
         for name in ENGINES:
@@ -72,12 +73,14 @@ class Trains(RankTestCase):
                 history = self.assert_parity(name, pipeline.pipeline(2), regime)
                 self.assertEqual(count, len(history.steps[0].losses), f"{name} {order}")
 
+    @pytest.mark.nightly
     def test_driven_by_torch(self) -> None:
         """Deferred reductions, which torch carries out itself where it knows the engine."""
         regime = Regime(steps=2, micro_batches=3, reduced=(False, False, True), pipeline="1f1b")
         for name in ENGINES:
             self.assert_parity(name, pipeline.pipeline(2), regime)
 
+    @pytest.mark.nightly
     def test_stages_without_parameters(self) -> None:
         """The first one, whose output needs no gradient, and the last one; with clipping, which needs all stages."""
         regime = Regime(steps=2, micro_batches=2, pipeline="forwards-first", max_norm=0.5)

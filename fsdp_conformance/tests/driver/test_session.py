@@ -261,6 +261,7 @@ class Loop(RankTestCase):
             adapter.entries,
         )
 
+    @pytest.mark.nightly
     def test_a_save_meanwhile_is_complete_before_the_next_load_and_at_the_end(self) -> None:
         """Training goes on until then."""
         adapter = SavesBeside()
@@ -289,6 +290,7 @@ class Loop(RankTestCase):
             noted,
         )
 
+    @pytest.mark.nightly
     def test_a_training_beside_another_one(self) -> None:
         """Its steps are trained when they are asked for, and neither history has the other's collectives."""
         world = World(rank=self.rank, size=self.world_size)
@@ -308,6 +310,7 @@ class Loop(RankTestCase):
             torch.testing.assert_close(got.params, expected.params)
             torch.testing.assert_close(other.params, expected.params)
 
+    @pytest.mark.nightly
     @with_fsdp2_on_the_cpu
     def test_pipelines(self) -> None:
         """Passes come in the order of the regime, each in its micro-batch's context; others are Unsupported."""
@@ -443,6 +446,7 @@ class Loop(RankTestCase):
             self.run_training(adapter, faults=[fault])
         self.assertFalse(fault.installed)
 
+    @pytest.mark.nightly
     @with_fsdp2_on_the_cpu
     def test_delays_change_nothing(self) -> None:
         """Delays strike where they are meant to, and the numbers stay."""

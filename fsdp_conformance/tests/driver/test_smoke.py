@@ -68,6 +68,7 @@ def results_of(name: str) -> dict[str, SmokeResult]:
     return {result.check: result for result in smoke(f"{wrong_adapters.__name__}:{name}", timeout_s=timeout_s)}
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("spec", [name for name in registry.names() if name.startswith("torch-")])
 def test_right_adapters_pass(spec: str) -> None:
     """All checks run, and none finds a problem."""
@@ -82,6 +83,7 @@ def test_the_example_passes() -> None:
     assert [result.problems for result in smoke(f"{example_adapter.__file__}:MyFSDP")] == [()] * len(CHECKS)
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("name", FINDINGS)
 def test_a_wrong_adapter_is_found(name: str) -> None:
     """The right check says what is wrong, and what was asked for; those before it have nothing to say."""

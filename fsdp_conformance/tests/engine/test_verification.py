@@ -26,6 +26,7 @@ class Verification(ReducerTestCase):
             text = ""
         return [str(error_text) for error_text in self.on_every_rank(text)]
 
+    @pytest.mark.nightly
     def test_equal_structures_cost_one_collective(self) -> None:
         """A digest of 32 bytes per rank."""
         begin = self.mark()
@@ -49,6 +50,7 @@ class Verification(ReducerTestCase):
             for text in texts:
                 self.assertIn(sentence, text)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_all_differences_at_once(self) -> None:
         """The error names all differences, not only the first."""

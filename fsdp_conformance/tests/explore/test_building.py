@@ -115,6 +115,7 @@ def _names(example: Example) -> set[str]:
     return frozen | events | {unit for unit, _ in plan.unit_dtypes} | set(plan.deferred_units)
 
 
+@pytest.mark.daily(40)
 @each_row
 def test_schedules_name_what_the_model_has(row: Scenario) -> None:
     """Whatever is made plain: a name that is missing would end the references."""

@@ -101,6 +101,7 @@ def test_only_what_is_declared_is_drawn() -> None:
         assert frozenset().union(*(scenario.needs for scenario in engine.ran)) == declared
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [(1,), (2,), pytest.param((3, 4), marks=pytest.mark.nightly)])
 def test_only_the_given_numbers_of_ranks_are_used(sizes: tuple[int, ...]) -> None:
     """Also where a failure is shrunk, and where a known failure is avoided by making its values plain."""
@@ -211,6 +212,7 @@ def test_a_failure_of_two_values_is_shrunk_to_exactly_these(pair: tuple[str, str
     assert set(pair) <= failure.drawn.features
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_second_defect_neither_hides_the_first_nor_gets_into_it() -> None:
     """One that is common and comes first in a scenario with both; each is reported once, by what it takes."""
@@ -250,6 +252,7 @@ def test_two_causes_of_one_signature_hide_nothing() -> None:
     assert failure.seen >= 3
 
 
+@pytest.mark.nightly
 def test_known_failures_are_neither_drawn_nor_reported() -> None:
     """And one that is not known is reported all the same."""
     known = frozenset({"optimizer: adam, foreach"}), frozenset({"accumulation: two reduced", "rows: uneven"})
@@ -274,6 +277,7 @@ def test_a_known_failure_that_takes_nothing_leaves_everything_out_of_account() -
     assert (result.ran, result.left_out) == (10, 0)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.nightly_params("evaluation")
 @pytest.mark.parametrize("axis", ["checkpoints", "exception", "written by the user", "evaluation"])
 def test_events_are_drawn_and_shrunk(axis: str) -> None:
@@ -326,6 +330,7 @@ def test_scenarios_without_a_verdict_are_counted_with_their_reason() -> None:
     assert not {"2", "3"} & set(result.covered["ranks"])
 
 
+@pytest.mark.nightly
 def test_an_engine_that_fails_now_and_then() -> None:
     """A failure that does not repeat while it is shrunk is reported as it was drawn."""
     ran: list[Scenario] = []

@@ -130,6 +130,7 @@ def test_the_saved_file_names_it(tmp_path: Path) -> None:
     assert '"workload": "model.py:mine"' in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "requirement"), [("torch-fsdp2", ""), ("mutant:sum-instead-of-mean", "R003")]

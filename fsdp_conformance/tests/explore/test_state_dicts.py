@@ -26,6 +26,7 @@ class AnotherKey(Reference):
         return super().load_full_state_dict(own, strict=strict)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_key_too_many() -> None:
     """The row takes the state dict and loads it again."""

@@ -87,6 +87,7 @@ def test_wrong_where_two_axes_meet() -> None:
     assert len(failure.needs) <= 3
 
 
+@pytest.mark.nightly
 def test_an_engine_that_says_it_shards() -> None:
     """Replicated training is at parity; the bytes and the traffic give it away."""
     with _worker("SaysItShards") as worker:
@@ -110,6 +111,7 @@ def test_a_crash_is_a_failure_and_the_next_scenario_runs() -> None:
     assert again.record.verdict is Verdict.PASS
 
 
+@pytest.mark.nightly
 def test_waiting_in_vain_is_noticed_at_once() -> None:
     """A collective that only one rank issues ends the scenario without waiting for a deadline; the next one runs."""
     with _worker("WaitsAlone") as worker:
@@ -138,7 +140,8 @@ def test_an_adapter_that_cannot_be_loaded() -> None:
         worker.run(Scenario())
 
 
-@pytest.mark.parametrize("kind", [pytest.param("processes", marks=pytest.mark.nightly), "simulated"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["processes", "simulated"])
 def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
     """A scenario that fails on the warm worker fails on processes, against all references, and so does a pass."""
     wrong = Scenario.of({"rows": "uneven", "accumulation": "two reduced"})
@@ -148,7 +151,7 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
     assert run_on(wrong, "torch-fsdp2", base=base).verdict is Verdict.PASS
 
 
-@pytest.mark.nightly_params("RollbackKeepsMomentum-checkpoints-loaded later-R002")
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("name", "axis", "value", "requirement"),
     [
@@ -254,6 +257,7 @@ def test_wrong_only_with_one_value(name: str, axis: str, value: str, requirement
     assert requirement in {finding.requirement for finding in disturbed.record.findings}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "requirement", "message"),
     [
@@ -281,6 +285,7 @@ def test_a_correct_engine_passes_at_every_moment_of_these_events(axis: str) -> N
     assert [outcome.record.verdict for outcome in outcomes if outcome.record] == [Verdict.PASS] * len(names)
 
 
+@pytest.mark.nightly
 def test_a_correct_engine_passes_with_joined_blocks() -> None:
     """Any engine that declares it can be asked to shard a unit of several modules."""
     with _worker("reference") as worker:

@@ -72,6 +72,7 @@ class Delays(ShardedTrainingTestCase):
         return sleeps
 
     @parameterized.expand([(engine, op.value, times) for engine, ops in _PER_STEP.items() for op, times in ops.items()])
+    @pytest.mark.nightly
     def test_before_a_collective(self, engine: str, op: str, times: int) -> None:
         """A delay before a collective strikes at each one of training on its rank, and on no other."""
         sleeps = self._trained_late(engine, CollectiveDelay(op, ranks=[1], milliseconds=_MS))
@@ -92,6 +93,7 @@ class Delays(ShardedTrainingTestCase):
         self.assertEqual(3 if self.rank == 0 else 0, len(sleeps))
 
     @parameterized.expand(["after_loss", "before_step"])
+    @pytest.mark.nightly
     def test_at_a_point(self, point: str) -> None:
         """A delay at a point strikes once a step."""
         sleeps = self._trained_late("fsdp2_reshard", PointDelay(point, ranks=[0], milliseconds=_MS))
@@ -132,6 +134,7 @@ class Delays(ShardedTrainingTestCase):
         assert isinstance(shard, DTensor), "the parameter is not sharded between steps"
         self.assertEqual(torch.Size([4 if self.rank == 0 else 3, 7]), shard.to_local().shape)
 
+    @pytest.mark.nightly
     def test_all_of_them(self) -> None:
         """Faults compose: each strikes on its own rank, together they change nothing."""
         faults = FaultSet(

@@ -76,6 +76,7 @@ class Provoking(RecordedRanks):
     def _code(self) -> Tensor:
         return torch.full((2,), float(self.rank))
 
+    @pytest.mark.nightly
     def test_right_and_wrong_engines(self) -> None:
         """Right ways to wait give the right result, wrong ones only as long as nothing is provoked."""
         expected = [torch.arange(6.0) + 10 * index + 0.5 for index in range(4)]
@@ -93,6 +94,7 @@ class Provoking(RecordedRanks):
                     overtaken = {"in_reverse": 3, "waits_for_the_last": 1}.get(engine.__name__, 0)
                     self.assertEqual(overtaken, provoked.strikes[Provocation.OVERTAKEN])
 
+    @pytest.mark.nightly
     def test_engines_of_torch(self) -> None:
         """DDP, FSDP1 and FSDP2 train the same numbers, bit for bit."""
         for engine, strikes in {
@@ -230,6 +232,7 @@ class Provoking(RecordedRanks):
         self.assertTrue(output[:2].isnan().all())
         self.assertEqual(torch.ones(2), output[2:])
 
+    @pytest.mark.nightly
     def test_autograd_notices_nothing(self) -> None:
         """Poison and results are written past the version counter, as a backend does; in inference mode as well."""
         with _late():

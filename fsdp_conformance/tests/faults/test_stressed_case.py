@@ -69,6 +69,7 @@ def test_rank_that_is_stopped() -> None:
     assert (record.verdict, record.reason) == (Verdict.PASS, "")
 
 
+@pytest.mark.nightly
 def test_engine_that_goes_on_alone() -> None:
     """An engine that loses the exception of a rank fails."""
     record = _made_to_fail("GoesOnAlone", Failure.RAISE)

@@ -53,6 +53,7 @@ def test_what_a_silent_delay_lacked() -> None:
     assert reduction.unmet(0, [issued(Op.ALL_TO_ALL)]) == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_engine_without_gathers() -> None:
     """DDP gathers nothing: late all-gathers do not apply to it, which is neither a pass nor an error."""

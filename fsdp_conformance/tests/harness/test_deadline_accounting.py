@@ -188,6 +188,7 @@ def test_peers_of_a_slow_rank_do_not_hang(tmp_path: Path, monkeypatch: pytest.Mo
     assert record.verdict is Verdict.PASS, record.reason
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_hanging_engine_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's own deadline still counts, with the stack of the rank that hangs."""

@@ -58,6 +58,7 @@ class TestFullyShard1DTrainingCore(FSDPTest):
     def world_size(self) -> int:
         return int(min(4, torch.get_device_module(device_type).device_count()))
 
+    @pytest.mark.nightly
     @with_fsdp2_on_the_cpu
     @skip_if_lt_x_gpu(2)
     def test_train_parity_single_group(self) -> None:

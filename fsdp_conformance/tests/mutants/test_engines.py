@@ -151,11 +151,7 @@ def test_the_registry_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-@pytest.mark.nightly_params(
-    "SeamReference-R093/deferred-micro-batches2-ws2",
-    "SeamFSDP1-R001/exact-probe-ws2",
-    "SeamFSDP1-R093/deferred-micro-batches2-ws2",
-)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["R001/exact-probe-ws2", "R093/deferred-micro-batches2-ws2"])
 @pytest.mark.parametrize("engine", ["SeamReference", "SeamFSDP1"])
@@ -185,6 +181,7 @@ class Numbers(RankTestCase):
 
     case_timeout_s = 120.0
 
+    @pytest.mark.nightly
     def test_the_base_is_right(self) -> None:
         """In every scenario that a mutant is wrong in, the engine that it is made of is right."""
         seen = set()
@@ -213,6 +210,7 @@ class Numbers(RankTestCase):
             torch.distributed.all_gather_object(gathered, divergences)
             self.assertTrue(any(word in line for lines in gathered for line in lines), f"{name}: {gathered[0][:3]}")
 
+    @pytest.mark.nightly
     def test_wrong_in_one_thing_only(self) -> None:
         """The narrow defects leave everything else as it was in the first step."""
         for name, allowed in (
@@ -225,6 +223,7 @@ class Numbers(RankTestCase):
             first = [line for line in divergences if "step 0 gradient" in line]
             self.assertEqual([], [line for line in first if allowed not in line and "body.1" not in line], name)
 
+    @pytest.mark.nightly
     def test_right_numbers(self) -> None:
         """Wrong traffic, placement and manners leave the numbers right: only their own requirement finds them."""
         for name in (
@@ -263,6 +262,7 @@ class Numbers(RankTestCase):
 class Values(RankTestCase):
     """Wrong values that need a special scenario."""
 
+    @pytest.mark.nightly
     @with_fsdp2_on_the_cpu
     def test_written_values_are_lost(self) -> None:
         """The right engine trains what was written after the wrap."""
@@ -482,6 +482,7 @@ class Manners(RankTestCase):
             forward = [r for r in history.collectives if (r.phase, r.op, r.step) == ("forward", Op.ALL_GATHER, 1)]
             self.assertEqual(gathers, len(forward), adapter.__name__)
 
+    @pytest.mark.nightly
     @with_fsdp2_on_the_cpu
     def test_a_second_wrap(self) -> None:
         """FSDP2 refuses it; the mutant averages once more."""
@@ -492,6 +493,7 @@ class Manners(RankTestCase):
         history = self.run_training(wrong, observer=Observer(on_setup=lambda adapter: adapter.wrap_again()))
         self.assertTrue(any("step 0 gradient" in line for line in self.divergences(history)))
 
+    @pytest.mark.nightly
     def test_attributes_and_copies(self) -> None:
         """Attributes of the original are reachable, and a deep copy is refused or is one."""
         for adapter, reachable in ((SeamFSDP2, True), (mutant("loses-attributes"), False)):

@@ -112,7 +112,7 @@ def test_an_exception_beside_a_comparison_does_no_harm() -> None:
     assert kill.reason(_record(_finding("R092", "training", RAISED), finding), _mutant()) == finding
 
 
-@pytest.mark.nightly_params("killed by an exception")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "mutant", "verdict"),

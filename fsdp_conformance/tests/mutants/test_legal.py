@@ -27,6 +27,7 @@ CASES = (
 _QUICK = ("R001/exact-probe-ws3", "R068/total-volume-ws2", "R069/expert-groups-ws2")
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_params("R068/total-volume-ws2")
 @pytest.mark.slow
 @pytest.mark.parametrize(

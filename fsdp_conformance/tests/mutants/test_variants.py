@@ -117,6 +117,7 @@ class Differences(RankTestCase):
             counts.append(len(torch.distributed.distributed_c10d._world.pg_map) - before)
         self.assertEqual(counts[0] + 1, counts[1])
 
+    @pytest.mark.nightly
     def test_where_gradients_and_parameters_are(self) -> None:
         """There is one buffer behind all gradients, and the optimizer has two groups."""
         storages: list[set[int]] = []
@@ -139,6 +140,7 @@ class Differences(RankTestCase):
         """Attention reads the parameters of its output projection without calling it, so this is not a unit."""
         self.run_training(variant("wraps-finer"), transformer.transformer())
 
+    @pytest.mark.nightly
     def test_validation(self) -> None:
         """A gradient that is not finite is noticed by the rank that has it."""
 

@@ -166,6 +166,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found_where_it_begins(name: str, tmp_path: Path) -> None:
     script, whose, step, first, likely = MISTAKES[name]
@@ -261,6 +262,7 @@ def test_an_order_that_ends_within_a_step_is_suspicious(tmp_path: Path) -> None:
     assert comparison.suspicions[0].evidence == ("the order repeats every 3 micro-batches",)
 
 
+@pytest.mark.nightly
 def test_equality_says_what_it_does_not_show(tmp_path: Path) -> None:
     idle, used = Script(limit=1e6), Script(limit=0.5)
 

@@ -90,6 +90,7 @@ class Measurements(RankTestCase):
             self.assertGreaterEqual(min(each.link.latency_us, each.link.launch_us, each.relative_error), 0)
         self.assertEqual(fit.links.reduce_scatter, fit.reduce_scatter.link)
 
+    @pytest.mark.nightly
     def test_one_rank_has_no_link(self) -> None:
         """An axis of one rank is rejected by name, and so is a mesh without axes."""
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

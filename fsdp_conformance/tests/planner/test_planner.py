@@ -391,6 +391,7 @@ class BesideTheEngine(ShardedTestCase):
         is_unit = named_classes([Stage.__name__])
         return plan_units(model, [batch(0).to("meta")], is_unit, compute_dtype=torch.float32)
 
+    @pytest.mark.nightly
     def test_bytes(self) -> None:
         """
         In a step the engine gathers and reduces what the planner predicts, except for one element per unit (its number)

@@ -96,6 +96,7 @@ def test_a_run_in_which_all_is_well(suite: MiniSuite, monkeypatch: pytest.Monkey
     assert verify(result.directory, suite.profile).discrepancies == ()
 
 
+@pytest.mark.nightly
 def test_the_largest_world_comes_first(suite: MiniSuite) -> None:
     """Then cases that may wait for a deadline, then the order of ids; plain tests keep their place behind."""
     result = ran(suite, None, "-v")
@@ -118,6 +119,7 @@ def test_every_verdict_is_an_outcome(suite: MiniSuite) -> None:
     assert [reason for reason in result.certificate["reasons"] if "FAIL" in reason] == ["FAIL: R001/probe-ws2"]
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_params("setup-error-its setup failed: ")
 @pytest.mark.parametrize(
     ("act", "reason"),
@@ -158,6 +160,7 @@ def test_a_mark_cannot_turn_a_failure_into_an_expected_one(suite: MiniSuite) -> 
 # Options.
 
 
+@pytest.mark.nightly
 def test_a_case_that_is_chosen_runs_alone(suite: MiniSuite) -> None:
     """pytest's status is the cases'; the certificate says that the run was not whole."""
     result = ran(suite, None, "--conformance-case", "R001/probe-ws2,R188")
@@ -178,7 +181,7 @@ def test_a_world_size_disables_the_others(suite: MiniSuite) -> None:
     assert result.status == 0
 
 
-@pytest.mark.nightly_params("--conformance-chapter J,G -n 2-")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -259,6 +262,7 @@ def test_fail_fast_stops_after_the_first_failure(suite: MiniSuite, workers: tupl
     assert result.run.unfinished() == []
 
 
+@pytest.mark.nightly
 def test_fail_fast_does_not_stop_a_run_without_failures(suite: MiniSuite) -> None:
     """UNSUPPORTED and NOT_RUN_ENV are none, and the certificate is whole."""
     result = ran(suite, None, "--conformance-fail-fast")
@@ -283,6 +287,7 @@ def test_last_failed_runs_the_failures_again(suite: MiniSuite) -> None:
     assert once_more == {"R070/order-ws2": "PASS"}
 
 
+@pytest.mark.nightly
 def test_settings_reach_the_run_file(suite: MiniSuite) -> None:
     options = ("--implementation", "my.py:Mine", "--conformance-deadline-scale", "2.5", "--reuse-ranks")
     result = ran(suite, None, *options)
@@ -298,6 +303,7 @@ def test_settings_reach_the_run_file(suite: MiniSuite) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_declared_flags_reach_the_cases(suite: MiniSuite) -> None:
     """The description is asked once and handed on."""
     result = ran(suite, None, MINI_SUITE_FLAGS="zero3 no_sync")
@@ -430,6 +436,7 @@ def test_a_run_that_is_interrupted_has_no_footer(suite: MiniSuite) -> None:
     assert "ABORTED: the run was interrupted, and its file has no footer" in result.output
 
 
+@pytest.mark.nightly
 def test_a_full_disk_ends_the_run(suite: MiniSuite) -> None:
     """The file is intact, and there is a message and the environment's status."""
     result = ran(suite, None, MINI_SUITE_FILE_SIZE="5000")
@@ -465,6 +472,7 @@ def test_reruns_are_not_comparable(suite: MiniSuite) -> None:
 # pytest-xdist.
 
 
+@pytest.mark.nightly
 def test_workers_come_to_the_same_verdicts(suite: MiniSuite) -> None:
     """The verdicts are those of one process; records travel with the reports."""
     acts = {"R001/probe-ws4": "HANG", "R001/probe-ws2": "FAIL"}

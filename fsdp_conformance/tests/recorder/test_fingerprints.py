@@ -39,6 +39,7 @@ def values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return (torch.randn(shape, generator=generator) * 50).to(dtype)
 
 
+@pytest.mark.daily(18)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_boxes_along_every_dim_add_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:

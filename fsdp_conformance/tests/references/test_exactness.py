@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 _EXACT = tuple(name for name in workload_names() if workload_by_name(name).exact)
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize(
     "world_size", [3, pytest.param(5, marks=pytest.mark.nightly), pytest.param(8, marks=pytest.mark.nightly)]
 )
@@ -31,6 +32,7 @@ def test_a_probe_is_exact(name: str, world_size: int) -> None:
     assert assert_exact(workload, Regime(steps=workload.exact_steps), world_size) > 100
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", ["exact-mlp", "exact-nested", "rank-coded"])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 6])
 def test_a_probe_is_exact_at_even_world_sizes(name: str, world_size: int) -> None:
@@ -50,6 +52,7 @@ def test_a_probe_in_float16_runs_out_of_bits() -> None:
         assert_exact(probes.exact_half(), Regime(), 8)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("reduced", [(), (False, True), (False, False, True), (True, False, True), (True, True, True)])
 def test_accumulation_is_exact(reduced: tuple[bool, ...], world_size: int) -> None:
@@ -66,6 +69,7 @@ def test_six_micro_batches_are_exact_for_one_step() -> None:
     assert assert_exact(probes.exact_accumulation(), regime, 3) > 10
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     "regime",
     [

@@ -15,6 +15,7 @@ def _spec(name: str) -> str:
     return f"{unfit_workloads.__name__}:{name}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "has"),
     [

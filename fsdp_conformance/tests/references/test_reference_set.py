@@ -144,6 +144,7 @@ class OnRanks(ShardedTrainingTestCase):
             norm = history.steps[0].grad_norm
             self.assertAlmostEqual(-1 if norm is None else norm.item(), by_hand, delta=1e-6 * by_hand)
 
+    @pytest.mark.nightly
     def test_a_rank_that_uses_nothing_still_takes_part(self) -> None:
         """A parameter used on odd ranks only has a gradient on all: the mean counts the others as zero."""
         references = self._references(workload_by_name("exact-divergent"), Regime())

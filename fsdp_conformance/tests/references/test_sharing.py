@@ -145,6 +145,7 @@ def test_a_case_that_changes_values_after_wrapping_keeps_its_references(
     assert _counts(record) == (1, 0, 0), "what it compares with has other values, and was trained"
 
 
+@pytest.mark.nightly
 def test_a_known_wrong_engine_dies_with_a_warm_store(store: ReferenceStore) -> None:
     """By the finding that it dies by without one."""
     record = _ran(EXACT, MUTANTS["sum-instead-of-mean"].spec)
@@ -166,6 +167,7 @@ def test_what_an_engine_leaves_behind(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (record.verdict, _counts(record)) == (Verdict.PASS, (0, 1, 0)), record.reason
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("implementation", "verdict"),
     [("reference", Verdict.PASS), (MUTANTS["sum-instead-of-mean"].spec, Verdict.FAIL)],
@@ -216,6 +218,7 @@ def test_an_entry_of_another_torch_is_not_used(store: ReferenceStore) -> None:
     assert any("its key is another one" in note for note in record.notes)
 
 
+@pytest.mark.nightly
 def test_switched_off(store: ReferenceStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is trained, and nothing is written."""
     monkeypatch.setenv(REFERENCES_STORE, "off")

@@ -272,6 +272,7 @@ def test_integers_and_scalars_and_empty_tensors() -> None:
     assert compare(torch.empty(0), torch.empty(0, dtype=torch.float64), BITWISE) is None
 
 
+@pytest.mark.daily(4)
 @pytest.mark.nightly_params("sgd-transformer", "adam-transformer")
 @pytest.mark.parametrize("name", ["nested", "norm-mlp", "transformer", "uneven", "tiny", "convolution", "wide-mlp"])
 @pytest.mark.slow

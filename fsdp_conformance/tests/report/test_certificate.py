@@ -114,7 +114,7 @@ def test_a_selection_certifies_nothing() -> None:
     ("settings", "reason"),
     [
         ({"cases": ["R001"]}, "incomplete: --case left cases out"),
-        ({"world_sizes": [2]}, "incomplete: --world-size left cases out"),
+        ({"world_sizes": [3]}, "incomplete: --world-size left cases out"),
         ({"reuse_ranks": True}, "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case"),
         ({"ranks": "simulated"}, "incomplete: simulated ranks do not exercise a real backend"),
         ({"share_devices": True, "device": "sim"}, SHARED),
@@ -126,6 +126,12 @@ def test_options_that_narrow_a_run_are_reasons(settings: dict[str, Any], reason:
     certificate = certified(settings=settings, flags="no_sync any_accelerator")
 
     assert (only_reason(certificate), certificate.only_incomplete) == (reason, True)
+
+
+def test_a_selection_of_all_cases_leaves_none_out() -> None:
+    certificate = certified(settings={"world_sizes": [2, 4], "cases": ["R*"]}, flags="no_sync any_accelerator")
+
+    assert certificate.certified, certificate.reasons
 
 
 def test_ranks_that_were_reused_are_a_reason() -> None:

@@ -60,6 +60,7 @@ def _imported(text: str) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("implementation", "call"),
     [
@@ -171,6 +172,7 @@ def test_an_adapter_of_ones_own_is_carried(tmp_path: Path) -> None:
     assert text.startswith('"""\nmine: ')
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case_id", "happens", "method"),
     [

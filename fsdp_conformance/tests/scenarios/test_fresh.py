@@ -43,6 +43,7 @@ def test_a_base_scenario_counts_for_the_base() -> None:
     assert scopes == {("base",)}
 
 
+@pytest.mark.daily(3)
 @each_case
 def test_the_seed_decides(case: str) -> None:
     """The same seed draws the same scenarios again, and each seed draws others, with other names and numbers."""
@@ -55,6 +56,7 @@ def test_the_seed_decides(case: str) -> None:
     assert len({scenario.values for scenario in everything}) > len(SEEDS)
 
 
+@pytest.mark.daily(8)
 @each_case
 @pytest.mark.parametrize("declared", [frozenset[str](), frozenset({"no_sync", "clip_grad_norm"}), EVERYTHING])
 def test_an_engine_is_asked_for_what_it_declares(case: str, declared: frozenset[str]) -> None:
@@ -64,6 +66,7 @@ def test_an_engine_is_asked_for_what_it_declares(case: str, declared: frozenset[
         assert all(scenario.needs <= allowed for scenario in _drawn(case, seed, declared))
 
 
+@pytest.mark.nightly
 def test_combinations_that_an_engine_avoids_are_not_drawn() -> None:
     """They are known to fail. What the base asks for cannot be avoided."""
     avoids = ({"rows": "uneven"}, {"optimizer": "adam, foreach", "units": "nested"})

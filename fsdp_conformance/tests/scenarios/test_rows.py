@@ -53,6 +53,7 @@ def _declared(name: str) -> frozenset[str]:
     return adapter.declared() - frozenset(adapter.declines_on.get("cpu", ()))
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("name", registry.names())
 def test_an_engine_meets_every_pair_that_it_declares(name: str) -> None:
     """An engine that lacks some capabilities has rows without them, which still have all that it can be asked for."""

@@ -70,7 +70,7 @@ def test_a_case_that_torch_fails_kills_a_mutant_of_another_engine() -> None:
 _TRIAL = Trial(kind=Kind.KILL, group="gradients", engine="sum-instead-of-mean", case="R001/exact-probe-ws2")
 
 
-@pytest.mark.nightly_params("seen in the losses", "not seen in the losses")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trial", "good", "text"),
@@ -95,6 +95,7 @@ def test_a_trial(trial: Trial, good: bool, text: str) -> None:
     assert result.text.startswith(text)
 
 
+@pytest.mark.nightly
 @with_fsdp2_on_the_cpu
 def test_a_correct_engine_that_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, with the finding."""
@@ -105,7 +106,7 @@ def test_a_correct_engine_that_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.text.startswith("fsdp2 on R001/exact-probe-ws2: FAIL: R003 (gradient parity)")
 
 
-@pytest.mark.nightly_params("torch-fsdp2")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch-fsdp2", "reference"])
 def test_losses_of_a_correct_engine(engine: str) -> None:

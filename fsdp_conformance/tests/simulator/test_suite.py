@@ -152,6 +152,7 @@ class OnTheSimulatedAccelerator(RankTestCase):
     case_timeout_s = 120.0
     PLAN: ClassVar[dict[str, Any]] = {"device": SIMULATED, "init_mode": InitMode.BEFORE}
 
+    @pytest.mark.nightly
     def test_engines_train_as_on_the_cpu(self) -> None:
         """Bit for bit, without a race, and something was looked at."""
         for engine in ENGINES_RIGHT_ON_THE_CPU:
@@ -166,6 +167,7 @@ class OnTheSimulatedAccelerator(RankTestCase):
             self.assertGreater(here.checked_accesses or 0, 100)
             self.assertEqual((None, [], []), (there.checked_accesses, there.hazards, there.memory))
 
+    @pytest.mark.nightly
     def test_the_loop_makes_nobody_wait(self) -> None:
         """Between setup and the end the host waits for no device, stream or event; FSDP2 asks for no such wait."""
         from fsdp_conformance.simulator import checker
@@ -187,6 +189,7 @@ class OnTheSimulatedAccelerator(RankTestCase):
 
         self.assertEqual([], waits)
 
+    @pytest.mark.nightly
     def test_bytes_are_counted_to_the_last_one(self) -> None:
         """A leak of three floats a step is seen as twelve bytes; without it steps are alike."""
         for engine, leaked in ((TorchFSDP2, 0), (LeaksEveryStep, 12)):
@@ -205,6 +208,7 @@ class OnTheSimulatedAccelerator(RankTestCase):
             self.assertIn(requirement, [finding.requirement for finding in findings], engine.__name__)
             self.assertIn("  first: ", findings[0].detail or "")
 
+    @pytest.mark.nightly
     def test_a_control_that_sees_nothing_is_our_mistake(self) -> None:
         """With its waits a right engine has no race, so it is not a valid control; without them it is."""
         from fsdp_conformance.simulator import checker

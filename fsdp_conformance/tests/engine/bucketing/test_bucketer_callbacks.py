@@ -25,6 +25,7 @@ class CallbackTest(BucketerTestCase):
         bucketer.wait()
         self.assertEqual([0, 1, 2, 3], self.tags())
 
+    @pytest.mark.nightly
     def test_a_callback_that_starts_more(self) -> None:
         """
         The same wait finishes what a callback starts; what it puts into a bucket waits for the next flush. Nothing is

@@ -57,6 +57,7 @@ class SimulatedBucketerTest(SimulatedRanks):
         with checker.suspended():
             return [result.to("cpu") for result in results], hazards, sites
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_clean_and_right(self) -> None:
         """Each result is this rank's sum, nothing races, and something does without waits."""

@@ -64,6 +64,7 @@ class TrainingTest(ChunkTestCase):
 
         self.assertEqual(NUM_STEPS * NUM_LAYERS, sum(line.startswith("all_gather") for line in self.schedule()))
 
+    @pytest.mark.nightly
     def test_accumulation(self) -> None:
         """Any mixture of micro-batches that are reduced, and accumulated in the shard, and such as are not."""
         for unsynchronised, synchronised in ((2, 1), (0, 3), (1, 2)):

@@ -75,6 +75,7 @@ class Changes(ReducerTestCase):
         with self.assertRaisesRegex(StructureMismatch, "requires_grad of p0: expected False, as on rank 0, got True"):
             model(1.0)
 
+    @pytest.mark.nightly
     def test_cast(self) -> None:
         """After a cast of the wrapper or the inner module, gradients are averaged in the new dtype."""
         for find_unused in (False, True):

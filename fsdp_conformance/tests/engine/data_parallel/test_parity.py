@@ -103,6 +103,7 @@ class TwoRanks(ParityTestCase):
             workload = workload_by_name(name)
             self.assert_bitwise(workload, options=OPTIONS if workload.exact else OPTIONS[:2])
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_accumulation(self) -> None:
         """Micro-batches: each reduced, deferred, and interleaved."""
@@ -113,6 +114,7 @@ class TwoRanks(ParityTestCase):
             regime = Regime(micro_batches=2, reduced=(False, True), unused_parameters=True)
             self.assert_bitwise(workload_by_name(name), regime)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_other_regimes(self) -> None:
         """Adam, clipping, evaluation, forwards without backward, dropped gradients, freezing, two backwards."""
@@ -129,6 +131,7 @@ class TwoRanks(ParityTestCase):
         ):
             self.assert_bitwise(workload_by_name("exact-long"), regime, OPTIONS[:2])
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_without_the_search_for_unused_parameters(self) -> None:
         """Parity holds with rebuilt buckets, too, which change after the first step."""
@@ -149,6 +152,7 @@ class OneRank(ParityTestCase):
     def world_size(self) -> int:
         return 1
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_exact_probes(self) -> None:
         """Bitwise, without a collective."""

@@ -190,6 +190,7 @@ class ThreeRanks(ReducerTestCase):
     def world_size(self) -> int:
         return 3
 
+    @pytest.mark.nightly
     def test_mean(self) -> None:
         """3, 6 and 12 make 7."""
         for kind in KINDS:

@@ -37,6 +37,7 @@ class Twice(ReducerTestCase):
         self.assertIn("parameter p0 (index 0) got a second gradient in one reduction", str(caught.exception))
         self.assertIn("static_graph=True", str(caught.exception))
 
+    @pytest.mark.nightly
     def test_a_static_graph_allows_it(self) -> None:
         """Both gradients are summed, then averaged, in the first step and in later ones."""
         for kind in KINDS:

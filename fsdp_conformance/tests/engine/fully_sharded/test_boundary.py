@@ -560,6 +560,7 @@ class TestUses(BoundaryTestCase):
             what = f"{function.__name__} with fully_shard"
             self.assert_trains_as_unsharded(reference, subject, requires_grad=True, what=what)
 
+    @pytest.mark.nightly
     def test_deferred(self) -> None:
         """Gradients of micro-batches add up."""
         for unit, function in USES:

@@ -30,6 +30,7 @@ class TestCheckpoint(CheckpointTestCase):
     def world_size(self) -> int:
         return 4
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_saved_on_four_loaded_on_two(self) -> None:
         """Training saved on four ranks resumes on two, with other units, as if it had not been interrupted."""

@@ -151,6 +151,7 @@ class SideBySide(CubeTestCase):
             self.assert_parity(got, expected)
             self.assert_collectives(got, cube)
 
+    @pytest.mark.nightly
     def test_the_trainings_differ(self) -> None:
         """Otherwise ranks of the other training could stand in for one's own."""
         cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=LAYOUTS[0])

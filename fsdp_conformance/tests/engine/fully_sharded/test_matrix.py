@@ -121,6 +121,7 @@ def _backward(model: FullyShardedDataParallel, inputs: list[Tensor], accumulatio
 class TestOnTwoRanks(Matrix):
     """All strategies but the hybrid ones."""
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_every_pair_of_options(self) -> None:
         """Parameters are those of the CPU, without a hazard; without waits there are hazards."""

@@ -107,6 +107,7 @@ def expected(name: str, *, further: bool) -> dict[str, Any]:
     return copy.deepcopy(shown(model, optimizer))
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_in_full(world_size: int) -> None:
     """Every rank is given what the other model has, and its optimizer takes it over, settings included."""
@@ -132,6 +133,7 @@ def test_in_full(world_size: int) -> None:
     run_ranks(world_size, body, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("saved_on", "loaded_on"),
     [

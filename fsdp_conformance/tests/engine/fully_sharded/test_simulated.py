@@ -57,6 +57,7 @@ class _Recomputed(nn.Module):
 class TestOnSim(OnSim):
     """Programs that run on the CPU and on the simulated device, in two ranks."""
 
+    @pytest.mark.nightly
     def test_checkpointing(self) -> None:
         """Units recomputed by a checkpoint train as on the CPU."""
         for reentrant in (False, True):
@@ -66,11 +67,13 @@ class TestOnSim(OnSim):
         """Optimizers that step in hooks of gradients train as on the CPU."""
         self.assert_same(in_backward)
 
+    @pytest.mark.nightly
     def test_two_forwards(self) -> None:
         """Two forwards followed by two backwards train as on the CPU."""
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
             self.assert_same(two_forwards, sharding_strategy=strategy)
 
+    @pytest.mark.nightly
     def test_state_between_steps(self) -> None:
         """Whole parameters are read and written between steps, and state dicts are taken and loaded."""
         self.assert_same(with_state)
@@ -82,6 +85,7 @@ class TestOnSim(OnSim):
         for offload in (False, True):
             self.assert_same(deferred, mixed_precision=policy, cpu_offload=CPUOffload(offload_params=offload))
 
+    @pytest.mark.nightly
     def test_full_precision_in_eval(self) -> None:
         """Steps in training mode, in eval mode, and evaluations between them, offloaded or not."""
         policy = MixedPrecision(
@@ -102,17 +106,20 @@ class TestOnSim(OnSim):
         """Offloaded shards are written by the host after a forward without a graph, which has read them."""
         self.assert_same(evaluated, cpu_offload=CPUOffload(offload_params=True))
 
+    @pytest.mark.nightly
     def test_smaller_group(self) -> None:
         """Parameters are kept in parts between forward and backward."""
         for ranks in (1, 2):
             self.assert_same(plain, reshard_after_forward=ranks)
             self.assert_same(deferred, reshard_after_forward=ranks)
 
+    @pytest.mark.nightly
     def test_gathers_by_hand(self) -> None:
         """Gathers that a user starts, and waits for or not."""
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
             self.assert_same(by_hand, sharding_strategy=strategy)
 
+    @pytest.mark.nightly
     def test_integers(self) -> None:
         """Parameters of integers are gathered beside others, in low precision and offloaded or not."""
         policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -142,6 +149,7 @@ class TestOnSim(OnSim):
                     self.assertEqual({1.0}, {entries[key].item() for entries in state.values()})
                 self.assertEqual({device}, {entries[key].device.type for entries in state.values()})
 
+    @pytest.mark.nightly
     def test_after_an_exception(self) -> None:
         """A backward that raised leaves nothing behind."""
         self.assert_same(interrupted)

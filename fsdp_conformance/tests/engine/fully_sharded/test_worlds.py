@@ -85,6 +85,7 @@ def thirds() -> Iterator[Any]:
             yield pytest.param(world_size, third, marks=marks)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "third"), list(thirds()))
 def test_every_strategy_and_prefetch(world_size: int, third: int) -> None:
@@ -107,6 +108,7 @@ def test_every_strategy_and_prefetch(world_size: int, third: int) -> None:
     assert [{}] * world_size == by_rank
 
 
+@pytest.mark.daily(1)
 @compiled
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -200,6 +200,7 @@ class TestSteps(ShardedTestCase):
             self.optimizer(reference).step()
             self.assert_same_params(reference, subject)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_every_option(self) -> None:
         """Strategy and prefetch change nothing."""

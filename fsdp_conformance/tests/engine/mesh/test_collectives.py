@@ -26,6 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 class Broadcast(MeshTestCase):
     """Tests of sending from one rank of a row to the others."""
 
+    @pytest.mark.nightly
     def test_each_row_has_a_source_of_its_own(self) -> None:
         """Group rank 0 or another: a different rank of the world in each row."""
         for axis, row in self.axes():
@@ -35,6 +36,7 @@ class Broadcast(MeshTestCase):
                 self.assertIs(tensor, result)
                 self.assert_equal(coded(sender, 2, 3), tensor)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_axis_by_axis_the_first_rank_reaches_all(self) -> None:
         """Two broadcasts of two ranks each make one of four."""

@@ -82,6 +82,7 @@ class Gathering(MeshTestCase):
 class Reduction(MeshTestCase):
     """Sums over a row, of which each rank keeps its shard."""
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_every_axis_and_dim(self) -> None:
         """Rank r contributes 2**r times the code, so the sum shows each rank of the row once, and no other."""
@@ -126,6 +127,7 @@ class AllToAll(MeshTestCase):
         self.assert_equal(whole.split(list(sizes_of(whole.shape[shard_dim], len(row))), shard_dim)[place], got)
         self.assertTrue(got.is_contiguous())
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_equals_gathering_and_chunking(self) -> None:
         """The result equals gathering and chunking, between any two dims, also of uneven and empty shards."""

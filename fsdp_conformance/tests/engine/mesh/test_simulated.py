@@ -104,6 +104,7 @@ class SimulatedMeshTest(SimulatedRanks):
         with checker.suspended():
             return result.to("cpu") / 2, hazards, sites
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_clean_and_equal_to_the_cpu(self) -> None:
         """Every collective: the CPU's result, no hazard, and hazards without any waits."""
@@ -116,6 +117,7 @@ class SimulatedMeshTest(SimulatedRanks):
             with checker.without_waits():
                 self.assertNotEqual((), self.on_device(name)[1], msg=name)
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_each_wait_is_needed(self) -> None:
         """Every wait of a mesh collective, dropped alone, is a hazard in at least one of them."""

@@ -64,6 +64,7 @@ def test_child_has_everything_imported() -> None:
     assert child_facts["main"] is None
 
 
+@pytest.mark.nightly
 def test_server_has_one_thread_and_no_cuda() -> None:
     """A fork copies one thread alone, and a driver that was started cannot be used in the copy."""
     child_facts = run_in_child(facts)
@@ -124,6 +125,7 @@ def test_longer_list_grows_a_server_and_retires_the_last(tmp_path: Path) -> None
     assert base == run_in_child(facts)["parent"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
     """The next child gets a new server, grown or not."""
@@ -200,6 +202,7 @@ def test_an_engine_gets_a_server_after_the_suites_was_killed(tmp_path: Path) -> 
     assert (again["loaded"], again["value"]) == (True, 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_expected_modules_are_imported_with_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of cases cost one server, and not one for each."""
@@ -238,6 +241,7 @@ def send_value(path: str, pipe: object) -> None:
     pipe.send_bytes(json.dumps(value_of(path)).encode())  # type: ignore[attr-defined]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "reason"),

@@ -173,6 +173,7 @@ else:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("other", ["leaves", pytest.param("removes it, too", marks=pytest.mark.nightly)])
 def test_a_removal_is_finished_before_the_process_ends(other: str, tmp_path: Path) -> None:
     """Both threads of a rank notice that the controller is gone, at about the same time."""

@@ -269,6 +269,7 @@ def test_getting_ready_touches_the_device_in_order(tmp_path: Path, monkeypatch: 
     assert done == ["settings", "activate cpu", "use cpu", "warm up cpu", "group on cpu"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "device"),

@@ -257,6 +257,7 @@ barrier [0,1,2]
 barrier [0,1,2]""",
         )
 
+    @pytest.mark.nightly
     @pytest.mark.skipif(torch.__version__ < "2.12", reason="before torch 2.12, gloo has no all_to_all of lists")
     def test_all_to_all(self) -> None:
         """The one of lists."""

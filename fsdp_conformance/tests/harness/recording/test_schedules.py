@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from fsdp_conformance.harness.context import log
@@ -39,6 +40,7 @@ class Schedules(ShardedTrainingTestCase):
         self.assertEqual(of_ranks[0], of_ranks[1], msg="the ranks differ")
         return "\n".join([*setup, *first, "then the same" if second == first else "\n".join(["then", *second])])
 
+    @pytest.mark.nightly
     def test_ddp(self) -> None:
         """
         DDP checks shapes and broadcasts its parameters when it is made, then reduces one bucket in each backward.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -293,6 +294,7 @@ reduce_scatter 8B float32 SUM [0,1]""",
             self.assertEqual([Op.ALL_REDUCE], [record.op for record in log().records])
         dist.barrier()
 
+    @pytest.mark.nightly
     def test_destroyed_groups_leave_nothing(self) -> None:
         """After destroy_process_group a new default group can be made; destroying one group leaves the others alone."""
         self._start()

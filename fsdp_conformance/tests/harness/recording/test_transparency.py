@@ -129,6 +129,7 @@ class TransparencyOfHybrids(_Transparency):
     world_size = 4
 
     @parameterized.expand(small_training.HYBRIDS)
+    @pytest.mark.nightly
     def test_hybrid(self, engine: str) -> None:
         """Hybrid sharding communicates in its sub-groups alone, which are recorded by their global ranks."""
         expected, got = self._both(lambda: small_training.train(engine))

@@ -52,6 +52,7 @@ def outcomes_in(directory: Path, *, simulated: bool) -> list[dict[str, Outcome]]
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_call_does_what_it_does_on_gloo(tmp_path: Path) -> None:
     """The same values to the last bit, or an exception that the same `except` catches, on every rank."""

@@ -66,6 +66,7 @@ def _outputs(directory: Path, *, simulated: bool) -> list[dict[str, Outputs]]:
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(3)]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_collectives_give_what_they_give_between_processes(tmp_path: Path) -> None:
     """Every collective, on every rank, to the last bit, in groups and on meshes too."""
@@ -370,6 +371,7 @@ def reference_losses(world_size: int, batches: Tensor) -> list[list[float]]:
     return [list(by_rank) for by_rank in zip(*losses, strict=True)]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
 def test_engines_train_as_unsharded(engine: str, world_size: int) -> None:

@@ -165,6 +165,7 @@ def test_a_static_input_is_overwritten_while_a_replay_runs() -> None:
             assert kinds == ([] if waits else [HazardKind.WRITE_AFTER_READ])
 
 
+@pytest.mark.daily(3)
 @in_process_of_its_own
 @pytest.mark.parametrize(
     ("body", "reason"),

@@ -64,6 +64,7 @@ def test_gradients_of_collectives() -> None:
         assert [1.0, 2.0, 3.0, 4.0] == part.grad.tolist()
 
 
+@pytest.mark.daily(1)
 @in_process_of_its_own
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_profilers_see_collectives(backend: str) -> None:
@@ -119,6 +120,7 @@ def test_a_rank_waits_for_itself() -> None:
             take.tolist()
 
 
+@pytest.mark.daily(1)
 @in_process_of_its_own
 @pytest.mark.parametrize("asks", [lambda take: take.tolist(), lambda take: torch.cuda.synchronize()])
 def test_a_failure_that_the_next_call_sees(asks: Callable[[torch.Tensor], None]) -> None:
@@ -134,6 +136,7 @@ def test_a_failure_that_the_next_call_sees(asks: Callable[[torch.Tensor], None])
         asks(take)
 
 
+@pytest.mark.daily(1)
 @in_process_of_its_own
 @pytest.mark.parametrize("waits", [True, False], ids=["asked", "not asked"])
 def test_a_failure_is_reported_once(waits: bool) -> None:
@@ -151,6 +154,7 @@ def test_a_failure_is_reported_once(waits: bool) -> None:
     assert not [line for line in lines if "frame #" in line], lines
 
 
+@pytest.mark.daily(1)
 @in_process_of_its_own
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_timeouts_change(backend: str) -> None:
@@ -173,6 +177,7 @@ def test_monitored_barriers() -> None:
         dist.monitored_barrier()
 
 
+@pytest.mark.daily(1)
 @in_process_of_its_own
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_sequence_numbers(backend: str) -> None:

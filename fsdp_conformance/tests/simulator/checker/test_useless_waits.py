@@ -139,6 +139,7 @@ USELESS: Mapping[Callable[[Program], None], tuple[Useless, str, str]] = {
 }
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", [program.__name__ for program in USELESS])
 @in_process_of_its_own
 def test_the_wait_is_named(name: str) -> None:

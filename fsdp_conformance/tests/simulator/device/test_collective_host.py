@@ -128,6 +128,7 @@ class Host(OnSim):
                 mine.item()
         dist.barrier()
 
+    @pytest.mark.nightly
     @not_on_old
     def test_abort(self) -> None:
         """After an abort every call of the group fails, and the others go on."""

@@ -149,6 +149,7 @@ class Streams(OnSim):
             mine.add_(1)
         self.assert_kinds([])
 
+    @pytest.mark.nightly
     def test_collectives_of_a_group_are_in_order(self) -> None:
         """Two collectives of one group need no wait in between; two of different groups do."""
         mine, other = self.values(1.0), dist.new_group([0, 1])

@@ -127,6 +127,7 @@ class ResultsOnFour(OnSim):
 
     world_size = 4
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     def test_programs(self) -> None:
         """Bit for bit gloo's: in single and in half precision."""

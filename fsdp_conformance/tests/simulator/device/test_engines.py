@@ -63,6 +63,7 @@ def train(engine: str, device: torch.device, steps: int = 3) -> list[Tensor]:
 class Training(OnSim):
     """torch's engines train on it, to the bit as on the CPU with gloo, and without a hazard."""
 
+    @pytest.mark.nightly
     def test_engines(self) -> None:
         """DDP, FSDP1 and FSDP2."""
         for engine in ("ddp", "fsdp1", *(["fsdp2"] if FSDP2_TRAINS_ON_THE_CPU else [])):

@@ -37,6 +37,7 @@ def assert_as_on_the_cpu(compute: Computation) -> None:
     assert checker.accesses() > 0
 
 
+@pytest.mark.daily(15)
 @pytest.mark.parametrize("name", MODULES)
 @in_process_of_its_own
 def test_a_module_trains_as_on_the_cpu(name: str) -> None:

@@ -37,6 +37,7 @@ def on_own_device(*numbers: float) -> Tensor:
 # --- collectives ---
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 @in_process_of_its_own
 def test_programs(name: str) -> None:
@@ -166,6 +167,7 @@ def result_of(rank: int, call: Any) -> str:
     return f"rank {rank} heard nothing"
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
@@ -377,6 +379,7 @@ def assert_trains(world_size: int, engine: str) -> None:
     assert checker.accesses() > 50 * world_size
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 @pytest.mark.parametrize("world_size", [2, 4])
 @in_process_of_its_own

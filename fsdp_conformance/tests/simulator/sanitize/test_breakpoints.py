@@ -50,7 +50,7 @@ def debugged(directory: Path, *typed: str, script: str, commands: str) -> tuple[
     return done.returncode, done.stdout
 
 
-@pytest.mark.nightly_params("breakpoint()")
+@pytest.mark.nightly_params("breakpoint()", "pdb.set_trace()")
 @pytest.mark.parametrize("stop", STOPS)
 def test_without_the_terminal_breakpoints_are_passed_over(stop: str, tmp_path: Path) -> None:
     """A note says how to stop there; the run is judged as usual."""

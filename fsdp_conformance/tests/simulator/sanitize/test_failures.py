@@ -51,6 +51,7 @@ print(ones.sum().item())
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_that_raises_is_the_headline(tmp_path: Path) -> None:
     """Its traceback begins in the script; the peer that lost it is a consequence."""
     script = written(tmp_path, _BEGIN.format(wrong='raise ValueError("boom")'))

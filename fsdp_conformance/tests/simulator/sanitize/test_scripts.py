@@ -92,6 +92,7 @@ def test_a_missing_record_stream_is_found(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.nightly
 def test_a_copy_to_the_host_that_is_read_too_early_is_found(tmp_path: Path) -> None:
     """The copy, and the line that reads it on the host."""
     run = as_cuda("readback", "--unsafe", cwd=tmp_path)
@@ -103,6 +104,7 @@ def test_a_copy_to_the_host_that_is_read_too_early_is_found(tmp_path: Path) -> N
     ] == run.lines()
 
 
+@pytest.mark.nightly
 def test_a_gradient_that_is_used_before_its_all_reduce_is_done_is_found(tmp_path: Path) -> None:
     """The collective, issued by a hook in backward, and the optimizer's step."""
     run = as_cuda("overlap", "--without", "work_wait", cwd=tmp_path)
@@ -174,6 +176,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly
 def test_a_race_is_found_without_numbers(unwaited: Sanitized, tmp_path: Path) -> None:
     """`--ordering-only` finds what the whole computation finds, at the same lines, and says how it was found."""
     script = str(SCRIPTS / "prefetch.py")
@@ -185,6 +188,7 @@ def test_a_race_is_found_without_numbers(unwaited: Sanitized, tmp_path: Path) ->
     assert run.hazards == unwaited.hazards != []
 
 
+@pytest.mark.nightly
 def test_a_script_may_choose_how_it_starts_processes(tmp_path: Path) -> None:
     """`set_start_method` raises in a process that has a method already: ranks have none. DDP's own hooks work, too."""
     script = written(
@@ -211,6 +215,7 @@ dist.destroy_process_group()
     assert run.status == 0, run.out + run.err
 
 
+@pytest.mark.nightly
 def test_a_script_may_ask_for_the_device_itself(tmp_path: Path) -> None:
     """Device sim, no backend named; its race between streams is found, with labels and lines."""
     run = sanitize("--world-size", "3", written(tmp_path, _SIM), cwd=tmp_path)
@@ -245,6 +250,7 @@ def test_hazards_name_modules_ranges_and_parameters(tmp_path: Path) -> None:
     assert "Sequential.0.weight" in {one["now"]["site"]["tensor"] for one in run.hazards}
 
 
+@pytest.mark.nightly
 def test_a_rank_may_get_its_number_as_an_argument(tmp_path: Path) -> None:
     """`torch.distributed.launch` passes it in the same way."""
     script = written(
@@ -263,6 +269,7 @@ torch.ones(2, device="cuda").add_(1)
     assert run.status == 0, run.out + run.err
 
 
+@pytest.mark.nightly
 def test_a_model_may_be_exported(tmp_path: Path) -> None:
     """torch.export calls it with parameters that have no memory: there is nothing to name."""
     script = written(
@@ -343,6 +350,7 @@ print(received.tolist(), value.tolist(), one.item())
 """
 
 
+@pytest.mark.nightly
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     """Split sizes, members of groups, roots and peers."""
     run = sanitize("--as-cuda", written(tmp_path, _NUMPY), cwd=tmp_path)
@@ -367,6 +375,7 @@ dist.all_reduce(torch.ones(4, device="cuda"), group=everyone)
 """
 
 
+@pytest.mark.nightly
 def test_a_group_that_its_members_alone_make_is_found(tmp_path: Path) -> None:
     """Every rank must call `new_group`, except for groups that are made so on purpose."""
     run = sanitize("--as-cuda", written(tmp_path, _GROUPS), cwd=tmp_path)

@@ -119,6 +119,7 @@ def _races(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_pytest(tmp_path_factory.mktemp("races"), "--simulate-cuda=2", files=("races",))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_race_fails_the_test_that_has_it(races: Run) -> None:
     """No other test fails."""

@@ -259,6 +259,7 @@ RIGHT = [
 ]  # fmt: skip
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("program", RACY, ids=lambda program: program.__name__)
 @in_process_of_its_own
 def test_a_missing_wait_is_the_same_finding(program: Callable[[], None]) -> None:
@@ -270,6 +271,7 @@ def test_a_missing_wait_is_the_same_finding(program: Callable[[], None]) -> None
     assert of_hooks == simulated
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 @in_process_of_its_own
 def test_a_right_program_is_clean(program: Callable[[], None]) -> None:
