@@ -13,6 +13,7 @@ replayed at the collective, and inputs that the program has dropped stay alive.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,10 @@ __all__ = ["install"]
 _C10D: Any = torch._C._distributed_c10d
 
 _NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
+
+#: Whose waits for work that is not captured are errors: those of all threads, of the capturing one, of none. Waits for
+#: captured work and for the whole device always are (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations").
+_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 #: Operations after which the host knows something about values on the device, so it has waited for them.
 _HOST_WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -82,6 +87,9 @@ class _Capture:
     origin: Any
     place: str
     """The line that began it."""
+    error_mode: str
+    """One of `_ERROR_MODES`."""
+    thread: int = field(default_factory=threading.get_ident)
     steps: list[_Operation | _Record | _Wait] = field(default_factory=list)
     clocks: dict[int, Clock] = field(default_factory=dict)
     """Stream to what its next operation comes after. A stream without one is not captured."""
@@ -102,6 +110,12 @@ class _Capture:
         """The error to raise; the capture cannot be used any more."""
         self.problem = self.problem or problem
         return RuntimeError(f"{_NOT_PERMITTED} [{problem}; the capture began at {self.place}]")
+
+    @property
+    def lets_this_thread_wait(self) -> bool:
+        """True if the current thread may wait for work that is not captured."""
+        others = self.error_mode == "thread_local" and threading.get_ident() != self.thread
+        return others or self.error_mode == "relaxed"
 
     def add(self, operation: _Operation) -> None:
         """An operation was issued on a captured stream."""
@@ -204,6 +218,11 @@ class CUDAGraph:
         global _running
         if check_input_liveness:
             raise NotSimulated("check_input_liveness", "inputs that the program drops stay alive, so it sees none")
+        if capture_error_mode not in _ERROR_MODES:
+            raise RuntimeError(
+                "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got "
+                f"{capture_error_mode}"
+            )
         stream = sim.current_stream()
         if stream == sim.default_stream():
             raise RuntimeError(
@@ -216,7 +235,9 @@ class CUDAGraph:
             self._pool = pool
         frame = calling_frame()
         self._random = sim.get_rng_state()
-        self._capture = _running = _Capture(stream, place=str(frame or "an unknown line"))
+        self._capture = _running = _Capture(
+            stream, place=str(frame or "an unknown line"), error_mode=capture_error_mode
+        )
         _running.mode.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
@@ -314,14 +335,15 @@ def install(replaced: Replacements) -> dict[str, Any]:
         event,
         record=_unless_captured(event.record, _record),
         wait=_unless_captured(event.wait, lambda capture, self, stream=None: _wait(capture, stream, self)),
-        synchronize=_unless_captured(event.synchronize, _refuse_host_wait),
-        query=_unless_captured(event.query, _refuse_host_wait),
+        synchronize=_unless_captured(event.synchronize, _wait_for_event),
+        query=_unless_captured(event.query, _wait_for_event),
     )
     replaced.set(
         stream,
         wait_event=_unless_captured(stream.wait_event, _wait),
         wait_stream=_unless_captured(stream.wait_stream, _wait_stream),
-        synchronize=_unless_captured(stream.synchronize, _refuse_host_wait),
+        synchronize=_unless_captured(stream.synchronize, _wait_for_stream),
+        query=_unless_captured(stream.query, _wait_for_stream),
     )
     replaced.on_undo(_forget)
     replaced.set(torch._C, _host_emptyCache=lambda: None)
@@ -336,7 +358,7 @@ def install(replaced: Replacements) -> dict[str, Any]:
 def _synchronize(device: Any = None) -> None:
     """The host waits for a device, which it may not do during a capture."""
     if _running is not None:
-        _refuse_host_wait(_running)
+        raise _running.fail("the host waits for the device")
     sim.synchronize(device)
 
 
@@ -385,8 +407,14 @@ def _wait_stream(capture: _Capture, waiting: Any, other: Any) -> bool:
     return True
 
 
-def _refuse_host_wait(capture: _Capture, *_: Any) -> bool:
-    raise capture.fail("the host waits for the device")
+def _wait_for_event(capture: _Capture, event: Any) -> None:
+    if id(event) in capture.events or not capture.lets_this_thread_wait:
+        raise capture.fail("the host waits for the device")
+
+
+def _wait_for_stream(capture: _Capture, stream: Any) -> None:
+    if stream.stream_id in capture.clocks or not capture.lets_this_thread_wait:
+        raise capture.fail("the host waits for the device")
 
 
 def _issue(step: _Operation) -> None:

@@ -91,7 +91,7 @@ def test_the_order_of_the_profile_plays_no_part(selection: ModuleType) -> None:
 
 @dataclass
 class Item:
-    """What the package's conftest reads of a collected test."""
+    """A collected test, as far as the package's conftest reads it."""
 
     nodeid: str
     marks: list[pytest.MarkDecorator] = field(default_factory=list)

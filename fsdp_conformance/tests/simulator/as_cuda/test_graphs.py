@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -196,6 +197,49 @@ def test_what_cannot_be_captured_raises(body: Callable[[Tensor], Any], reason: s
         graph, _ = captured(lambda: x.add_(1))
         graph.replay()
         assert x.tolist() == [2.0] * 4
+
+
+@in_process_of_its_own
+@pytest.mark.parametrize(
+    ("mode", "own", "others"), [("global", False, False), ("thread_local", False, True), ("relaxed", True, True)]
+)
+def test_the_error_mode_says_whose_waits_are_errors(mode: str, own: bool, others: bool) -> None:
+    """Waits for work that is not captured. A wait for a captured event is an error in any mode."""
+
+    def may(wait: Callable[[], object], *, thread: bool) -> bool:
+        graph, errors = torch.cuda.CUDAGraph(), []
+
+        def attempt() -> None:
+            try:
+                wait()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin(capture_error_mode=mode)
+            inside.record()
+            if thread:
+                waiter = threading.Thread(target=attempt)
+                waiter.start()
+                waiter.join()
+            else:
+                attempt()
+            if errors:
+                with pytest.raises(RuntimeError, match="due to a previous error during capture"):
+                    graph.capture_end()
+            else:
+                graph.capture_end()
+        return not errors
+
+    with simulated_cuda(1):
+        before, inside, other = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Stream()
+        before.record()
+        for wait in (before.query, before.synchronize, other.query, other.synchronize):
+            assert (may(wait, thread=False), may(wait, thread=True)) == (own, others), wait
+        for wait in (inside.query, inside.synchronize, torch.cuda.synchronize):
+            assert (may(wait, thread=False), may(wait, thread=True)) == (False, False), wait
+        with torch.cuda.stream(other), pytest.raises(RuntimeError, match="Unknown capture error mode"):
+            torch.cuda.CUDAGraph().capture_begin(capture_error_mode=mode.upper())
 
 
 @in_process_of_its_own
