@@ -39,7 +39,7 @@ _C10D: Any = torch._C._distributed_c10d
 _NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
 
 #: Whose waits for work that is not captured are errors: those of all threads, of the capturing one, of none. Waits for
-#: captured work and for the whole device always are (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations").
+#: captured work and for the whole device always are ("Prohibited and Unhandled Operations" in the CUDA C++ guide).
 _ERROR_MODES = ("global", "thread_local", "relaxed")
 
 #: Operations after which the host knows something about values on the device, so it has waited for them.
@@ -220,8 +220,7 @@ class CUDAGraph:
             raise NotSimulated("check_input_liveness", "inputs that the program drops stay alive, so it sees none")
         if capture_error_mode not in _ERROR_MODES:
             raise RuntimeError(
-                "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got "
-                f"{capture_error_mode}"
+                f"Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got {capture_error_mode}"
             )
         stream = sim.current_stream()
         if stream == sim.default_stream():
