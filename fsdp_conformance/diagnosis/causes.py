@@ -612,16 +612,20 @@ def _reduced_in_low_precision(evidence: Evidence, got: Tensor, expected: Tensor)
         return
     world_size = evidence.world_size
     for dtype in _LOW:
+        eps = torch.finfo(dtype).eps
         totals = [total.to(dtype) for total in _totals(evidence)]
+        # What rounding each of them, and each sum, can do. Contributions to something else, such as the gradient before
+        # it was clipped, are farther away.
+        rounding = 2 * world_size * eps * max(magnitude(total.double()) for total in totals)
         sums = (
             _sum([total.double() for total in totals]) / world_size,
             _sum([(total / world_size).double() for total in totals]),
             (_sum(totals) / world_size).double(),
             _sum([total / world_size for total in totals]).double(),
         )
-        if any(_is_like(got, expected, value) for value in sums):
+        near = [value for value in sums if magnitude(value - expected) <= rounding]
+        if any(_is_like(got, expected, value) for value in near):
             off = magnitude(got - expected) / magnitude(expected)
-            eps = torch.finfo(dtype).eps
             yield f"reduced in {_name(dtype)}: off by {off:.1e} of the largest element (eps is {eps:.1e})"
 
 

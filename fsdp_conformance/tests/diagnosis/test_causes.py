@@ -285,6 +285,9 @@ flat offset off by 9: element i has the value of element i - 9 in the unit's fla
             cause(right, rounded), """reduced in bfloat16: off by 2.1e-03 of the largest element (eps is 7.8e-03)"""
         )
         self.assertIsNone(likely(replace(right, got=other)))
+        # Contributions before clipping, and a wrong factor of it, say nothing about precision.
+        clipped = replace(right, expected=0.6 * right.expected)
+        self.assertNotIn("reduced in", likely(replace(clipped, got=0.83 * right.expected)) or "")
 
     def test_rows(self) -> None:
         """Rows that were never written: the padded tail, one rank's shard, others."""
