@@ -222,6 +222,7 @@ class Refusals(RankTestCase):
         ):
             adapter.setup(self.fail, self.fail, Plan(sharding=Sharding.OPTIM, sync_module_states=True))
 
+    @pytest.mark.slow
     @with_fsdp2_on_the_cpu
     def test_the_engines_own_words(self) -> None:
         """Options that torch offers only on accelerators are refused by torch itself, and the adapter quotes it."""
@@ -272,6 +273,7 @@ class Placement(RankTestCase):
                 expected = 1.0 if name in ("torch-ddp", "torch-fsdp1-no-shard") else 0.5
                 self.assertTrue(expected - 0.1 < share < expected + 0.12, msg=f"{name} {kind} {share}")
 
+    @pytest.mark.slow
     def test_units_are_full_in_forward_alone(self) -> None:
         """A unit holds full parameters inside its forward and none after the step."""
         for name in ("torch-fsdp2", "torch-fsdp1"):
@@ -323,6 +325,7 @@ class Single(RankTestCase):
     def world_size(self) -> int:
         return 1
 
+    @pytest.mark.slow
     @with_fsdp2_on_the_cpu
     def test_no_collectives(self) -> None:
         """FSDP2 is silent at world size 1, as it declares; others are not, and do not."""

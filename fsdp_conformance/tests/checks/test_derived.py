@@ -77,6 +77,7 @@ def test_exact_probes_are_derived_exactly() -> None:
             assert grad is None or (got is not None and torch.equal(got, grad)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "factor"), [(probes.rank_coded(), 2.0), (probes.exact_mlp(), 0.5), (models.norm_mlp(), 1.01)]
 )

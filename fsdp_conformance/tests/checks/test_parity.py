@@ -156,6 +156,7 @@ def test_damage_is_found(damage: Damage, check: str, step: int | None, fqn: str)
     assert (first.check, first.step, first.fqn, first.rank) == (check, step, fqn, 1)
 
 
+@pytest.mark.slow
 def test_a_small_difference_of_one_norm_is_found() -> None:
     """Two thousandths in the gradient of one LayerNorm bias are beyond the calibrated bound, and nothing else is."""
     references = references_of(models.norm_mlp(), Regime(optimizer="adam"))
@@ -325,6 +326,7 @@ def test_state_dicts_are_compared() -> None:
     assert {(finding.check, finding.requirement) for finding in found} == {("state dict parity", "R146")}
 
 
+@pytest.mark.slow
 def test_what_is_not_exposed_is_noted() -> None:
     """An implementation without gradients and buffers is compared by the rest, with a note in the report."""
     references = references_of(transformer_batch_norm(), Regime(optimizer="adam"))

@@ -129,6 +129,7 @@ def test_without_shtab_it_says_what_to_install(
     assert "pip install shtab" in captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "absent"), [(["list", "--capabilities"], "shtab"), (["completion", "bash"], "torch")]
 )

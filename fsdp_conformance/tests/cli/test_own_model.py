@@ -61,6 +61,7 @@ def test_an_engine_is_judged_on_it(implementation: str, verdict: str, requiremen
     assert (verified.status, "PRIVATE RUN" in verified.out) == (1, True), verified.output
 
 
+@pytest.mark.slow
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
     """Status 2, and no rank is started."""
     done = said("run", "--workload", f"{_MODULE}:several", "--report", "report", cwd=tmp_path)
@@ -71,6 +72,7 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.nightly_params("debug")
 @pytest.mark.parametrize(
     ("words", "message"),

@@ -158,6 +158,7 @@ def test_variables_of_torchrun() -> None:
     assert (3, 4, 1, False) == (worker.rank, worker.world_size, worker.local_rank, worker.holds_store)
 
 
+@pytest.mark.slow
 def test_without_torchrun(tmp_path: Path) -> None:
     """The command says what is missing, and starts nothing."""
     variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -170,6 +170,7 @@ def _changed(moment: Moment, change: Callable[[dict[str, Any]], object]) -> Any:
     return with_state(state)
 
 
+@pytest.mark.slow
 def test_a_step_with_a_wrong_state() -> None:
     """The next step shows which state the optimizer had."""
     of_the_first = with_state(_adam().states[1].optimizer["state"])

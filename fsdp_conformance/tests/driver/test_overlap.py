@@ -83,6 +83,7 @@ class Recorded(SimulatedRanks):
         self.assertTrue(collective.waits_for(first))
         self.assertTrue(second.waits_for(collective))
 
+    @pytest.mark.slow
     def test_collectives_of_the_cpu(self) -> None:
         """They have no stream, and are left out."""
         recorder = OverlapRecorder(self.device)

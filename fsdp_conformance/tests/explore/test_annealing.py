@@ -19,6 +19,7 @@ def _left(space: Space, rows: Sequence[Choice]) -> int:
     return Coverage(space, rows=rows).left
 
 
+@pytest.mark.slow
 def test_fewer_rows_than_greedy_ones_have_all_pairs() -> None:
     """Three fewer are enough here."""
     greedy = len(list(covering(Coverage(WIDE))))

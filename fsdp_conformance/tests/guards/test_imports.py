@@ -151,6 +151,7 @@ def test_every_part_has_a_place_in_the_table() -> None:
     assert unknown == set(), "parts without a layer: add them to LAYERS in this file"
 
 
+@pytest.mark.slow
 def test_imports_go_one_way() -> None:
     """No part imports a part above it, or a sibling."""
     broken = [
@@ -212,6 +213,7 @@ def test_the_guard_of_the_simulator_sees_a_room_above() -> None:
     assert upper_room(checker, device) is None
 
 
+@pytest.mark.slow
 def test_reserved_modules_are_imported_where_they_may_be() -> None:
     """Engines are named by adapters alone, torch's private harness by ours, torch itself not by words and reports."""
     broken = [

@@ -44,6 +44,7 @@ def heavy_imports(*names: str) -> dict[str, list[str]]:
     return by_module
 
 
+@pytest.mark.slow
 def test_words_report_plugin_and_command_line_load_without_torch() -> None:
     """Importing any module of them brings neither torch nor numpy."""
     light = [
@@ -57,6 +58,7 @@ def test_words_report_plugin_and_command_line_load_without_torch() -> None:
     assert heavy_imports(*light) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["torch", pytest.param("fsdp_conformance.history.training", marks=pytest.mark.nightly)]
 )

@@ -162,6 +162,7 @@ def test_imports_have_no_cycles() -> None:
     assert sorted(sorted(cycle) for cycle in cycles(import_graph(modules))) == []
 
 
+@pytest.mark.slow
 def test_no_module_uses_private_names_of_another() -> None:
     """Objects that another file needs have public names."""
     modules = [module for module in checkout.modules() if module.part not in _MAY_LOOK_INSIDE]

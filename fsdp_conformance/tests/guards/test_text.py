@@ -151,6 +151,7 @@ def early_exit(module: Module) -> Iterator[tuple[int, str]]:
 RULES: tuple[Rule, ...] = (vacuous_assert, assert_without_message, sleeping_test, unsafe_load, silent_skip, early_exit)
 
 
+@pytest.mark.slow
 def test_no_file_holds_forbidden_text() -> None:
     """No tracked file names one machine, a registry host, unfinished work, or how the work is organised."""
     problems = []
@@ -162,6 +163,7 @@ def test_no_file_holds_forbidden_text() -> None:
     assert problems == []
 
 
+@pytest.mark.slow
 def test_tics_only_become_fewer() -> None:
     """No directory has more of TICS, or of docstrings that are questions, than TICS_LEFT allows."""
     places: dict[str, list[str]] = {}

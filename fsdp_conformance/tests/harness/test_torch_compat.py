@@ -93,6 +93,7 @@ class TestFullyShard1DTrainingCore(FSDPTest):
         check_sharded_parity(self, ref_model, model)
         self.assertTrue(all(isinstance(param, DTensor) for param in model.parameters()))
 
+    @pytest.mark.slow
     @skip_if_lt_x_gpu(2)
     def test_all_gather_is_called_once_per_group(self) -> None:
         """Patches a function of torch.distributed, as upstream's communication tests do."""

@@ -166,6 +166,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.daily(8)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found_where_it_begins(name: str, tmp_path: Path) -> None:
@@ -182,6 +183,7 @@ def test_a_mistake_is_found_where_it_begins(name: str, tmp_path: Path) -> None:
     assert finding.line.removeprefix("fsdp_conformance/tests/parity/").startswith(where), finding
 
 
+@pytest.mark.slow
 def test_a_run_that_is_the_same_is_equal_bit_for_bit(tmp_path: Path) -> None:
     comparison = compared(Script(), tmp_path)
 
@@ -197,6 +199,7 @@ CORRECT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORRECT)
 def test_a_correct_variation_has_no_finding(name: str, tmp_path: Path) -> None:
     comparison = compared(CORRECT[name], tmp_path)
@@ -207,6 +210,7 @@ def test_a_correct_variation_has_no_finding(name: str, tmp_path: Path) -> None:
     assert comparison.is_bitwise is (name != "rounding")
 
 
+@pytest.mark.slow
 def test_the_state_of_generators_matters_once_something_differs(tmp_path: Path) -> None:
     def draw(model: nn.Module, step: int) -> None:
         if step == 1:
@@ -221,6 +225,7 @@ def test_the_state_of_generators_matters_once_something_differs(tmp_path: Path) 
     assert "the generators of torch on rank 0" in with_dropout.findings[0].likely
 
 
+@pytest.mark.slow
 def test_evaluation_mode_is_suspicious(tmp_path: Path) -> None:
     comparison = compared(Script(before_forward=to_evaluation), tmp_path)
 
@@ -228,6 +233,7 @@ def test_evaluation_mode_is_suspicious(tmp_path: Path) -> None:
     assert comparison.suspicions[0].step == 1
 
 
+@pytest.mark.slow
 def test_what_both_do_wrong_is_suspicious(tmp_path: Path) -> None:
     wrong = Script(samples=lambda data, rank: data[:SAMPLES], optimizer=without_last)
 
@@ -241,6 +247,7 @@ def test_what_both_do_wrong_is_suspicious(tmp_path: Path) -> None:
     assert verdict_of(comparison).endswith("bit for bit; 2 suspicions above, which both runs may share")
 
 
+@pytest.mark.slow
 def test_numbers_that_differ_are_shown_with_the_digits_that_do(tmp_path: Path) -> None:
     update = compared(Script(optimizer=damped), tmp_path / "update").findings[0]
     rate = compared(Script(lr=0.1 + 1e-9), tmp_path / "rate").findings[0]
@@ -249,6 +256,7 @@ def test_numbers_that_differ_are_shown_with_the_digits_that_do(tmp_path: Path) -
     assert "lr is 0.100000001 instead of 0.1" in rate.first
 
 
+@pytest.mark.slow
 def test_an_order_that_ends_within_a_step_is_suspicious(tmp_path: Path) -> None:
     """Epochs of three micro-batches, steps of two."""
     order = [0, 1, 2, 0, 1, 2, 0, 1]
@@ -321,6 +329,7 @@ def test_one_that_steps_less_often_has_another_number_of_steps(tmp_path: Path) -
     assert comparison.findings[0].evidence == ("the run has 2 steps, the reference 4",)
 
 
+@pytest.mark.slow
 def test_a_forward_that_one_rank_runs_alone_is_why_all_fail(tmp_path: Path) -> None:
     def evaluate(model: nn.Module, step: int) -> None:
         if step == 2 and os.environ["RANK"] == "1":
@@ -357,6 +366,7 @@ def with_another_norm(directory: Path, factor: float) -> None:
         file.write_text("".join(lines), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "likely"),
     [(0.9, "as of one rank's shards"), (2**-0.5, "each rank has taken the norm of its own shards")],
@@ -373,6 +383,7 @@ def test_a_norm_must_be_that_of_the_gradients(factor: float, likely: str, tmp_pa
     assert likely in finding.likely
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_ahead_is_named(tmp_path: Path) -> None:
     def decayed(times: int) -> Callable[[nn.Module, float, float], torch.optim.Optimizer]:
         """The rate is halved so often before each step but the first."""
@@ -397,6 +408,7 @@ def test_a_scheduler_that_is_ahead_is_named(tmp_path: Path) -> None:
     assert finding.likely == "it is the rate of the reference's step 2: the scheduler is stepped more often"
 
 
+@pytest.mark.slow
 def test_a_scheduler_of_another_length_is_named(tmp_path: Path) -> None:
     def warming_up(steps: int) -> Callable[[nn.Module, float, float], torch.optim.Optimizer]:
         def make(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from fsdp_conformance.parity.comparison import Comparison, compare
 from fsdp_conformance.parity.trajectory import Trajectory, curves, trajectories
 from fsdp_conformance.recordings import files
@@ -37,6 +39,7 @@ def test_a_difference_is_followed_beyond_its_first_step(tmp_path: Path) -> None:
     assert norm.run[1] != norm.reference[1]
 
 
+@pytest.mark.slow
 def test_the_page_has_the_finding_and_every_tensor(tmp_path: Path) -> None:
     page = training_page(compared(Script(gradients=scaled(2.0, name="second.bias", from_step=1)), tmp_path))
 
@@ -49,6 +52,7 @@ def test_the_page_has_the_finding_and_every_tensor(tmp_path: Path) -> None:
     assert "http" not in page
 
 
+@pytest.mark.slow
 def test_names_of_a_recording_are_escaped(tmp_path: Path) -> None:
     compared(Script(), tmp_path)
     for file in tmp_path.glob("*/*.jsonl"):

@@ -132,6 +132,7 @@ def test_kinds_of_partial(mesh: DeviceMesh) -> None:
     assert ours(mesh, (R, S0), (P, S0)) == 0.0
 
 
+@pytest.mark.slow
 def test_every_cost_ends(mesh: DeviceMesh) -> None:
     """On three axes every pair of layouts has a cost, infinite only if a shard or a partial would become partial."""
     cube = init_device_mesh("cpu", (2, 2, 2))

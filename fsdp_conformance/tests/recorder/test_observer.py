@@ -130,6 +130,7 @@ def test_several_modules_and_optimizers_are_told_apart(tmp_path: Path) -> None:
     assert [step.untrained for step in steps] == [("Linear(2).weight", "Linear(2).bias"), ()]
 
 
+@pytest.mark.slow
 def test_evaluation_is_marked_and_does_not_pile_up(tmp_path: Path) -> None:
     model = Model().eval()
     with recording(tmp_path / "run"):

@@ -180,6 +180,7 @@ def test_what_is_no_run_file_is_refused(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
+@pytest.mark.slow
 def test_verifying_needs_no_torch(tmp_path: Path, profile: Profile) -> None:
     """It runs where torch cannot be imported."""
     (tmp_path / "core.json").write_text(json.dumps(profile.to_json()), encoding="utf-8")

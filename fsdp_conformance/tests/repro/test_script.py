@@ -60,6 +60,7 @@ def _imported(text: str) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("implementation", "call"),

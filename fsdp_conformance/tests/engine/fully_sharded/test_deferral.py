@@ -124,6 +124,7 @@ class TestDeferral(ShardedTestCase):
             losses = self.train(model)
         self.assertEqual(losses, self.train(expected))
 
+    @pytest.mark.slow
     def test_whatever_the_optimizer_does(self) -> None:
         """
         Gathered parameters are gathered again after a step of any of torch's optimizers, fused ones too, which do not

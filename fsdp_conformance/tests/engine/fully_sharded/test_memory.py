@@ -108,6 +108,7 @@ class TestOnTheDevice(OnSim):
 
     case_timeout_s = 300.0
 
+    @pytest.mark.slow
     def test_deferred_gradients(self) -> None:
         """A second deferred micro-batch adds to the gradients in place: besides them there are two gathered units."""
         device = torch.device(self.device)

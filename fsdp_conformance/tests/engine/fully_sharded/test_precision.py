@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -63,6 +64,7 @@ class TestPrecision(ShardedTestCase):
             reductions = [line for line in self.schedule() if "reduce_scatter" in line]
             self.assertTrue(reductions and all(wire in line for line in reductions), msg=str(reductions))
 
+    @pytest.mark.slow
     def test_accumulates_in_the_dtype_of_the_reduction(self) -> None:
         """Micro-batches that are not reduced add up in float32: 257 times one is not 256."""
         model = nn.Linear(1, 1, bias=False)
@@ -112,6 +114,7 @@ class TestPrecision(ShardedTestCase):
 class TestFullPrecisionInEval(ShardedTestCase):
     """In eval mode, on request, a unit computes as it would without a policy."""
 
+    @pytest.mark.slow
     def test_with_and_without_a_graph(self) -> None:
         """Outputs and gradients are those without a policy, reduced in float32; training goes on in low precision."""
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):

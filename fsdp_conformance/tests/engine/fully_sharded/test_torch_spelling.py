@@ -8,6 +8,7 @@ import os
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -56,6 +57,7 @@ def units(model: FullyShardedDataParallel) -> list[str]:
 class TestOptions(ShardedTestCase):
     """Arguments of the constructor."""
 
+    @pytest.mark.slow
     def test_torchs_classes(self) -> None:
         """Torch's enums and dataclasses mean what the engine's of the same name do."""
         for strategy in fsdp.ShardingStrategy:
@@ -186,6 +188,7 @@ class TestOptions(ShardedTestCase):
 class TestPolicies(ShardedTestCase):
     """Policies of torch.distributed.fsdp.wrap choose the same units as in torch's class."""
 
+    @pytest.mark.slow
     def test_same_units(self) -> None:
         """Policies choose the units that they choose in torch; containers without a forward are never units."""
         policies: list[Any] = [
@@ -265,6 +268,7 @@ class TestStateDicts(CheckpointTestCase):
                 self.assertTrue(torch.equal(moments["exp_avg"], optimizer_state["state"][name]["exp_avg"]))
         self.assertEqual([name for name, _ in subject.named_parameters()], list(subject.state_dict()))
 
+    @pytest.mark.slow
     def test_optimizer_round_trip(self) -> None:
         """Every way to save and load the optimizer's state gives the same next step."""
         subject = self._trained()

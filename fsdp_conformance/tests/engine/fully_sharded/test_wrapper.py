@@ -108,6 +108,7 @@ class TestCheckpointing(ShardedTestCase):
                     stage.linear = Checkpointed(stage.linear, reentrant=reentrant)  # type: ignore[assignment]
             self.assert_trains_as_ddp(model, step=lambda m, x: forward_sum(m, x.requires_grad_()))
 
+    @pytest.mark.slow
     def test_around_units(self) -> None:
         """A checkpoint around units changes nothing, reentrant or not, and leaves nothing unsharded."""
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
@@ -382,6 +383,7 @@ class TestSteps(ShardedTestCase):
             self.assert_same_params(reference.module, subject)
             self.assertEqual(2 * len(list(subject.parameters())), len(stepped))
 
+    @pytest.mark.slow
     def test_an_optimizer_in_backward_waits_for_all_calls_of_a_unit(self) -> None:
         """Its backward ends once for each call: under a reentrant checkpoint, or in two forwards with one backward."""
 
@@ -543,6 +545,7 @@ class TestOutputs(ShardedTestCase):
             )
             self.assertEqual([], [unit.label for unit in subject.units if unit.is_unsharded])
 
+    @pytest.mark.slow
     def test_unknown_object_of_a_frozen_unit(self) -> None:
         """So does one with frozen parameters, and one whose parameters begin to train later."""
         for tuned in ("weight", "bias"):

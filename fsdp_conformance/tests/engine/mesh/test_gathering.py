@@ -27,6 +27,7 @@ SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
 class Gathering(MeshTestCase):
     """Tests of joining the shards of a row."""
 
+    @pytest.mark.slow
     def test_every_axis_and_dim(self) -> None:
         """The whole tensor of the row, in the order of its ranks, contiguous, whatever the shards' strides."""
         for axis, row in self.axes():

@@ -132,6 +132,7 @@ class SimulatedMeshTest(SimulatedRanks):
 
         self.assertEqual("", ", ".join(sorted(executed - flagged)))
 
+    @pytest.mark.slow
     def test_metadata(self) -> None:
         """Tensors on the device are compared, and every rank raises."""
         with nullcontext() if self.rank else checker.suspended():

@@ -132,6 +132,7 @@ def gone(pids: list[int]) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_the_next_case_finds_fresh_ranks_ready() -> None:
     """They have their group, a clean log, the same seed, and their own environment; each set is used once."""
     first, first_pids, first_errors = run(Cases, following=2)
@@ -149,6 +150,7 @@ def test_the_next_case_finds_fresh_ranks_ready() -> None:
     assert gone([*first_pids, *second_pids, *third_pids])
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another world size, or another environment: the case starts its own ranks."""
     run(Cases, following=2)

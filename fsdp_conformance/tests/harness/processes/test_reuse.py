@@ -79,6 +79,7 @@ def pids(exits: Any) -> list[int]:
     return [end.pid for end in exits]
 
 
+@pytest.mark.slow
 def test_same_ranks_run_the_next_case() -> None:
     """The processes stay, the report mentions it, and each case begins from the same seed."""
     pool.close()

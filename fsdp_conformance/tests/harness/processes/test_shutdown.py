@@ -89,6 +89,7 @@ def test_ranks_with_three_engines_end_with_zero() -> None:
     assert not any(end.ended_by_controller for end in exits)
 
 
+@pytest.mark.slow
 def test_no_rank_shuts_down_before_the_last_is_done() -> None:
     """The first shutdown begins after the last body has ended."""
     _, exits, case = run("test_one_is_late")

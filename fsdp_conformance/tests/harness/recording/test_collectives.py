@@ -338,6 +338,7 @@ class SharedDevices(ShardedTrainingTestCase):
         super().setUp()
         self._spawn_processes()
 
+    @pytest.mark.slow
     def test_substitutes_do_as_gloo(self) -> None:
         """The same results, and one record for a call, however many calls of gloo's it is made of."""
         families = (

@@ -102,6 +102,7 @@ backward all_reduce 176B float32 SUM [0,1]
 then the same""",
         )
 
+    @pytest.mark.slow
     def test_fsdp2_reshard(self) -> None:
         """With reshard_after_forward each unit is gathered in forward and in backward; the reduction averages."""
         self.assertExpectedInline(
@@ -119,6 +120,7 @@ backward reduce_scatter 192B float32 AVG [0,1]
 then the same""",
         )
 
+    @pytest.mark.slow
     def test_fsdp2_keep(self) -> None:
         """Without reshard_after_forward each unit is gathered once a step."""
         self.assertExpectedInline(

@@ -151,6 +151,7 @@ class Seam(ShardedTrainingTestCase):
         self.assertEqual(small_training.STEPS, observer.calls.count(("wrap", Op.ALL_REDUCE)))
         self.assertTrue(all(work.waited for work in observer.works if isinstance(work, HeldBack)))
 
+    @pytest.mark.slow
     def test_wrapped_work_under_fsdp2(self) -> None:
         """FSDP2 waits for its gathers and reductions, so that results held back until the wait change nothing."""
         self._start()

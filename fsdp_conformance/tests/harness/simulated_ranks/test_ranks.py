@@ -280,6 +280,7 @@ def _end(name: str) -> tuple[Ends, unittest.TestResult]:
     return case, result
 
 
+@pytest.mark.slow
 def test_a_case_on_simulated_ranks() -> None:
     """Each rank reports for itself."""
     case, result = _end("test_clean")

@@ -247,6 +247,7 @@ class Collects(StartedRanks):
                 file.write(f"{info['generation']}\n")
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_once_for_all_ranks(tmp_path: Path) -> None:
     """Each collection goes through what all ranks have, so one for each rank costs the square of their number."""
     case, result = Collects("test_ends"), unittest.TestResult()

@@ -76,6 +76,7 @@ def test_shards_differ_and_replicas_are_equal() -> None:
     assert [1, 1, 2] == [different(columns[::2]), different(columns[1::2]), different(columns)]
 
 
+@pytest.mark.slow
 @as_since_2_10
 @in_process_of_its_own
 def test_replicas_are_the_numbers_after_the_seed() -> None:
@@ -106,6 +107,7 @@ def test_a_state_that_is_put_back_repeats_the_numbers() -> None:
         assert all(map(torch.equal, samples, again))
 
 
+@pytest.mark.slow
 @in_process_of_its_own
 def test_the_cpu_draws_for_itself() -> None:
     """A rank that seeds itself by its number, for its data, keeps its own numbers on the CPU."""
@@ -120,6 +122,7 @@ def test_the_cpu_draws_for_itself() -> None:
     assert torch.equal(torch.rand(4, generator=torch.Generator().manual_seed(2)), samples[2])
 
 
+@pytest.mark.slow
 @as_since_2_10
 @in_process_of_its_own
 def test_a_programs_own_generator() -> None:
@@ -141,6 +144,7 @@ def test_a_programs_own_generator() -> None:
     assert 1 == different([each[-1] for each in drawn])
 
 
+@pytest.mark.slow
 @in_process_of_its_own
 def test_it_ends_with_the_simulation() -> None:
     """On the CPU, before and after the simulation, DTensor and generators are torch's own."""

@@ -79,6 +79,7 @@ def scale(x: Tensor, out: Tensor, factor: float) -> None:
     out[:] = x * factor
 
 
+@pytest.mark.slow
 @in_process_of_its_own
 def test_a_compiled_kernel_is_refused_by_name() -> None:
     _import_triton()
@@ -86,6 +87,7 @@ def test_a_compiled_kernel_is_refused_by_name() -> None:
         JITFunction(scale).run(torch.ones(2, device="cuda"), grid=(1,))
 
 
+@pytest.mark.slow
 @in_process_of_its_own
 def test_an_interpreted_kernel_is_one_operation_of_its_stream() -> None:
     """Its result need not be written before, its copies are no waits, and what it reads and writes can race."""
@@ -109,6 +111,7 @@ def test_an_interpreted_kernel_is_one_operation_of_its_stream() -> None:
         assert found[0].then.site.op == "Triton kernel scale"
 
 
+@pytest.mark.slow
 @in_process_of_its_own
 def test_a_kernel_reads_what_it_does_not_change() -> None:
     _import_triton()
@@ -123,6 +126,7 @@ def test_a_kernel_reads_what_it_does_not_change() -> None:
         assert (hazard.kind, hazard.now.site.op) == (HazardKind.READ_AFTER_WRITE, "Triton kernel scale")
 
 
+@pytest.mark.slow
 @in_process_of_its_own
 def test_tensors_of_the_host_are_left_to_triton() -> None:
     _import_triton()

@@ -53,6 +53,7 @@ class TestExtents:
         strides = [stride for _, stride in normalized[2]]
         assert sorted(strides, reverse=True) == strides
 
+    @pytest.mark.slow
     @settings(max_examples=500, deadline=None)
     @given(
         st.integers(300, 500), st.integers(300, 500), st.integers(8, 70), st.integers(8, 70), st.integers(0, 20000),

@@ -60,6 +60,7 @@ class Results(OnSim):
         dist.all_reduce(average, op=dist.ReduceOp.AVG)
         self.assertEqual([3, -3], average.tolist())  # 7 / 2 and -7 / 2
 
+    @pytest.mark.slow
     def test_bool(self) -> None:
         """A sum of bools is a logical or, as NCCL's."""
         mine = torch.tensor([False, self.rank == 1, True], device=self.device)

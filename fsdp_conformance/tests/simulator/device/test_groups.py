@@ -28,6 +28,7 @@ SPLITS_ONLY_CUDA = 'parent_pg._get_backend(torch.device("cuda"))' in inspect.get
 class Seams(OnSim):
     """The backend is one like torch's own."""
 
+    @pytest.mark.slow
     def test_names(self) -> None:
         """torch reports the group's name, its options and sequence numbers."""
         backend: Any = world()._get_backend(self.device)

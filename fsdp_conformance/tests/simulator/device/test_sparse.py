@@ -191,6 +191,7 @@ class TestAccesses:
 class Reductions(OnSim):
     """The all-reduce that gloo has and NCCL has not."""
 
+    @pytest.mark.slow
     def test_as_gloo(self) -> None:
         """The same result as gloo's on the CPU, also where a rank has nothing, and in a subgroup."""
         with process_group.as_gloo(True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -63,6 +64,7 @@ class Staging(OnSim):
         self.assertEqual([5, 6], [half.unique().item() for half in swapped.chunk(2)])
         self.assert_kinds([])
 
+    @pytest.mark.slow
     def test_a_group_of_one_rank(self) -> None:
         """A reduction only scales its tensor, and is checked like any other."""
         groups = [dist.new_group([rank]) for rank in range(self.world_size)]

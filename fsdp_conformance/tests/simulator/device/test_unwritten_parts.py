@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -99,6 +100,7 @@ class UnwrittenParts(OnSim):
         dist.all_reduce(squares)
         self.assert_kinds([USE] if self.rank == 1 else [])
 
+    @pytest.mark.slow
     def test_an_onlooker_s_collective(self) -> None:
         """Values that arrive while the thread is suspended, or with the checker off, are written."""
         shard = torch.empty(4, device=self.device)
