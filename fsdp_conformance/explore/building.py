@@ -488,7 +488,7 @@ class _Builder:
             case Action.LEARNING_RATE:
                 fields["value"] = numbers.rates[index]
             case action if action in _WRITING:
-                fields["names"] = numbers.written
+                fields["names"] = tuple(dict.fromkeys(numbers.written))  # a small model may have only one
                 fields["value"] = _FACTOR
             case Action.CLIP_VALUES:
                 fields["value"] = numbers.largest[index]
