@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ class IssuedCall:
 
 def difference(mine: Call, theirs: Call, my_rank: int, their_rank: int) -> str:
     """In which respect two calls that should be the same collective differ; empty if they do not."""
-    if mine.channel.pair is None and mine.op != theirs.op:
+    if mine.channel.pair is None and mine.op != theirs.op and not _each_alone(mine, theirs, my_rank, their_rank):
         return "operations"
     for name, one, other in (
         ("reductions", mine.reduce_op, theirs.reduce_op),
@@ -120,6 +120,16 @@ def difference(mine: Call, theirs: Call, my_rank: int, their_rank: int) -> str:
     if mine.is_paired != theirs.is_paired:
         return COMMUNICATORS
     return "" if _splits_agree(mine, theirs, my_rank, their_rank) else "split sizes"
+
+
+def _each_alone(mine: Call, theirs: Call, my_rank: int, their_rank: int) -> bool:
+    """True if each of the two makes a group of itself. Such groups have one name and one store, but exchange nothing."""
+    return (mine.op, theirs.op) == (group_of((my_rank,)), group_of((their_rank,)))
+
+
+def group_of(members: Iterable[int]) -> str:
+    """The words for a call of `new_group`."""
+    return f"new_group({', '.join(map(str, members))})"
 
 
 def _splits_agree(mine: Call, theirs: Call, my_rank: int, their_rank: int) -> bool:

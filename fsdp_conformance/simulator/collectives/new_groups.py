@@ -3,7 +3,7 @@ Checks that all ranks make the same process groups, in one order.
 
 `torch.distributed.new_group` must be called by every rank of the default group, members or not (its documentation).
 torch does not compare the calls: groups are numbered on each rank, so ranks that leave one out meet in another group's
-store, hang, or exchange data with the wrong ranks.
+store, hang, or exchange data with the wrong ranks. Only if each rank makes a group of itself does nothing happen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from fsdp_conformance.simulator.checker.labels import caller_of_backward
 from fsdp_conformance.simulator.collectives.agreement import Agreement, place_of
-from fsdp_conformance.simulator.collectives.calls import Call, Channel
+from fsdp_conformance.simulator.collectives.calls import Call, Channel, group_of
 from fsdp_conformance.simulator.replacements import Replacements
 
 
@@ -45,7 +45,7 @@ def compare_new_groups(agreement: Callable[[], Agreement | None], replacements: 
 def _described(ranks: Any) -> Call:
     world = tuple(range(dist.get_world_size()))
     members = world if ranks is None else tuple(sorted(map(int, ranks)))
-    words = f"new_group({', '.join(map(str, members))})"
+    words = group_of(members)
     return Call(
         # Not a communicator: its calls come in one order, and in none with the collectives.
         channel=Channel(group="new_group", ranks=world, device="cpu"),

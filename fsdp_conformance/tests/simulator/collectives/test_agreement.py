@@ -19,6 +19,7 @@ from fsdp_conformance.simulator.collectives.calls import (
     IssuedCall,
     call_from_json,
     deadlocked,
+    group_of,
     logs_of,
     unanswered,
 )
@@ -146,6 +147,22 @@ def test_an_all_to_all_agrees_pair_by_pair(ranks: list[Agreement]) -> None:
     ranks[0].check(exchange((1, 3), (1, 5)))
 
     assert "the split sizes of a collective differ" in message(lambda: ranks[1].check(exchange((5, 2), (4, 2))))
+
+
+def test_groups_of_one_rank_each(ranks: list[Agreement]) -> None:
+    """Each rank may make a group of itself, which exchanges nothing; other groups are the same on all ranks."""
+
+    def making(*members: int) -> Call:
+        channel = Channel(group="new_group", ranks=(0, 1, 2), device="cpu")
+        return call(channel=channel, op=group_of(members), words=group_of(members), reduce_op="", dtypes=(), numels=())
+
+    for rank in range(3):
+        ranks[rank].check(making(rank))
+    for member in range(3):
+        for rank in range(3):
+            ranks[rank].check(making(member))
+    ranks[0].check(making(0, 1))
+    assert "the operations of a collective differ" in message(lambda: ranks[2].check(making(2)))
 
 
 def test_messages_are_matched_by_pair(ranks: list[Agreement]) -> None:

@@ -369,6 +369,7 @@ rank = dist.get_rank()
 torch.cuda.set_device(rank)
 everyone = dist.new_group()
 mine = dist.new_group([rank], use_local_synchronization=True)
+alone = dist.new_group([rank])
 if rank == 1:
     dist.new_group([1])
 dist.all_reduce(torch.ones(4, device="cuda"), group=everyone)
@@ -377,13 +378,13 @@ dist.all_reduce(torch.ones(4, device="cuda"), group=everyone)
 
 @pytest.mark.nightly
 def test_a_group_that_its_members_alone_make_is_found(tmp_path: Path) -> None:
-    """Every rank must call `new_group`, except for groups that are made so on purpose."""
+    """Every rank must call `new_group`, except for groups that are made so on purpose. Each rank may make one of itself."""
     run = sanitize("--as-cuda", written(tmp_path, _GROUPS), cwd=tmp_path)
 
     assert run.status == 1, run.out + run.err
     (disagreement,) = run.report["collectives"]
     assert disagreement["kind"] == "missing_collective"
-    assert "rank 1 calls new_group(1) on the default group at train.py:11 in <module>, but rank 0 has ended" in (
+    assert "rank 1 calls new_group(1) on the default group at train.py:12 in <module>, but rank 0 has ended" in (
         " ".join(run.out.split())
     )
 
