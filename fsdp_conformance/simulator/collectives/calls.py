@@ -123,7 +123,7 @@ def difference(mine: Call, theirs: Call, my_rank: int, their_rank: int) -> str:
 
 
 def _each_alone(mine: Call, theirs: Call, my_rank: int, their_rank: int) -> bool:
-    """True if each of the two makes a group of itself. Such groups have one name and one store, but exchange nothing."""
+    """True if each of the two makes a group of itself: groups with one name and one store, which exchange nothing."""
     return (mine.op, theirs.op) == (group_of((my_rank,)), group_of((their_rank,)))
 
 

@@ -378,7 +378,7 @@ dist.all_reduce(torch.ones(4, device="cuda"), group=everyone)
 
 @pytest.mark.nightly
 def test_a_group_that_its_members_alone_make_is_found(tmp_path: Path) -> None:
-    """Every rank must call `new_group`, except for groups that are made so on purpose. Each rank may make one of itself."""
+    """Every rank must call `new_group`, except for groups that are made so on purpose, and those of one rank each."""
     run = sanitize("--as-cuda", written(tmp_path, _GROUPS), cwd=tmp_path)
 
     assert run.status == 1, run.out + run.err
