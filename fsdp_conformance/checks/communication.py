@@ -237,6 +237,33 @@ def reductions_in(history: TrainingHistory, dtype: str, *, requirement: str) -> 
     return tally.result()
 
 
+def reduced_as_planned(history: TrainingHistory, workload: Workload, plan: Plan, *, requirement: str) -> CheckResult:
+    """
+    No gradients are reduced in another dtype than the plan has for a unit (R084).
+
+    Unlike `reductions_in`, it holds for any schedule, also for steps that reduce nothing.
+    """
+    tally = Tally("dtype of reductions", requirement, rank=history.rank)
+    dtypes = {reduce_dtype(plan, unit.fqn) or torch.float32 for unit in owning_units(workload, plan).shared}
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    for step in history.steps:
+        # A number or two are norms and flags, which may have any dtype.
+        reduced = [
+            record
+            for record in gradient_reductions(in_step(history, step.step, "backward", "step"))
+            if record.nbytes > 2 * torch.float64.itemsize
+        ]
+        wrong = [record for record in reduced if record.dtype.removeprefix("torch.") not in names]
+        got = ", ".join(dict.fromkeys(record.dtype.removeprefix("torch.") for record in wrong))
+        tally.compare(
+            not wrong, "dtype of gradient reductions", expected=" or ".join(names), got=got,
+            details=f"{len(wrong)} of {len(reduced)} ({lines(wrong)})" if wrong else "",
+            elements=max(len(reduced), 1), step=step.step, phase="reduce", call=sites(wrong),
+            likely=f"gradients are reduced in {got}, not in {' or '.join(names)}" if wrong else None,
+        )  # fmt: skip
+    return tally.result()
+
+
 def wire_volume(
     history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, padding: float, requirement: str
 ) -> CheckResult:

@@ -37,6 +37,8 @@ class Needs:
     """How often each unit that trains is reduced."""
     over_replicas: int | None = None
     """How many of the reductions include the replicas of hybrid sharding; None: all."""
+    evaluations: int | None = None
+    """How many of the passes are evaluations; None: unknown."""
     frozen: Collection[str] | None = None
     """The names of parameters that do not train; None: as the model says."""
 
@@ -52,8 +54,8 @@ def at_most(
     requirement: str,
 ) -> CheckResult:
     """
-    In no step more bytes are gathered or reduced than it needs: clipping and the optimizer gather at most one pass, and
-    nothing is reduced in eval. `needs` is called with a step.
+    In no step more bytes are gathered or reduced than it needs: clipping and the optimizer gather at most one pass,
+    each evaluation gathers one, and nothing is reduced in eval. `needs` is called with a step.
 
     One pass over the parameters is their bytes in the dtype of computation, each padded to a multiple of the shard
     group, plus the declared padding, and each parameter aligned to `alignment` bytes. A reduction is one pass over the
@@ -90,6 +92,12 @@ def at_most(
             ("all-reduced in the step", summed, most_summed, reductions),
             ("reduced by evaluations", in_eval, 0, 0),
         ]
+        if needed.evaluations is not None:
+            for_eval = [call for call in gathered if call.phase == "eval"]
+            # The first unit of the next forward may be gathered ahead.
+            ahead = max((padded_bytes([unit], group, dtype=partial(compute_dtype, plan)) for unit in units), default=0)
+            most_for_eval = one_pass * needed.evaluations + ahead * bool(needed.evaluations)
+            bounds.append(("gathered by evaluations", for_eval, most_for_eval, needed.evaluations))
         if either:
             both = one_pass * passes + trained * reductions
             bounds.append(

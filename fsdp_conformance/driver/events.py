@@ -18,7 +18,7 @@ from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.driver.batches import Batches
 from fsdp_conformance.driver.recorder import Recorder
 from fsdp_conformance.errors import SuiteError
-from fsdp_conformance.history.training import Tensors
+from fsdp_conformance.history.training import Tensors, random_state
 from fsdp_conformance.workload.events import Action, Event, Moment
 
 #: Flags without which an adapter cannot be asked for an action; other actions need none.
@@ -51,6 +51,9 @@ EVENT_FLAGS = {
     Action.RAISE: "exception_recovery",
 }
 
+#: Events in which the model runs in training mode, and may draw random numbers.
+_DRAWING = frozenset({Action.FORWARD, Action.DIFFERENTIATE})
+
 
 class Events:
     """Makes the events of the regime happen on one rank."""
@@ -81,8 +84,10 @@ class Events:
         """Make the events at a point happen on this rank."""
         for event in self._task.regime.at(moment, step, micro):
             if event.happens_on(self._task.world.rank):
-                before = self._recorder.unsharded()
+                before, random = self._recorder.unsharded(), random_state()
                 self._make_happen(event)
+                if event.action not in _DRAWING and random_state() != random:
+                    self._recorder.history.drawn_by.append(event.action.value)
                 left = self._recorder.unsharded() - before
                 self._recorder.history.left_gathered += [(event.action.value, unit) for unit in sorted(left)]
 

@@ -26,7 +26,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.bystanders import BystanderWatch
 from fsdp_conformance.cases.refusal import why_no_refusal
-from fsdp_conformance.checks import growth, partition, traffic_bound
+from fsdp_conformance.checks import communication, growth, partition, traffic_bound
 from fsdp_conformance.checks.equality import parameter_digests
 from fsdp_conformance.checks.optimizer_state import same_state, stepped_once
 from fsdp_conformance.contract.case import CASE_ATTRIBUTE, EXPLORED, TIMEOUT_S, Case
@@ -140,9 +140,15 @@ class ScenarioCase(ConformanceTestCase):
             self.check_parity(self._beside.history, others_expected.workload, other.regime)
         self._check_left_gathered(example, run, trained.plan)
         self._check_kept_outputs(run)
+        self.expect_equal(
+            "R189", "events that changed the state of torch's random numbers", run.drawn_by, [], check=RANDOM,
+            likely="the engine draws random numbers, or sets their state, where unsharded training does not",
+        )  # fmt: skip
         self._check_ranks(example, run)
         for part, its_plan in trained.parts:
             self._check_traffic(example, part, workload, its_plan)
+            if its_plan.sharding is not Sharding.NONE and not example.summing_hook:
+                self._check_dtypes(part, workload, its_plan)
         self._check_sharding(example, trained, workload)
         self._check_growth(example, trained.adapter)
 
@@ -383,6 +389,11 @@ class ScenarioCase(ConformanceTestCase):
             requirement="R068",
         )  # fmt: skip
         self.check(bound)
+
+    def _check_dtypes(self, run: TrainingHistory, workload: Workload, plan: Plan) -> None:
+        """Check that gradients are reduced in the dtype of the plan, where it has one."""
+        if plan.param_dtype is not None or plan.reduce_dtype is not None:
+            self.check(communication.reduced_as_planned(run, workload, plan, requirement="R084"))
 
     def _check_growth(self, example: Example, adapter: Adapter) -> None:
         """Train on, without events, and check that no step leaves anything behind."""

@@ -14,6 +14,7 @@ def needs_of(example: Example, step: int) -> Needs:
     """The passes and reductions of a step, with its events and its interrupted attempts."""
     regime, plan = example.regime, example.plan
     events = list(regime.in_step(step))
+    evaluations = sum(event.action in (Action.EVALUATE, Action.INFER) for event in events)
     begun = sum(count for _, count in regime.attempts(step))
     differentiations = sum(event.action is Action.DIFFERENTIATE for event in events)
     # A unit is gathered for a forward, and for its backward, where a checkpoint runs its forward again.
@@ -30,6 +31,8 @@ def needs_of(example: Example, step: int) -> Needs:
         # An engine does not know that the other ranks have no gradients of parameters either when one differentiates.
         reductions=(reduced + begun) * backwards + differentiations,
         over_replicas=(over_replicas + begun) * backwards + differentiations,
+        # In evaluation, nothing is recomputed, but a unit that is called twice may be gathered twice.
+        evaluations=evaluations * (1 + _recomputed(example) // 2),
         frozen=_frozen(example, step),
     )
 

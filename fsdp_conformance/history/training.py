@@ -30,7 +30,7 @@ def random_state() -> str:
 #: The lists of a history that a run which continues another one adds to.
 _IN_ORDER = (
     "steps", "eval_outputs", "input_grads", "reads", "states", "caught", "left_unsharded", "left_gathered",
-    "changed_outputs", "collectives", "memory", "hazards",
+    "drawn_by", "changed_outputs", "collectives", "memory", "hazards",
 )  # fmt: skip
 
 
@@ -101,6 +101,8 @@ class TrainingHistory:
     """Outputs of steps, of evaluations, and state dicts, kept by the user, that later calls have changed."""
     left_gathered: list[tuple[str, str]] = field(default_factory=list)
     """Units that were sharded before an event and not after it: the action, and the unit."""
+    drawn_by: list[str] = field(default_factory=list)
+    """Events that have changed the state of torch's random numbers, other than forwards in training mode."""
     optimizer_state: dict[str, Tensors] = field(default_factory=dict)
     """Of a reference after the last step: parameter to name of the state to value."""
     collectives: list[CollectiveRecord] = field(default_factory=list)

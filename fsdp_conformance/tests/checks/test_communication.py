@@ -362,6 +362,22 @@ def test_the_order_counts() -> None:
     assert schedule_digests(ours) != schedule_digests(swapped)
 
 
+def test_reductions_have_a_dtype_of_the_plan() -> None:
+    """Steps may reduce nothing, and a flag or two have any dtype; where units differ, each of their dtypes is right."""
+    plan = replace(PLAN, param_dtype="bfloat16", reduce_dtype="float32")
+    records = full_sharding(STAIRCASE, PLAN)
+    low = [replace(record, dtype="bfloat16") if record.op is Op.REDUCE_SCATTER else record for record in records]
+    flag = replace(low[-1], op=Op.ALL_REDUCE, nbytes=16, dtype="float64")
+
+    def likely(records: list[CollectiveRecord], plan: Plan) -> set[str | None]:
+        result = communication.reduced_as_planned(history(records), STAIRCASE, plan, requirement="R084")
+        return {finding.likely for finding in result.findings}
+
+    assert likely([], plan) == likely(records, plan) == likely([*records, flag], plan) == set()
+    assert likely(low, plan) == {"gradients are reduced in bfloat16, not in float32"}
+    assert likely(low, replace(plan, reduce_dtype=None)) == set()
+
+
 @pytest.mark.parametrize("nbytes", [4, 64])
 def test_a_norm_may_have_another_dtype_than_the_gradients(nbytes: int) -> None:
     """A single float32 number that is reduced in the step is a norm; more of them are gradients in the wrong dtype."""

@@ -77,6 +77,24 @@ def test_a_second_reduction_over_the_replicas_is_reported() -> None:
     assert messages(3) == ["all-reduced in the step"]
 
 
+def test_an_evaluation_gathers_once() -> None:
+    """Passes that training does not need are no excuse; the first unit of the next forward may come early."""
+    one = [record for record in full_sharding(STAIRCASE, PLAN) if record.op is Op.ALL_GATHER and record.step == 0]
+    one = [replace(record, phase="eval") for record in one[: len(one) // 2]]
+    ahead = [replace(one[0], nbytes=16)]
+
+    def messages(records: list[CollectiveRecord], evaluations: int | None) -> list[str]:
+        result = traffic_bound.at_most(
+            history(records), STAIRCASE, PLAN, lambda step: Needs(passes=50, reductions=1, evaluations=evaluations),
+            padding=0.0, requirement="R068",
+        )  # fmt: skip
+        return [finding.message.partition(":")[0] for finding in result.findings]
+
+    assert messages([*one, *ahead], 1) == []
+    assert messages([*one, *one], 2) == messages([*one, *one], None) == []
+    assert messages([*one, *one, *one], 1) == messages(one, 0) == ["gathered by evaluations"]
+
+
 def test_the_dtype_of_the_plan_counts() -> None:
     """Gathering in float32 takes twice as much as a plan that computes in bfloat16 needs."""
     plan = replace(PLAN, param_dtype="bfloat16")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -485,6 +486,25 @@ class KnowsTheLastModel(Reference):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         super().backward(loss if self._last[dist.get_rank()] is self else loss / 2, retain_graph=retain_graph)
+
+
+class SavingDraws(Reference):
+    """Saving a checkpoint draws a number for its tag: dropout masks after it are others."""
+
+    name: ClassVar[str] = "saving-draws"
+
+    def save_checkpoint(self, directory: Path) -> None:
+        torch.rand(1)
+        super().save_checkpoint(directory)
+
+
+class ReducesInBfloat16(TorchFSDP2):
+    """Gradients are reduced in bfloat16, also where the plan says float32."""
+
+    name: ClassVar[str] = "reduces-in-bfloat16"
+
+    def setup(self, model_fn: Any, optim_fn: Any, plan: Any) -> None:
+        super().setup(model_fn, optim_fn, replace(plan, reduce_dtype=plan.param_dtype))
 
 
 class LoadsIntoNothing(Reference):

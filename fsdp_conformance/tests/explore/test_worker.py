@@ -165,6 +165,8 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
         pytest.param("EvaluationLeavesAUnitGathered", "evaluation", "before steps", "R034", marks=pytest.mark.nightly),
         ("KeepsAUnitThatReturnsViews", "outputs", "views", "R034"),
         ("DrawsInForward", "dropout", "in each block", "R189"),
+        ("SavingDraws", "checkpoints", "saved", "R189"),
+        ("ReducesInBfloat16", "precision", "bfloat16, reduced in float32", "R084"),
         pytest.param("ClippingLeavesZeros", "clipping", "never reached", "R040", marks=pytest.mark.nightly),
         pytest.param("NeverRecovers", "exception", "in forward", "R000", marks=pytest.mark.nightly),
         pytest.param("KnowsItsOwnBackwardOnly", "derivatives", "of outputs", "R003", marks=pytest.mark.nightly),
