@@ -248,7 +248,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         action="store_true",
         help="list the requirements and their number of cases",
     )
-    others.add_argument("--capabilities", action="store_true", help="list the capability flags")
+    others.add_argument(
+        "--capabilities", action="store_true", dest="list_capabilities", help="list the capability flags"
+    )
     _add_json(listing, "the list")
 
     _add_single_cases(command)

@@ -28,7 +28,7 @@ from fsdp_conformance.status import Status
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the requested list."""
-    if arguments.capabilities:
+    if arguments.list_capabilities:
         _tell_capabilities(as_json=arguments.json)
         return Status.CERTIFIED
     settings = settings_of(arguments)

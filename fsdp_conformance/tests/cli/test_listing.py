@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_conformance.adapters.registry import AdapterDescription
-from fsdp_conformance.cli import chosen_cases
+from fsdp_conformance.cli import chosen_cases, main
 from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.run_settings import RunSettings
@@ -66,6 +66,18 @@ def test_the_list_takes_the_options_that_select(suite: mini_suite.MiniSuite, tmp
         "R017/elsewhere-ws2",
     ]
     assert result.last_line.startswith("2 of 7 cases in mini")
+
+
+def test_the_cases_of_a_capability(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--capability` selects cases, and is not taken for `--capabilities`, which lists the flags."""
+    assert main(["list", "--capability", "hsdp"]) == 0
+    cases = capsys.readouterr().out
+    assert main(["list", "--capabilities"]) == 0
+    flags = capsys.readouterr().out
+
+    assert any(line.split()[0] == "R005/hybrid-shard-group1-ws2" for line in cases.splitlines() if line.startswith("  R"))
+    assert "  hsdp " in flags
+    assert "  hsdp " not in cases
 
 
 @pytest.mark.slow
