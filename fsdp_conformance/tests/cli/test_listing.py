@@ -75,7 +75,7 @@ def test_the_cases_of_a_capability(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--capabilities"]) == 0
     flags = capsys.readouterr().out
 
-    assert any(line.split()[0] == "R005/hybrid-shard-group1-ws2" for line in cases.splitlines() if line.startswith("  R"))
+    assert "  R005/hybrid-shard-group1-ws2 " in cases
     assert "  hsdp " in flags
     assert "  hsdp " not in cases
 
