@@ -151,6 +151,9 @@ EDITS: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "a header alone": lambda lines: lines.__delitem__(slice(1, None)),
     "a stress failure without a seed": lambda lines: lines[0]["settings"].update(stress_failure="kill"),
     "capabilities that do not exist": lambda lines: lines[0]["implementation"].update(capabilities=["\x1b[2J"]),
+    "a case that is a number": lambda lines: lines[0]["settings"].update(cases=[5]),
+    "cases that are a number": lambda lines: lines[0]["settings"].update(cases=5),
+    "world sizes that are a text": lambda lines: lines[0]["settings"].update(world_sizes="two"),
     "a negative factor": lambda lines: lines[0]["settings"].update(deadline_scale=-1.0),
 }
 
