@@ -227,13 +227,7 @@ def reductions_in(history: TrainingHistory, dtype: str, *, requirement: str) -> 
             for record in gradient_reductions(in_step(history, step.step))
             if record.phase != "step" or record.nbytes > torch.float64.itemsize
         ]
-        wrong = [record for record in reduced if record.dtype.removeprefix("torch.") != dtype]
-        got = ", ".join(dict.fromkeys(record.dtype.removeprefix("torch.") for record in wrong)) or "no reduction"
-        tally.compare(
-            bool(reduced) and not wrong, "dtype of gradient reductions", expected=dtype, got=got,
-            details=f"{len(wrong)} of {len(reduced)} ({lines(wrong)})" if wrong else "",
-            elements=max(len(reduced), 1), step=step.step, phase="reduce", call=sites(wrong),
-        )  # fmt: skip
+        _compare_dtypes(tally, step.step, reduced, [dtype], may_be_none=False)
     return tally.result()
 
 
@@ -253,15 +247,29 @@ def reduced_as_planned(history: TrainingHistory, workload: Workload, plan: Plan,
             for record in gradient_reductions(in_step(history, step.step, "backward", "step"))
             if record.nbytes > 2 * torch.float64.itemsize
         ]
-        wrong = [record for record in reduced if record.dtype.removeprefix("torch.") not in names]
-        got = ", ".join(dict.fromkeys(record.dtype.removeprefix("torch.") for record in wrong))
-        tally.compare(
-            not wrong, "dtype of gradient reductions", expected=" or ".join(names), got=got,
-            details=f"{len(wrong)} of {len(reduced)} ({lines(wrong)})" if wrong else "",
-            elements=max(len(reduced), 1), step=step.step, phase="reduce", call=sites(wrong),
-            likely=f"gradients are reduced in {got}, not in {' or '.join(names)}" if wrong else None,
-        )  # fmt: skip
+        _compare_dtypes(tally, step.step, reduced, names, may_be_none=True, names_cause=True)
     return tally.result()
+
+
+def _compare_dtypes(
+    tally: Tally,
+    step: int,
+    reduced: Sequence[CollectiveRecord],
+    dtypes: Sequence[str],
+    *,
+    may_be_none: bool,
+    names_cause: bool = False,
+) -> None:
+    """Compare the dtypes of a step's reductions with those that they may have."""
+    wrong = [record for record in reduced if record.dtype.removeprefix("torch.") not in dtypes]
+    got = ", ".join(dict.fromkeys(record.dtype.removeprefix("torch.") for record in wrong)) or "no reduction"
+    expected = " or ".join(dtypes)
+    tally.compare(
+        not wrong and (bool(reduced) or may_be_none), "dtype of gradient reductions", expected=expected, got=got,
+        details=f"{len(wrong)} of {len(reduced)} ({lines(wrong)})" if wrong else "",
+        elements=max(len(reduced), 1), step=step, phase="reduce", call=sites(wrong),
+        likely=f"gradients are reduced in {got}, not in {expected}" if wrong and names_cause else None,
+    )  # fmt: skip
 
 
 def wire_volume(

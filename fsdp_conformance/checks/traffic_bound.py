@@ -66,6 +66,8 @@ def at_most(
     group = max(1, history.world_size // plan.replicas)
     one_pass = padded_bytes(units, group, dtype=partial(compute_dtype, plan)) * (1 + padding)
     gaps = sum(_gaps(unit, plan, alignment) for unit in units)
+    # An evaluation may gather the first unit of the next forward ahead.
+    ahead = max((padded_bytes([unit], group, dtype=partial(compute_dtype, plan)) for unit in units), default=0)
     for record in history.steps:
         step, needed = record.step, needs(record.step)
         passes, reductions = needed.passes, needed.reductions
@@ -94,8 +96,6 @@ def at_most(
         ]
         if needed.evaluations is not None:
             for_eval = [call for call in gathered if call.phase == "eval"]
-            # The first unit of the next forward may be gathered ahead.
-            ahead = max((padded_bytes([unit], group, dtype=partial(compute_dtype, plan)) for unit in units), default=0)
             most_for_eval = one_pass * needed.evaluations + ahead * bool(needed.evaluations)
             bounds.append(("gathered by evaluations", for_eval, most_for_eval, needed.evaluations))
         if either:

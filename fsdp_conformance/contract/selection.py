@@ -79,8 +79,8 @@ def selection_options(settings: RunSettings) -> list[str]:
 
 def narrowing_options(profile: Profile, settings: RunSettings) -> list[str]:
     """The options that leave out cases of the profile, each by itself."""
-    cases = [entry.case() for entry in profile.entries]
     options = selection_options(settings)
+    cases = [entry.case() for entry in profile.entries] if options else []
     return [option for option in options if not all(_SELECTS[OPTIONS[option]](case, settings) for case in cases)]
 
 

@@ -45,7 +45,7 @@ from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.run_settings import RunOrder, RunSettings, order_from_json
 from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
 from fsdp_conformance.workload.definition import Regime, Workload
-from fsdp_conformance.workload.events import FORWARDS, Action
+from fsdp_conformance.workload.events import EVALUATIONS, FORWARDS, Action
 
 #: What a scenario is about: any combination of what is declared meets the contract, or is refused.
 COMBINATIONS = "R000"
@@ -60,8 +60,7 @@ _ATTRIBUTE = "name_before_wrapping"
 #: Degrees of sharding under which a unit is resharded after its forward.
 _RESHARD = (Sharding.DEFAULT, Sharding.FULL, Sharding.HYBRID)
 
-#: Events after which a unit must be sharded again if it was before. Each set has its own requirement.
-_EVALUATIONS = frozenset({Action.EVALUATE, Action.INFER})
+#: Events, beside evaluations, after which a unit must be sharded again if it was before. Each set has its requirement.
 _CONTEXTS = frozenset({Action.SHOW, Action.WRITE_SHOWN, Action.WRITE_SHOWN_GRADIENT})
 _STATE = frozenset({Action.READ, Action.TAKE_MODEL, Action.TAKE_SHARDS, Action.TAKE_OPTIMIZER, Action.SAVE})
 
@@ -147,8 +146,7 @@ class ScenarioCase(ConformanceTestCase):
         self._check_ranks(example, run)
         for part, its_plan in trained.parts:
             self._check_traffic(example, part, workload, its_plan)
-            if its_plan.sharding is not Sharding.NONE and not example.summing_hook:
-                self._check_dtypes(part, workload, its_plan)
+            self._check_dtypes(example, part, workload, its_plan)
         self._check_sharding(example, trained, workload)
         self._check_growth(example, trained.adapter)
 
@@ -338,7 +336,7 @@ class ScenarioCase(ConformanceTestCase):
         """Check that evaluations, and looks at the state of the engine, leave no unit gathered that was sharded."""
         reshards = self.declares("zero3") and plan.sharding in _RESHARD and plan.reshard_after_forward in (None, True)
         # In another order, units may be prefetched that do not run any more.
-        evaluations = _EVALUATIONS if reshards and not example.model.calls else frozenset()
+        evaluations = EVALUATIONS if reshards and not example.model.calls else frozenset()
         for requirement, what, actions in (
             # The root may wait for the next forward, which begins with it.
             ("R034", "an evaluation", evaluations),
@@ -390,9 +388,10 @@ class ScenarioCase(ConformanceTestCase):
         )  # fmt: skip
         self.check(bound)
 
-    def _check_dtypes(self, run: TrainingHistory, workload: Workload, plan: Plan) -> None:
-        """Check that gradients are reduced in the dtype of the plan, where it has one."""
-        if plan.param_dtype is not None or plan.reduce_dtype is not None:
+    def _check_dtypes(self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan) -> None:
+        """Check that gradients are reduced in the dtype of the plan, unless a hook of the user reduces."""
+        has_one = plan.param_dtype is not None or plan.reduce_dtype is not None
+        if has_one and plan.sharding is not Sharding.NONE and not example.summing_hook:
             self.check(communication.reduced_as_planned(run, workload, plan, requirement="R084"))
 
     def _check_growth(self, example: Example, adapter: Adapter) -> None:

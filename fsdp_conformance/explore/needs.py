@@ -7,14 +7,14 @@ from collections.abc import Collection
 from fsdp_conformance.checks.traffic_bound import Needs
 from fsdp_conformance.explore.example import Example
 from fsdp_conformance.explore.own_model import OwnModel
-from fsdp_conformance.workload.events import FORWARDS, Action
+from fsdp_conformance.workload.events import EVALUATIONS, FORWARDS, Action
 
 
 def needs_of(example: Example, step: int) -> Needs:
     """The passes and reductions of a step, with its events and its interrupted attempts."""
     regime, plan = example.regime, example.plan
     events = list(regime.in_step(step))
-    evaluations = sum(event.action in (Action.EVALUATE, Action.INFER) for event in events)
+    evaluations = sum(event.action in EVALUATIONS for event in events)
     begun = sum(count for _, count in regime.attempts(step))
     differentiations = sum(event.action is Action.DIFFERENTIATE for event in events)
     # A unit is gathered for a forward, and for its backward, where a checkpoint runs its forward again.

@@ -176,8 +176,11 @@ LOADED_BY = {
     Action.TAKE_OPTIMIZER: Action.LOAD_OPTIMIZER,
 }
 
+#: Forwards in evaluation mode.
+EVALUATIONS = frozenset({Action.EVALUATE, Action.INFER})
+
 #: Forwards that no backward follows.
-FORWARDS = frozenset({Action.EVALUATE, Action.INFER, Action.FORWARD})
+FORWARDS = EVALUATIONS | {Action.FORWARD}
 
 #: Actions that run a forward besides those of the micro-batches.
 RUNS_A_FORWARD = FORWARDS | {Action.DIFFERENTIATE}
