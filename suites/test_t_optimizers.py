@@ -311,6 +311,10 @@ class InBackward(ConformanceTestCase):
         self.check(same_training(run, after, what="a step after backward", requirement="R142"))
 
 
+#: The flag that each way to write needs.
+_WRITING = {"write": "writeback_in_place", "assign": "writeback_direct"}
+
+
 class UserWrites(ConformanceTestCase):
     """Values that users write to parameters and gradients themselves."""
 
@@ -319,7 +323,7 @@ class UserWrites(ConformanceTestCase):
         "R002",
         chapter="T",
         axes={"what": ("write", "assign"), "world_size": (2,)},
-        needs=("writeback_direct",),
+        needs=lambda values: [_WRITING[values["what"]]],
         kills=lambda values: (
             "write-lost-on-one-rank",
             *(
@@ -344,7 +348,7 @@ class UserWrites(ConformanceTestCase):
         "R002",
         chapter="T",
         axes={"what": ("write", "assign"), "world_size": (2,)},
-        needs=("writeback_direct",),
+        needs=lambda values: [_WRITING[values["what"]]],
         kills=("write-lost-on-one-rank", "steps-the-gradients-of-backward"),
     )
     def test_gradients(self, what: str, world_size: int) -> None:
@@ -364,7 +368,7 @@ class UserWrites(ConformanceTestCase):
         "R002",
         chapter="T",
         axes={"what": ("write", "assign"), "world_size": (2,)},
-        needs=("writeback_direct",),
+        needs=lambda values: [_WRITING[values["what"]]],
         timeout_s=30,
         starts_early=True,
         kills=("write-lost-on-one-rank", "computes-with-values-before-write"),

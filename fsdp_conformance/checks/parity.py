@@ -25,6 +25,7 @@ from fsdp_conformance.diagnosis.headline import causes_in
 from fsdp_conformance.diagnosis.mistakes import (
     supposed_clipped,
     supposed_gradients,
+    supposed_loss_scales,
     supposed_losses,
     supposed_norms,
     supposed_parameters,
@@ -99,6 +100,8 @@ _ORDER = (
 #: Kinds that are compared once for the whole run.
 _ONCE = frozenset({Kind.INITIAL, Kind.EVAL, Kind.READ, Kind.STATE, Kind.INPUT})
 
+#: Kinds of values that an engine stores.
+_STORED = (Kind.INITIAL, Kind.PARAMETER, Kind.BUFFER, Kind.READ, Kind.STATE)
 #: Kinds of any dtype: a norm may be in the widest dtype of the gradients, or in float64.
 _IN_ANY_DTYPE = frozenset({Kind.NORM, Kind.LOSS_SCALE})
 #: The same where units compute in low precision, and the engine chooses the dtype of what they return.
@@ -359,7 +362,12 @@ class _Judge:
             )
         dtype = self._dtype(name, expected)
         if got.dtype != dtype and self.kind not in (_IN_ANY_DTYPE_ROUNDED if self.references.rounds else _IN_ANY_DTYPE):
-            return partial(self._differs, step, name, "dtype", got.dtype, dtype)
+            likely = (
+                f"converted to {str(got.dtype).removeprefix('torch.')}: it should keep its dtype"
+                if self.kind in _STORED
+                else None
+            )
+            return partial(self._differs, step, name, "dtype", got.dtype, dtype, likely=likely)
         bound = self.references.bound(self.kind, step, name)
         difference = compare(got, expected, bound)
         if difference is None:
@@ -453,11 +461,13 @@ class _Judge:
         return f"{names}: in the gradient that the step implies, {fact}"
 
     def _of_gradient(self, likely: str | None) -> str | None:
-        """The cause of a wrong gradient. Its numbers assume a mean over the ranks, so they are left out of a sum."""
+        """The cause of a wrong gradient. Words and numbers assume a mean over the ranks; the user may have a sum."""
         named = causes_in(likely)
         if not self.references.regime.sums or not named:
             return likely
-        return f"{', or '.join(named)}: of gradients that are summed over the ranks"
+        kept = [name for name in named if not name.startswith("divided by ")]
+        of_sum = ["averaged instead of summed" if name == causes.AVERAGED_TWICE else name for name in kept or named]
+        return f"{', or '.join(of_sum)}: the user has gradients summed over the ranks"
 
     def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> causes.Evidence:
         references = self.references
@@ -482,7 +492,8 @@ class _Judge:
             world_size=1 if local else references.world_size,
             rank=0 if local else self.history.rank,
             micro_batches=references.regime.micro_batches,
-            previous=earlier.get(name),
+            # A loss scale that stays is none of an earlier step.
+            previous=None if self.kind is Kind.LOSS_SCALE else earlier.get(name),
             contributions=[by_rank[self.history.rank]] if by_rank is not None and local else by_rank,
             others={
                 n: v for n, v in others.items() if n != name and isinstance(v, Tensor) and v.shape == expected.shape
@@ -529,6 +540,8 @@ class _Judge:
                 self._steps_supposed[step] = possible(supposed_steps(self.references, step), got, right)
             of_all = [(phrase, after[name]) for phrase, after in self._steps_supposed[step] if name in after]
             return itertools.chain(supposed_parameters(self.references, step, name), of_all)
+        if self.kind is Kind.LOSS_SCALE:
+            return supposed_loss_scales(self.references, step)
         if self.kind is Kind.CLIPPED:
             return supposed_clipped(self.references, step, name)
         if self.kind is not Kind.GRADIENT:

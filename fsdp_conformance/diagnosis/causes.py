@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_conformance.diagnosis.headline import PROVEN
 from fsdp_conformance.references.tolerance import magnitude
 
 #: How close a tensor must be to what a signature predicts, relative to its largest element.
@@ -38,6 +39,7 @@ IN_LOW_PRECISION = "computed in "
 #: Causes of states that are those of another moment; between the two of them only the values decide.
 STALE = "stale"
 LATER = "of a later step than the save"
+AVERAGED_TWICE = "averaged twice"
 #: How causes begin that say whose settings a parameter was stepped with: settings are those of whole groups.
 OF_SETTINGS = ("every group ", "each group ", "each parameter ", "the learning rate ")
 _LOW = (torch.bfloat16, torch.float16)
@@ -197,8 +199,9 @@ def _saved(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
         seen, predicted, right = (each[rows] if some else each for each in (got, wide, expected))
         apart = magnitude(predicted - right)
         if apart and magnitude(seen - predicted) <= _CLOSER * apart and _same(seen, predicted):
-            cause, fact = _split(phrase)
-            fitting.append(_Guess(cause, fact + _of_rows(evidence, wrong, len(got)) if some else fact, got))
+            cause, _, fact = phrase.partition(": ")
+            of_rows = _of_rows(evidence, wrong, len(got)) if some else ""
+            fitting.append(_Guess(cause, (fact or PROVEN) + of_rows, got))
     if len({guess.cause for guess in fitting if guess.cause in (STALE, LATER)}) < 2:
         yield from _named(fitting)
 
@@ -252,7 +255,7 @@ def _factors(evidence: Evidence, got: Tensor, expected: Tensor, factor: float) -
         yield from guess("multiplied by the number of ranks", world_size, ", which is the world size")
         return
     yield from guess("summed over ranks instead of averaged", world_size, ", which is the world size")
-    yield from guess("averaged twice", 1 / world_size, ", which is 1 / world size")
+    yield from guess(AVERAGED_TWICE, 1 / world_size, ", which is 1 / world size")
     yield from guess("divided by the number of micro-batches", 1 / micro, f", which is 1 / {micro}")
     yield from guess("multiplied by the number of micro-batches", micro, f", which is {micro}")
     if not is_norm:
@@ -657,8 +660,9 @@ def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[
         # Low precision rounds differently in every implementation, and a few elements may be close by chance.
         rounded = phrase.startswith(IN_LOW_PRECISION) and got.numel() >= _LEAST_ROUNDED
         if exact or (rounded and _is_like(got, expected, wide)):
-            cause, fact = _split(phrase)
-            fitting.append(_Guess(cause if shard is None else f"in the rows of rank {rank}, {cause}", fact, got))
+            cause, _, fact = phrase.partition(": ")
+            whole = cause if shard is None else f"in the rows of rank {rank}, {cause}"
+            fitting.append(_Guess(whole, fact or PROVEN, got))
     factor = _update_factor(evidence, got, expected)
     # Wrong settings scale the update, so the factor is not another cause.
     if fitting and factor is not None and _is_plain(factor, evidence.world_size) and not _of_settings(fitting):
@@ -688,11 +692,6 @@ def _is_before(evidence: Evidence, value: Tensor, got: Tensor) -> bool:
     before = evidence.previous.double()
     is_seen = magnitude(got - value) <= _CLOSER * magnitude(value - before)
     return _is_kept(value, before, evidence.expected) and not is_seen
-
-
-def _split(phrase: str) -> tuple[str, str]:
-    cause, _, fact = phrase.partition(": ")
-    return cause, fact or "the value is exactly what that gives"
 
 
 _Signature = Callable[[Evidence, Tensor, Tensor], Iterator[str]]

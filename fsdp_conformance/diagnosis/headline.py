@@ -30,7 +30,11 @@ _VAGUE = ("scaled:", "elements permuted", "a consequence of")
 
 #: Checks of values that later ones of the same step are computed from. Without a cause for these, there is none for the
 #: others; a loss says little, and the gradients that follow from it more.
-_CONCLUSIVE = frozenset({"gradient parity", "norm parity", "clipped gradient parity"})
+_NORMS = "norm parity"
+_CONCLUSIVE = frozenset({"gradient parity", _NORMS, "clipped gradient parity"})
+
+#: The fact of a cause that was tried: a step with this mistake in it, and nothing else, gives the value.
+PROVEN = "the value is exactly what that gives"
 
 #: Causes that can look like another one in a tensor, but hardly in all of them; the less likely ones last.
 _LESS_SPECIFIC = ("not reduced", "every rank leaves itself out", "rows of a shard lost")
@@ -105,18 +109,28 @@ def _believed(findings: Sequence[Finding]) -> Finding | None:
     step = next((finding.step for finding in findings if finding.step is not None), None)
     early = [finding for finding in findings if finding.step in (step, None)]
     checks = dict.fromkeys(finding.check for finding in early)
+    # A norm that nothing explains may be that of something else: then a step that one mistake gives exactly says more.
+    only_proven = False
     # The gradients of a step have more numbers in them than its losses, and show the same mistake.
     for check in sorted(
         checks, key=lambda check: (check not in (LOADED, RANDOM), check in _SCALAR and GRADIENTS in checks)
     ):
         alike = [finding for finding in early if finding.check == check]
         cause = _agreed(alike, least=1.0 if check in _SCALAR else 0.0)
-        if cause is not None:
+        if cause is not None and (_is_proven(cause) or not only_proven):
             return cause
         if check in _CONCLUSIVE:
             # What comes later in the step follows from it; a loss comes before it.
-            return _agreed([finding for finding in early if finding.check in _SCALAR], least=1.0)
+            of_losses = _agreed([finding for finding in early if finding.check in _SCALAR], least=1.0)
+            if of_losses is not None or check != _NORMS:
+                return of_losses
+            only_proven = True
     return None
+
+
+def _is_proven(finding: Finding) -> bool:
+    """True if a value is exactly what its cause gives."""
+    return (finding.likely or "").endswith(PROVEN)
 
 
 def _agreed(findings: Sequence[Finding], *, least: float) -> Finding | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from fsdp_conformance.references.loop import CLIP_EPSILON
 from fsdp_conformance.references.reference_set import Kind, References, values
 from fsdp_conformance.references.structures import placed, walk
 from fsdp_conformance.workload.definition import Batch, BatchKey
+from fsdp_conformance.workload.events import Moment
 from fsdp_conformance.workload.units import ROOT, owner
 
 #: A mistake in one phrase, and the value that it leads to.
@@ -210,6 +211,25 @@ def _loss_scale(references: References, step: int) -> float | None:
     return references.regime.init_scale
 
 
+def supposed_loss_scales(references: References, step: int) -> Iterator[Supposition]:
+    """The scale after a step, if the scaler saw an overflow or counted steps wrongly."""
+    before, right = _loss_scale(references, step), references.expected.steps[step].loss_scale
+    if before is None or right is None:
+        return
+    if right < before:
+        yield "the overflow was not noticed: the loss scale stays", torch.tensor(before)
+        yield "the overflow was not noticed: the loss scale grows", torch.tensor(2 * before)
+        return
+    yield "the loss scale was reduced: no gradient overflowed", torch.tensor(before / 2)
+    interval = references.regime.growth_interval
+    if right > before:
+        yield f"the loss scale did not grow: {interval} steps in a row had no overflow", torch.tensor(before)
+    else:
+        several = " (or micro-batches were counted)" if references.regime.micro_batches > 1 else ""
+        fact = f"fewer than {interval} steps in a row had no overflow{several}"
+        yield f"the loss scale grew too early: {fact}", torch.tensor(2 * before)
+
+
 def supposed_clipped(references: References, step: int, name: str) -> Iterator[Supposition]:
     """A gradient after clipping under each mistake in it, given the right one before."""
     norm, most = references.expected.steps[step].grad_norm, references.regime.max_norm
@@ -250,17 +270,26 @@ def _shards(references: References, grads: Tensors) -> Iterator[list[list[Tensor
 def supposed_parameters(references: References, step: int, name: str) -> Iterator[Supposition]:
     """A parameter after the optimizer step under each mistake in that step, given the right gradients."""
     history = references.expected
-    initial = history.initial_params.get(name)
+    initial, regime = history.initial_params.get(name), references.regime
     if initial is None or not initial.is_floating_point():
         return
     grads = [_stepped_with(references, earlier, name) for earlier in range(step + 1)]
     grad, before = grads[step], grads[step - 1] if step else None
-    if grad is None or references.regime.optimizer not in references.workload.optimizers:
+    if grad is None or regime.optimizer not in references.workload.optimizers:
         return
-    replay = partial(_after_steps, references, initial, grads)
+    replay = partial(_after_steps, references, name, grads)
     if not torch.allclose(replay(_plain(grad)), history.steps[step].params[name].double(), rtol=1e-6, atol=1e-9):
         # The optimizer does more than this replay can know, such as treating parameters differently.
         return
+    for phrase, lost in (
+        ("a write of the user was lost: the optimizer stepped from the value before it", {Moment.STEP}),
+        ("a write of the user was lost: the value is that before it", {Moment.END}),
+        ("writes of the user were lost: those before and after the step", {Moment.STEP, Moment.END}),
+    ):
+        if all(regime.written(step, moment, name) != 1 for moment in lost):
+            yield phrase, replay(_plain(grad), lost=lost)
+    if (written := regime.gradient_written(step, name)) not in (0, 1):
+        yield "what the user did to the gradient was lost", replay(_plain(grad / written))
     yield "the optimizer's state was lost: the step was made with a new one", replay(_without_state(grad))
     yield "the optimizer stepped twice", replay(_plain(grad), _plain(grad))
     if not step:
@@ -273,13 +302,13 @@ def supposed_parameters(references: References, step: int, name: str) -> Iterato
     for phrase, wrong in supposed_clipped(references, step, name):
         yield phrase, replay(_plain(wrong))
     scale = _loss_scale(references, step)
-    if scale is not None and scale != 1 and references.regime.max_norm is None:
+    if scale is not None and scale != 1 and regime.max_norm is None:
         yield "stepped with scaled gradients: they were not divided by the loss scale", replay(_plain(grad * scale))
     yield "weight decay was left out", replay(_with_decay(grad, 0.0))
     yield "weight decay was applied twice", replay(_with_decay(grad, 2.0))
     yield "the optimizer's step counter did not advance", replay(_with_counter(grad, -1))
     yield "the optimizer's step counter advanced twice", replay(_with_counter(grad, 1))
-    micro_batches = references.regime.micro_batches
+    micro_batches = regime.micro_batches
     if micro_batches > 2:
         phrase = f"the optimizer's step counter advanced {micro_batches} times: once for each micro-batch"
         yield phrase, replay(_with_counter(grad, micro_batches - 1))
@@ -369,7 +398,9 @@ class _Replay:
 
 def _mistakes(references: References, step: int, micro: int) -> Iterator[_Mistake]:
     """Those that concern a single rank's forward."""
-    now = _params_before(references, step)
+    now, left = _params_before(references, step), _params_left(references, step)
+    if any(not torch.equal(now[name], value) for name, value in left.items()):
+        yield _Mistake(phrase="a write of the user was lost: forward saw the values before it", params=left)
     if step:
         before = _params_before(references, step - 1)
         yield _Mistake(phrase="stale parameters: forward saw those of the previous step", params=before)
@@ -417,9 +448,9 @@ def _after_first_micro_batch(references: References, step: int, now: Tensors) ->
         parts = [rank[step][0].get(name) for rank in references.contributions()]
         grad = _sum(parts)
         grads = [_stepped_with(references, earlier, name) for earlier in range(step)]
-        initial = references.expected.initial_params[name]
         last = () if grad is None else (_plain(grad / _divisor(references)),)
-        stepped[name] = _after_steps(references, initial, [*grads, None], *last) if last else value
+        # What the user writes after the step is not there yet.
+        stepped[name] = _after_steps(references, name, [*grads, None], *last, lost={Moment.END}) if last else value
     return stepped
 
 
@@ -565,6 +596,17 @@ def _of_rank(rank: int, key: BatchKey) -> BatchKey:
 
 
 def _params_before(references: References, step: int) -> Tensors:
+    """The parameters that the forward of a step sees, with what the user has written since the last one."""
+    factors = {name: references.regime.written(step, Moment.STEP, name) for name in _params_left(references, step)}
+    # Without a product where nothing was written: integers stay integers.
+    return {
+        name: value if factors[name] == 1 else value * factors[name]
+        for name, value in _params_left(references, step).items()
+    }
+
+
+def _params_left(references: References, step: int) -> Tensors:
+    """The parameters that the step before has left."""
     history = references.expected
     return history.steps[step - 1].params if step else history.initial_params
 
@@ -611,19 +653,37 @@ def _stepped_with(references: References, step: int, name: str) -> Tensor | None
     if references.regime.skips(step) or name in references.regime.dropped(step):
         return None
     kind = Kind.GRADIENT if references.regime.max_norm is None else Kind.CLIPPED
-    value = values(references.expected, kind, step).get(name)
-    return None if value is None else value.double()
+    value: Tensor | None = values(references.expected, kind, step).get(name)
+    if value is None:
+        return None
+    # Clipping comes after what the user writes.
+    written = references.regime.gradient_written(step, name) if kind is Kind.GRADIENT else 1.0
+    return value.double() * written
 
 
-def _after_steps(references: References, initial: Tensor, grads: Sequence[Tensor | None], *last: _Step) -> Tensor:
-    """The parameter after all steps but the last as they should be, and `last`."""
-    parameter = nn.Parameter(initial.double().clone())
+def _after_steps(
+    references: References,
+    name: str,
+    grads: Sequence[Tensor | None],
+    *last: _Step,
+    lost: Container[Moment] = (),
+) -> Tensor:
+    """A parameter after all steps but the last as they should be, and `last`, without what the user wrote at `lost`."""
+    parameter = nn.Parameter(references.expected.initial_params[name].double().clone())
     optimizer = references.workload.optimizers[references.regime.optimizer]([parameter])
-    for grad in grads[:-1]:
-        if grad is not None:
-            _plain(grad)(optimizer, parameter)
-    for step in last:
-        step(optimizer, parameter)
+
+    def write(step: int, moment: Moment) -> None:
+        with torch.no_grad():
+            parameter.mul_(references.regime.written(step, moment, name))
+
+    for earlier, grad in enumerate(grads):
+        is_last = earlier == len(grads) - 1
+        if not is_last or Moment.STEP not in lost:
+            write(earlier, Moment.STEP)
+        for step in last if is_last else () if grad is None else (_plain(grad),):
+            step(optimizer, parameter)
+        if not is_last or Moment.END not in lost:
+            write(earlier, Moment.END)
     return parameter.detach()
 
 

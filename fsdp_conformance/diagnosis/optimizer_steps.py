@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_conformance.diagnosis.causes import LATER, OF_SETTINGS, STALE
+from fsdp_conformance.diagnosis.headline import PROVEN
 from fsdp_conformance.history.training import Tensors, TrainingHistory
 from fsdp_conformance.references.plain_training import PlainState, named_optimizer_state
 from fsdp_conformance.references.reference_set import Kind, References, values
@@ -309,10 +310,12 @@ def _moment_in(references: References, step: int) -> Moment | None:
     for earlier in range(step + 1):
         dropped = regime.dropped(earlier)
         gradients = {
-            name: grad
+            name: grad if kind is Kind.CLIPPED else grad * regime.gradient_written(earlier, name)
             for name, grad in values(history, kind, earlier).items()
             if isinstance(grad, Tensor) and name not in dropped
         }
+        # The state before the step has what the user has written since the last one.
+        states[-1] = replace(states[-1], model=_written(model, regime, earlier))
         _give(model, gradients)
         if rates[earlier] is not None:
             _with_rate(rates[earlier])(stepper, {})
@@ -321,7 +324,10 @@ def _moment_in(references: References, step: int) -> Moment | None:
         stepper.step()
         after = {name: p.detach().clone() for name, p in model.named_parameters()}
         states.append(PlainState(after, stepper.named_state(), gradients))
-    right = history.steps[step].params
+    right = {
+        name: value if (factor := regime.written(step, Point.END, name)) in (0, 1) else value / factor
+        for name, value in history.steps[step].params.items()
+    }
     if not all(
         torch.allclose(states[-1].model[n].double(), v.double(), rtol=1e-6, atol=1e-9) for n, v in right.items()
     ):
@@ -329,6 +335,16 @@ def _moment_in(references: References, step: int) -> Moment | None:
     return Moment(
         workload=workload, optimizer=regime.optimizer, states=states, index=step, world_size=references.world_size
     )
+
+
+def _written(model: nn.Module, regime: Regime, step: int) -> Tensors:
+    """Write what the user writes between the optimizer's last step and the forward of this one. Returns clones."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            since = 1.0 if step == 0 else regime.written(step - 1, Point.END, name)
+            if (factor := since * regime.written(step, Point.STEP, name)) != 1:
+                parameter.mul_(factor)
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def is_alike(one: Tensor, other: Tensor) -> bool:
@@ -422,14 +438,14 @@ def _wrong_settings(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, _Cha
         return []
     changes: list[tuple[str, _Change]] = [
         (
-            f"every group has the settings of group {index}: the value is exactly what that gives",
+            f"every group has the settings of group {index}: {PROVEN}",
             with_settings([group] * len(groups)),
         )
         for index, group in enumerate(groups)
     ]
     for turn, whose in ((1, "next"), (-1, "previous")):
         turned = [groups[(index + turn) % len(groups)] for index in range(len(groups))]
-        phrase = f"each group has the settings of the {whose} one: the value is exactly what that gives"
+        phrase = f"each group has the settings of the {whose} one: {PROVEN}"
         changes.append((phrase, with_settings(turned)))
         phrase = f"each parameter has the group of the {whose} one: they were matched by position, off by one"
         changes.append((phrase, _with_members(turn)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,6 +66,8 @@ class Recorder:
         self._evaluated: list[Any] = []
         self._kept: list[tuple[str, Any, Any]] = []
         """Outputs that the user keeps, if the regime asks for that: which one, its tensors, and copies of them."""
+        self._returned: list[tuple[str, weakref.ref[Tensor]]] = []
+        """The tensors of the same outputs as they were returned, which the user drops: see `TrainingHistory`."""
         self._input_grads: list[Tensor | None] = []
         self._helpers: frozenset[int] = frozenset()
         """Processes of this rank, once the first step has ended."""
@@ -150,7 +153,12 @@ class Recorder:
 
     def _keep(self, name: str, output: Any, copied: Any) -> None:
         """Keep the tensors of an output as a user does who collects predictions, without their graph."""
-        self._kept.append((name, map_tensors(output, Tensor.detach), copied))
+
+        def detached(tensor: Tensor) -> Tensor:
+            self._returned.append((name, weakref.ref(tensor)))
+            return tensor.detach()
+
+        self._kept.append((name, map_tensors(output, detached), copied))
 
     def unsharded(self) -> frozenset[str]:
         """The units that hold full parameters, if the adapter can tell."""
@@ -230,6 +238,9 @@ class Recorder:
             changed = [name for name, kept, copied in self._kept if not same_tensors(kept, copied)]
             self.history.changed_outputs += changed
             self._kept = []
+            gc.collect()
+            held = [name for name, tensor in self._returned if tensor() is not None]
+            self.history.held_outputs += dict.fromkeys(held)
         self.history.final_requires_grad = self._requires_grad()
         with context.working(Part.SUITE):
             self.history.full_bytes = self._unsharded_bytes()

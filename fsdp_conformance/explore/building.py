@@ -219,17 +219,38 @@ def example_of(scenario: Scenario, *, salt: int | None = None) -> Example:
 
 
 def second_model(example: Example) -> Example:
-    """A plain model beside that of an example, sharded alike and trained for as many steps."""
-    model = DrawnModel(inputs=2, width=4, outputs=2, blocks=(DrawnBlock(),) * 2, salt=example.model.salt + 1)
+    """A plain model beside that of an example: sharded, accumulated and clipped alike, for as many steps."""
+    regime = example.regime
+    model = DrawnModel(
+        inputs=2,
+        width=4,
+        outputs=2,
+        blocks=(DrawnBlock(),) * 2,
+        smooth=regime.max_norm not in (None, UNREACHED_NORM),
+        salt=example.model.salt + 1,
+    )
+    # A unit that is deferred by itself is one of the other model.
+    defers = not example.plan.deferred_units
     plan = Plan(
         sharding=example.plan.sharding,
         replicas=example.plan.replicas,
         units=model.units(),
         reshard_after_forward=example.plan.reshard_after_forward,
         offload=example.plan.offload,
+        micro_batches=regime.micro_batches,
+        defer_reduction=example.plan.defer_reduction and defers,
+        defer_all_reduce=example.plan.defer_all_reduce,
+        reshard_after_backward=example.plan.reshard_after_backward,
     )
-    regime = Regime(steps=example.regime.steps, keep_outputs=True)
-    return Example(world_size=example.world_size, model=model, plan=plan, regime=regime)
+    beside = Regime(
+        steps=regime.steps,
+        micro_batches=regime.micro_batches,
+        reduced=regime.reduced if defers else (),
+        max_norm=regime.max_norm,
+        norm_type=regime.norm_type,
+        keep_outputs=True,
+    )
+    return Example(world_size=example.world_size, model=model, plan=plan, regime=beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +336,8 @@ class _Builder:
             ragged={"shape by step": "step", "shape by rank": "rank", "shape by micro-batch": "micro"}.get(
                 choice["batches"], ""
             ),
-            casts=choice["precision"] == "bfloat16, one unit in float32",
+            casts=choice["precision"] == "bfloat16, one unit in float32" or choice["dtypes"] == "one for each unit",
+            fine=choice["precision"] != "float32",
             salt=self.salt,
             names=self.scenario.extent.names,
         )
@@ -358,7 +380,7 @@ class _Builder:
             is_persistent=choice["buffers"] != "not persistent",
             runs=choice["buffers"] == "running values" and index != 2,
             packed=choice["dtypes"] == "packed integers" and special,
-            double=choice["dtypes"] == "two in a unit" and special,
+            double={"two in a unit": "extras", "one for each unit": "all"}.get(choice["dtypes"], "") if special else "",
             aside=_ASIDE[choice["ignored"]] if special else "",
         )
 

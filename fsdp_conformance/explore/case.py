@@ -26,7 +26,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.cases.bystanders import BystanderWatch
 from fsdp_conformance.cases.refusal import why_no_refusal
-from fsdp_conformance.checks import communication, growth, partition, traffic_bound
+from fsdp_conformance.checks import communication, groups, growth, partition, traffic_bound
 from fsdp_conformance.checks.equality import parameter_digests
 from fsdp_conformance.checks.optimizer_state import same_state, stepped_once
 from fsdp_conformance.contract.case import CASE_ATTRIBUTE, EXPLORED, TIMEOUT_S, Case
@@ -45,13 +45,14 @@ from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.run_settings import RunOrder, RunSettings, order_from_json
 from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
 from fsdp_conformance.workload.definition import Regime, Workload
-from fsdp_conformance.workload.events import EVALUATIONS, FORWARDS, Action
+from fsdp_conformance.workload.events import EVALUATIONS, FORWARDS, Action, Moment
 
 #: What a scenario is about: any combination of what is declared meets the contract, or is refused.
 COMBINATIONS = "R000"
 REQUIREMENTS = (
-    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R034", "R035", "R039", "R040", "R048", "R067",
-    "R068", "R084", "R101", "R105", "R130", "R140", "R142", "R146", "R150", "R157", "R160", "R161", "R188", "R189",
+    COMBINATIONS, "R001", "R002", "R003", "R005", "R007", "R010", "R033", "R034", "R035", "R039", "R040", "R048",
+    "R067", "R068", "R084", "R101", "R105", "R130", "R140", "R142", "R146", "R150", "R157", "R160", "R161", "R188",
+    "R189",
 )  # fmt: skip
 
 #: The attribute that the user gives to parameters before the model is wrapped.
@@ -139,6 +140,7 @@ class ScenarioCase(ConformanceTestCase):
             self.check_parity(self._beside.history, others_expected.workload, other.regime)
         self._check_left_gathered(example, run, trained.plan)
         self._check_kept_outputs(run)
+        self._check_dropped_outputs(run)
         self.expect_equal(
             "R189", "events that changed the state of torch's random numbers", run.drawn_by, [], check=RANDOM,
             likely="the engine draws random numbers, or sets their state, where unsharded training does not",
@@ -147,6 +149,7 @@ class ScenarioCase(ConformanceTestCase):
         for part, its_plan in trained.parts:
             self._check_traffic(example, part, workload, its_plan)
             self._check_dtypes(example, part, workload, its_plan)
+            self._check_reshard_group(example, part, workload, its_plan)
         self._check_sharding(example, trained, workload)
         self._check_growth(example, trained.adapter)
 
@@ -332,6 +335,14 @@ class ScenarioCase(ConformanceTestCase):
             message = f"{what} that changed after they were returned"
             self.expect_equal(requirement, message, changed, [], check="what the user keeps")
 
+    def _check_dropped_outputs(self, run: TrainingHistory) -> None:
+        """Check that the engine keeps no outputs which the user has dropped, but perhaps that of the last forward."""
+        held = run.held_outputs if len(run.held_outputs) > 1 else []
+        self.expect_equal(
+            "R039", "outputs that still exist when the user has dropped them", held, [], check="what the user drops",
+            likely="the engine keeps outputs, or the graph that belongs to them",
+        )  # fmt: skip
+
     def _check_left_gathered(self, example: Example, run: TrainingHistory, plan: Plan) -> None:
         """Check that evaluations, and looks at the state of the engine, leave no unit gathered that was sharded."""
         reshards = self.declares("zero3") and plan.sharding in _RESHARD and plan.reshard_after_forward in (None, True)
@@ -393,6 +404,15 @@ class ScenarioCase(ConformanceTestCase):
         has_one = plan.param_dtype is not None or plan.reduce_dtype is not None
         if has_one and plan.sharding is not Sharding.NONE and not example.summing_hook:
             self.check(communication.reduced_as_planned(run, workload, plan, requirement="R084"))
+
+    def _check_reshard_group(self, example: Example, run: TrainingHistory, workload: Workload, plan: Plan) -> None:
+        """Check that backward gathers over the smaller group of the plan, where all units are gathered in backward."""
+        size = plan.reshard_after_forward
+        between = any(event.moment is Moment.LOSS for event in example.regime.events)
+        trains_all = uses_all(example) and not any(map(example.model.is_frozen, example.model.shapes()))
+        is_known = trains_all and not example.regime.frozen_at and plan.auto_wrap is None and plan.param_dtype is None
+        if type(size) is int and is_known and not between and not plan.persist_numel:
+            self.check(groups.reshard_group_used(run, workload, plan, requirement="R005"))
 
     def _check_growth(self, example: Example, adapter: Adapter) -> None:
         """Train on, without events, and check that no step leaves anything behind."""

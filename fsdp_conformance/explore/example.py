@@ -78,7 +78,8 @@ def asks(example: Example) -> frozenset[str]:
         "noncontiguous_params": any(
             block.transposed and any(len(shape) == 2 and min(shape) > 1 for shape in block.extras) for block in blocks
         ),
-        "mixed_dtypes": any(block.double for block in blocks),
+        "mixed_dtypes": any(block.double == "extras" for block in blocks),
+        "unit_dtypes": any(block.double == "all" for block in blocks),
         "unused_divergent": any(block.by_rank for block in blocks) and example.world_size > 1,
         "shared_params": any(_owner(name, units) == _owner(other, units) for name, other in model.ties),
         "shared_across_units": any(_owner(name, units) != _owner(other, units) for name, other in model.ties),

@@ -30,7 +30,7 @@ def random_state() -> str:
 #: The lists of a history that a run which continues another one adds to.
 _IN_ORDER = (
     "steps", "eval_outputs", "input_grads", "reads", "states", "caught", "left_unsharded", "left_gathered",
-    "drawn_by", "changed_outputs", "collectives", "memory", "hazards",
+    "drawn_by", "changed_outputs", "held_outputs", "collectives", "memory", "hazards",
 )  # fmt: skip
 
 
@@ -99,6 +99,8 @@ class TrainingHistory:
     """Units that were sharded before an interrupted attempt, and not after the recovery."""
     changed_outputs: list[str] = field(default_factory=list)
     """Outputs of steps, of evaluations, and state dicts, kept by the user, that later calls have changed."""
+    held_outputs: list[str] = field(default_factory=list)
+    """Outputs of steps and of evaluations that still exist at the end, although the user has dropped them."""
     left_gathered: list[tuple[str, str]] = field(default_factory=list)
     """Units that were sharded before an event and not after it: the action, and the unit."""
     drawn_by: list[str] = field(default_factory=list)

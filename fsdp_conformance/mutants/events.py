@@ -197,7 +197,7 @@ class ZerosKeptFromTheFirstStep(SeamFSDP2):
 class _Writable(SeamDDP):
     """Users may write to its parameters."""
 
-    capabilities: ClassVar[frozenset[str]] = frozenset({"writeback_direct"})
+    capabilities: ClassVar[frozenset[str]] = frozenset({"writeback_in_place", "writeback_direct"})
 
     def values(self) -> dict[str, Tensor]:
         """Clones of the parameters."""

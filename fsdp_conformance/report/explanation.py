@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp_conformance import codec
@@ -17,6 +17,7 @@ from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.folding import WIDTH, folded
 from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.report.terminal import SIGNS, closer, render_record
+from fsdp_conformance.scenarios import rows
 from fsdp_conformance.suggestions import near
 from fsdp_conformance.verdict import ACCUSING, FINE, Verdict
 
@@ -35,7 +36,8 @@ def explain(
     records = run.records if run is not None else []
     if _is_requirement(subject, contract, profile, records):
         return _requirement(contract[subject], contract, profile, records, width=width)
-    return _case(subject, contract, profile, records, with_run=run is not None, width=width)
+    engine = (run.header.get("implementation") or {}) if run is not None else {}
+    return _case(subject, contract, profile, records, with_run=run is not None, engine=engine, width=width)
 
 
 def explain_json(subject: str, contract: Contract, profile: Profile, run: RunFile | None = None) -> dict[str, Any]:
@@ -154,8 +156,10 @@ def _case(
     records: Sequence[CaseRecord],
     *,
     with_run: bool,
+    engine: Mapping[str, Any],
     width: int,
 ) -> str:
+    """About a case; `engine` describes that of the run, and is empty without one."""
     entry = profile.by_id.get(subject)
     lines = [subject, ""]
     if entry is not None:
@@ -167,6 +171,8 @@ def _case(
         lines += _labelled(width, "ranks", str(entry.world_size))
         lines += _labelled(width, "needs", ", ".join(entry.needs))
         lines += _labelled(width, "machine", ", ".join(entry.environment))
+        for label, words in _combined(subject, engine):
+            lines += _labelled(width, label, words)
     else:
         lines += _labelled(width, "profile", f"not a case of {profile.name}")
     of_case = [record for record in records if record.case == subject]
@@ -175,6 +181,19 @@ def _case(
     for record in of_case:
         lines += _record(record, width)
     return "\n".join(lines)
+
+
+def _combined(case: str, engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The values that a row of the pair profile combines, and those of them that the engine of the run is asked for."""
+    number = rows.number_of(case)
+    if number is None:
+        return
+    row = rows.pairs()[number - 1]
+    yield "combines", row.describe()
+    if engine:
+        asked = rows.for_engine(number, frozenset(engine.get("capabilities", ())), engine.get("avoids") or ())
+        if asked.scenario != row:
+            yield "asked for", asked.scenario.describe()
 
 
 def _record(record: CaseRecord, width: int) -> list[str]:

@@ -6,13 +6,16 @@ Only the types are here; the models are in `fsdp_conformance.fixtures`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.workload.events import (
+    GRADIENT_WRITES,
     LEGAL,
+    PARAMETER_WRITES,
     PER_MICRO_BATCH,
     WITHOUT_EFFECT,
     Action,
@@ -245,6 +248,16 @@ class Regime:
     def dropped(self, step: int) -> frozenset[str]:
         """The parameters whose gradients of a step are set to None before the optimizer."""
         return frozenset(name for event in self.in_step(step) if event.action is Action.DROP for name in event.names)
+
+    def written(self, step: int, moment: Moment, name: str) -> float:
+        """The factor by which the user's writes at a moment of a step multiply a parameter; 1.0 without any."""
+        writes = [event for event in self.in_step(step) if event.moment is moment and name in event.names]
+        return math.prod(event.number for event in writes if event.action in PARAMETER_WRITES)
+
+    def gradient_written(self, step: int, name: str) -> float:
+        """The same for its gradient, before the optimizer."""
+        writes = [event for event in self.in_step(step) if name in event.names]
+        return math.prod(event.number for event in writes if event.action in GRADIENT_WRITES)
 
     def clears(self, step: int) -> bool:
         """True if the gradients of a step are cleared after it."""

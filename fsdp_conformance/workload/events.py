@@ -185,22 +185,19 @@ FORWARDS = EVALUATIONS | {Action.FORWARD}
 #: Actions that run a forward besides those of the micro-batches.
 RUNS_A_FORWARD = FORWARDS | {Action.DIFFERENTIATE}
 
+#: Actions that multiply the named parameters, and those that multiply their gradients, by the event's value.
+PARAMETER_WRITES = frozenset({Action.WRITE, Action.ASSIGN, Action.WRITE_SHOWN})
+GRADIENT_WRITES = frozenset({Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT, Action.WRITE_SHOWN_GRADIENT})
+
 #: Actions after which a change of a parameter no longer shows its gradient: see `checks.derived`.
 HIDES_GRADIENTS = frozenset({
-    Action.LEARNING_RATE, Action.SKIP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
-    Action.WRITE_SHOWN, Action.WRITE_SHOWN_GRADIENT, Action.CLIP_VALUES, Action.CLIP_SOME, Action.LOAD,
-    Action.LOAD_MODEL, Action.LOAD_SHARDS, Action.LOAD_OPTIMIZER,
+    *PARAMETER_WRITES, *GRADIENT_WRITES, Action.LEARNING_RATE, Action.SKIP, Action.CLIP_VALUES, Action.CLIP_SOME,
+    Action.LOAD, Action.LOAD_MODEL, Action.LOAD_SHARDS, Action.LOAD_OPTIMIZER,
 })  # fmt: skip
 
 #: Actions that need `Event.names`, and those that need `Event.value`.
-_NAMED = frozenset({
-    Action.UNSHARD, Action.DROP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
-    Action.WRITE_SHOWN, Action.WRITE_SHOWN_GRADIENT, Action.CLIP_SOME,
-})  # fmt: skip
-_VALUED = frozenset({
-    Action.LEARNING_RATE, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
-    Action.WRITE_SHOWN, Action.WRITE_SHOWN_GRADIENT, Action.CLIP_VALUES, Action.CLIP_SOME,
-})  # fmt: skip
+_NAMED = PARAMETER_WRITES | GRADIENT_WRITES | {Action.UNSHARD, Action.DROP, Action.CLIP_SOME}
+_VALUED = PARAMETER_WRITES | GRADIENT_WRITES | {Action.LEARNING_RATE, Action.CLIP_VALUES, Action.CLIP_SOME}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ class TorchDDP(TorchCheckpoints):
         "no_shard", "any_accelerator", "move_inputs", "device_id", "sync_module_states", "structure_check", "copyable",
         "shared_params", "shared_across_units", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_divergent",
         "unused_untouched", "scalar_params", "noncontiguous_params", "clip_norm_type",
-        "writeback_direct", "explicit_gradient", "autograd_grad",
+        "unit_dtypes", "mixed_dtypes", "writeback_in_place", "writeback_direct", "explicit_gradient", "autograd_grad",
         "move_again", "param_attributes",
         "clip_grad_value", "clip_some",
     })  # fmt: skip

@@ -80,7 +80,7 @@ class TorchFSDP1(TorchCheckpoints):
         "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "fp16", "mp_buffers", "mp_eval_full",
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
         "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
-        "writeback_direct",
+        "unit_dtypes", "writeback_in_place", "writeback_direct",
         "ac_reentrant", "tp",
         "clip_norm_type", "full_params_writeback", "full_params_rank0", "full_params_grads",
         "meta_init", "meta_init_fn", "explicit_gradient", "autograd_grad",

@@ -40,6 +40,7 @@ class TorchFSDP2(TorchCheckpoints):
         "multi_module_unit", "any_accelerator", "move_inputs", "init_after", "init_never", "mixed_precision",
         "mp_per_unit", "mp_reduce", "fp16", "cast_after_init", "cpu_offload_params", "prefetch_explicit",
         "prefetch_forward",
+        "unit_dtypes", "writeback_in_place",
         "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
         "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit", "ac_reentrant",
         "pipelined_microbatch", "tp", "pp", "clip_norm_type", "meta_init", "optim_in_backward",

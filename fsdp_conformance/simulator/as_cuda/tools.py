@@ -29,7 +29,7 @@ def install(replaced: Replacements) -> None:
     runtime = _Runtime()
     for module in (torch.cuda, torch.cuda.profiler):
         replaced.set(module, cudart=lambda: runtime, check_error=_check_error)
-    replaced.set(torch.autograd.profiler, emit_nvtx=_EmitNvtx)
+    replaced.set(torch.autograd.profiler, emit_nvtx=_EmitNvtx, profile=_Profile)
     dlpack.install(replaced)
     replaced.set(Stream, cuda_stream=property(stream_handles.handle_of))
     fraction = _MemoryFraction()
@@ -70,6 +70,16 @@ class _Runtime:
 def _check_error(res: int) -> None:
     if res != _SUCCESS:
         raise RuntimeError(f"CUDA driver error: {res}")
+
+
+class _Profile(torch.autograd.profiler.profile):
+    """A profile of the device alone is one of the CPU: nothing takes time on the simulated device."""
+
+    def __init__(self, enabled: bool = True, *, use_cpu: bool = True, use_device: str | None = None, **rest: Any):
+        is_simulated = use_device == "cuda"
+        super().__init__(
+            enabled, use_cpu=use_cpu or is_simulated, use_device=None if is_simulated else use_device, **rest
+        )
 
 
 class _EmitNvtx:

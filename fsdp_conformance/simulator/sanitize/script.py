@@ -62,15 +62,45 @@ def prepare(order: ScriptOrder, rank: int, *, own_path_entry: str | None) -> Non
     importlib.invalidate_caches()
 
 
+class _ExitedAtOnce(BaseException):
+    """The script has called `os._exit`, which ends a process without a report."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 def execute(order: ScriptOrder) -> None:
     """Run the script, its threads and its exit functions. Raises its exceptions, and ScriptExited for a bad status."""
     try:
-        _run(order)
+        with _noticing_exits():
+            _run(order)
         _finish()
     except SystemExit as leaving:
         _finish()
         if leaving.code not in (None, 0):
             raise ScriptExited(f"the script ended with sys.exit({leaving.code!r})") from None
+    except _ExitedAtOnce as leaving:
+        # No thread is joined, no exit function is called and nothing is flushed, as at the real call.
+        if leaving.code:
+            raise ScriptExited(f"the script ended with os._exit({leaving.code!r})") from None
+
+
+@contextlib.contextmanager
+def _noticing_exits() -> Iterator[None]:
+    """`os._exit` in the rank's main thread reaches the caller, who has to report; elsewhere it ends the process."""
+    leave, process = os._exit, os.getpid()
+
+    def leave_rank(status: int) -> NoReturn:
+        if os.getpid() == process and threading.current_thread() is threading.main_thread():
+            raise _ExitedAtOnce(status)
+        leave(status)
+
+    os._exit = leave_rank
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 @contextlib.contextmanager

@@ -326,6 +326,18 @@ def test_state_dicts_are_compared() -> None:
     assert {(finding.check, finding.requirement) for finding in found} == {("state dict parity", "R146")}
 
 
+def test_a_parameter_in_another_dtype() -> None:
+    """Its values may be the same; the engine must not convert what it stores."""
+    references = references_of(probes.exact_nested(), Regime(steps=1))
+    history = damaged(implementation_run(references))
+    history.steps[0].params["head.bias"] = history.steps[0].params["head.bias"].double()
+
+    (finding,) = _findings(history, references)
+
+    assert finding.message.startswith("dtype: expected torch.float32, got torch.float64")
+    assert finding.likely == "converted to float64: it should keep its dtype"
+
+
 @pytest.mark.slow
 def test_what_is_not_exposed_is_noted() -> None:
     """An implementation without gradients and buffers is compared by the rest, with a note in the report."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_conformance.diagnosis import headline
-from fsdp_conformance.diagnosis.headline import causes_in, most_telling
+from fsdp_conformance.diagnosis.headline import PROVEN, causes_in, most_telling
 from fsdp_conformance.outcome.records import CaseRecord, Finding, Takes
 from fsdp_conformance.verdict import Verdict
 
@@ -93,6 +93,16 @@ def test_a_parameter_does_not_explain_what_it_follows_from() -> None:
     update = finding("parameter parity", "update scaled by 2: at every element")
 
     assert most_telling([norm, update]) is norm
+
+
+def test_a_norm_of_something_else() -> None:
+    """If all parameters are exactly what one mistake gives, that is believed whatever the norm is."""
+    norm = finding("norm parity", None)
+    proven = finding("parameter parity", f"the gradient was not clipped: {PROVEN}")
+
+    assert headline_of(norm, proven, proven) == proven.likely
+    assert most_telling([norm, proven, finding("parameter parity", "update scaled by 2: at every element")]) is norm
+    assert headline_of(*gradients(None), proven) is None
 
 
 def test_losses_must_be_unanimous() -> None:

@@ -211,6 +211,23 @@ def test_gradients_that_are_clipped_wrongly() -> None:
     assert "clipped" not in seen(factor**0.5)
 
 
+def test_loss_scales() -> None:
+    """A scaler that counts wrongly, or sees another overflow than there was; a scale that fits nothing has no cause."""
+    refs = references(init_scale=4.0, growth_interval=2)
+    scales = [float(record.loss_scale) for record in refs.expected.steps if record.loss_scale is not None]
+    assert scales[:2] == [4.0, 8.0]
+
+    def seen(step: int, scale: float) -> tuple[str, ...]:
+        history = damaged(implementation_run(refs))
+        history.steps[step].loss_scale = torch.tensor(scale, dtype=torch.float64)
+        return causes_in(cause(history, refs, Kind.LOSS_SCALE))
+
+    assert seen(0, 8.0) == ("the loss scale grew too early",)
+    assert seen(0, 2.0) == ("the loss scale was reduced",)
+    assert seen(1, 4.0) == ("the loss scale did not grow",)
+    assert seen(1, 5.0) == ()
+
+
 def _new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
     optimizer.state.clear()
     optimizer.step()
@@ -250,6 +267,45 @@ def test_optimizer_steps(name: str, last: Callable[[torch.optim.Optimizer, nn.Pa
     history.steps[1].params[key] = parameter.detach()
 
     assert str(cause(history, refs, Kind.PARAMETER)).startswith(f"{expected}: ")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_what_the_user_wrote_is_lost(optimizer: str) -> None:
+    """A write before or after the step, to a parameter or its gradient, has no effect."""
+    key = next(name for name, _ in models.nested().build(0).named_parameters())
+    events = (
+        Event(action=Action.WRITE, moment=Moment.STEP, step=1, names=(key,), value=0.5),
+        Event(action=Action.WRITE_GRADIENT, moment=Moment.OPTIMIZER, step=1, names=(key,), value=0.25),
+        Event(action=Action.ASSIGN, moment=Moment.END, step=1, names=(key,), value=0.5),
+    )
+    refs = references(steps=2, optimizer=optimizer, events=events)
+    right = refs.expected.steps[1].params[key].double()
+    before = refs.expected.steps[0].params[key].double()
+    history = implementation_run(refs)
+
+    def seen(value: Tensor) -> tuple[str, ...]:
+        other = damaged(history)
+        other.steps[1].params[key] = value.to(other.steps[1].params[key].dtype)
+        return causes_in(cause(other, refs, Kind.PARAMETER))
+
+    write = "a write of the user was lost"
+    assert seen(2 * right) == (write,)
+    assert seen(right + before / 4) == (write,)
+    assert seen(2 * right + before / 2) == ("writes of the user were lost",)
+    parameter = nn.Parameter(refs.expected.initial_params[key].clone())
+    own = refs.workload.optimizers[optimizer]([parameter])
+    for step, (write_before, write_after) in enumerate(((1.0, 1.0), (0.5, 0.5))):
+        parameter.data *= write_before
+        grad = (refs.expected.steps[step].grads or {})[key]
+        assert grad is not None
+        parameter.grad = grad.clone()
+        own.step()
+        parameter.data *= write_after
+    assert seen(parameter.detach()) == ("what the user did to the gradient was lost",)
+
+    stale, _ = loss(refs, refs.expected.steps[0].params, 1)
+    likely = str(cause(with_loss(refs, stale, 1), refs, Kind.LOSS))
+    assert likely == f"{write}: forward saw the values before it"
 
 
 @pytest.mark.parametrize("use", ["embedding.weight", "head.weight"])
@@ -400,6 +456,11 @@ def test_gradients_that_are_summed() -> None:
         grads[name] = own.float()
 
     assert "rank 1 missing" in causes_in(cause(history, refs, Kind.GRADIENT))
+    for name, grad in (history.steps[0].grads or {}).items():
+        right = (refs.expected.steps[0].grads or {})[name]
+        assert right is not None
+        grads[name] = (right / WORLD_SIZE).to(grad.dtype if grad is not None else None)
+    assert causes_in(cause(history, refs, Kind.GRADIENT)) == ("averaged instead of summed",)
     summed, averaged = (
         dict(supposed_gradients(runs, 0, runs.expected.steps[0].losses)) for runs in (refs, references())
     )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_conformance.adapters.base import LoadedKeys
 from fsdp_conformance.adapters.sharded import full_copies, full_gradients, local_part
@@ -585,3 +585,109 @@ class SwitchesDeterminism(Reference):
     def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
         torch.use_deterministic_algorithms(True, warn_only=True)
         return super().wrap(model, plan)
+
+
+class ConvertsToTheFirstDtype(TorchFSDP2):
+    """Wrapping converts all parameters to the dtype of the first one."""
+
+    name: ClassVar[str] = "converts-to-the-first-dtype"
+
+    def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
+        first = next(model.parameters()).dtype
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(first)
+        return super().wrap(model, plan)
+
+
+class CopiesInputs(TorchFSDP2):
+    """Each unit gets copies of the tensors that need no gradient: what it writes into them is lost."""
+
+    name: ClassVar[str] = "copies-inputs"
+
+    def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+        for unit in plan.units:
+            wrapped.get_submodule(unit).register_forward_pre_hook(_copies, with_kwargs=True)
+        return wrapped
+
+
+def _copies(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
+
+    return tree_map(copied, (args, kwargs))
+
+
+class KeepsEvaluations(Reference):
+    """The outputs of all evaluations are kept."""
+
+    name: ClassVar[str] = "keeps-evaluations"
+
+    def setup(self, model_fn: Any, optim_fn: Any, plan: Any) -> None:
+        self._outputs: list[Any] = []
+        super().setup(model_fn, optim_fn, plan)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if not self.model.training:
+            self._outputs.append(output)
+        return output
+
+
+class GathersFromAllRanks(TorchFSDP2):
+    """Parameters are resharded to all ranks after forward, also where the plan has a smaller group."""
+
+    name: ClassVar[str] = "gathers-from-all-ranks"
+
+    def setup(self, model_fn: Any, optim_fn: Any, plan: Any) -> None:
+        is_smaller = type(plan.reshard_after_forward) is int
+        super().setup(model_fn, optim_fn, replace(plan, reshard_after_forward=True) if is_smaller else plan)
+
+
+class StepsItsOwnCopy(TorchFSDP2):
+    """The optimizer steps from copies that were made after the last step: what users write in between is lost."""
+
+    name: ClassVar[str] = "steps-its-own-copy"
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        with torch.no_grad():
+            for name, copied in getattr(self, "_copies", {}).items():
+                local_part(self.parameters()[name]).copy_(copied)
+        norm = super().step(max_norm, norm_type=norm_type)
+        self._copies = {name: local_part(parameter).clone() for name, parameter in self.parameters().items()}
+        return norm
+
+
+class RoundsWhenEvaluating(TorchFSDP2):
+    """An evaluation in low precision leaves the parameters rounded to it."""
+
+    name: ClassVar[str] = "rounds-when-evaluating"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if not self.model.training and self.plan.param_dtype is not None:
+            with torch.no_grad():
+                for parameter in self.parameters().values():
+                    shard = local_part(parameter)
+                    shard.copy_(shard.to(getattr(torch, self.plan.param_dtype)))
+        return output
+
+
+class ClipsTheFirstModel(TorchFSDP2):
+    """Clipping is that of the first model that the process has wrapped."""
+
+    name: ClassVar[str] = "clips-the-first-model"
+    _first: ClassVar[dict[int, TorchFSDP2]] = {}
+
+    def setup(self, model_fn: Any, optim_fn: Any, plan: Any) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._first.setdefault(dist.get_rank(), self)
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        return TorchFSDP2.clip(self._first[dist.get_rank()], max_norm, norm_type)
+
+    def close(self) -> None:
+        if self._first.get(dist.get_rank()) is self:
+            del self._first[dist.get_rank()]
+        super().close()

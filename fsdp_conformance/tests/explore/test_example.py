@@ -19,7 +19,8 @@ def _planned(model: DrawnModel, **rest: object) -> Example:
     [
         (DrawnModel(blocks=(DrawnBlock(extras=((),)),)), "scalar_params"),
         (DrawnModel(blocks=(DrawnBlock(extras=((2, 3),), transposed=True),)), "noncontiguous_params"),
-        (DrawnModel(blocks=(DrawnBlock(extras=((3,),), double=True),)), "mixed_dtypes"),
+        (DrawnModel(blocks=(DrawnBlock(extras=((3,),), double="extras"),)), "mixed_dtypes"),
+        (DrawnModel(blocks=(DrawnBlock(double="all"),)), "unit_dtypes"),
         (DrawnModel(blocks=(DrawnBlock(by_rank=True),)), "unused_divergent"),
         (DrawnModel(blocks=(DrawnBlock(packed=True),)), "frozen_mixed"),
         (DrawnModel(frozen=("blocks.0.up.bias",)), "frozen_mixed"),

@@ -11,6 +11,7 @@ import pytest
 from fsdp_conformance import codec
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.diagnosis.headline import causes_in, headline_of
 from fsdp_conformance.errors import AdapterError
 from fsdp_conformance.explore.case import run_on
 from fsdp_conformance.explore.exploration import Budget, Exploration, Explorer
@@ -167,6 +168,10 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
         ("DrawsInForward", "dropout", "in each block", "R189"),
         ("SavingDraws", "checkpoints", "saved", "R189"),
         ("ReducesInBfloat16", "precision", "bfloat16, reduced in float32", "R084"),
+        ("ConvertsToTheFirstDtype", "dtypes", "one for each unit", "R001"),
+        ("CopiesInputs", "inputs", "filled by units", "R157"),
+        ("KeepsEvaluations", "evaluation", "before steps", "R039"),
+        ("StepsItsOwnCopy", "written by the user", "parameters in place", "R002"),
         pytest.param("ClippingLeavesZeros", "clipping", "never reached", "R040", marks=pytest.mark.nightly),
         pytest.param("NeverRecovers", "exception", "in forward", "R000", marks=pytest.mark.nightly),
         pytest.param("KnowsItsOwnBackwardOnly", "derivatives", "of outputs", "R003", marks=pytest.mark.nightly),
@@ -257,6 +262,48 @@ def test_wrong_only_with_one_value(name: str, axis: str, value: str, requirement
     assert disturbed.failed
     assert disturbed.record is not None
     assert requirement in {finding.requirement for finding in disturbed.record.findings}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "values", "cause"),
+    [
+        (
+            "RoundsWhenEvaluating",
+            {"precision": "bfloat16", "evaluation": "before steps"},
+            "rounded to bfloat16",
+        ),
+        (
+            "ClipsTheFirstModel",
+            {"second model": "trained in between", "clipping": "2-norm"},
+            "the gradient was not clipped",
+        ),
+        ("GathersFromAllRanks", {"ranks": "4", "resharding": "to a smaller group"}, "the requested group is not used"),
+        (
+            "StepsItsOwnCopy",
+            {"written by the user": "parameters in place"},
+            "a write of the user was lost",
+        ),
+        (
+            "AveragesAnyway",
+            {"gradients divided by": "one"},
+            "averaged instead of summed",
+        ),
+    ],
+)
+def test_the_cause_of_what_values_show(name: str, values: dict[str, str], cause: str) -> None:
+    """Two values that pass alone fail together, and the report says why."""
+    # A smaller group needs four ranks.
+    is_pair = len(values) > 1 and "ranks" not in values
+    with _worker(name) as worker:
+        alone = [worker.run(Scenario.of({axis: value})) for axis, value in values.items()] if is_pair else []
+        both = worker.run(Scenario.of(values))
+
+    assert [outcome.record.verdict for outcome in alone if outcome.record] == [Verdict.PASS] * len(alone)
+    assert both.record is not None
+    headline = headline_of(both.record)
+    assert headline is not None
+    assert causes_in(headline.likely) == (cause,)
 
 
 @pytest.mark.nightly

@@ -94,15 +94,23 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     [
         pytest.param("sys.exit(7)", 5, marks=pytest.mark.nightly),
         pytest.param("sys.exit()", 0, marks=pytest.mark.nightly),
-        ("os._exit(0)", 5),
+        pytest.param("os._exit(7)", 5, marks=pytest.mark.nightly),
+        ("os._exit(0)", 0),
+        pytest.param("threading.Thread(target=os._exit, args=(0,)).run()", 0, marks=pytest.mark.nightly),
+        pytest.param(
+            "t = threading.Thread(target=os._exit, args=(0,)); t.start(); t.join()", 5, marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_how_a_script_ends_itself(ending: str, status: int, tmp_path: Path) -> None:
-    """sys.exit with a status is a failure, without one an end; who leaves without a word has failed."""
-    text = f"import os, sys, torch\ntorch.ones(2, device='sim').add_(1)\n{ending}\n"
+    """A status other than 0 is a failure, 0 is an end. A thread that ends the process leaves no time for a report."""
+    text = "import atexit, os, sys, threading, torch\natexit.register(print, 'exit function')\n"
+    text += f"torch.ones(2, device='sim').add_(1)\n{ending}\n"
     run = sanitize("--world-size", "1", written(tmp_path, text), cwd=tmp_path)
 
     assert status == run.status, run.out + run.err
+    assert ("exit function" in run.out + run.err) == ending.startswith("sys.exit")
+    assert ("checked: " in run.out) == (status == 0 or "_exit(7)" in ending or "sys" in ending)
 
 
 def test_hazards_before_a_failure_are_kept(tmp_path: Path) -> None:

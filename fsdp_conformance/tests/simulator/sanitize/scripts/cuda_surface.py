@@ -293,6 +293,9 @@ def tools() -> None:
     """Profilers, the history and a snapshot of the memory, its limit, CUDA's runtime, the number of a stream."""
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaProfilerStart())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        torch.ones(2, device="cuda").add_(1)
+    assert any(event.name == "aten::add_" for event in profiled.events())
     with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
         torch.ones(2, device="cuda").sum()
     assert "cudaHostRegister" in refusal(lambda: runtime.cudaHostRegister(0, 1, 0))
