@@ -402,8 +402,8 @@ class _Judge:
         if not expected.is_floating_point():
             return expected.dtype
         of_the_model: torch.dtype = getattr(torch, self.references.workload.dtype)
-        # A read of a parameter has its name first.
-        return self.references.dtypes.get(name.partition(", read ")[0], of_the_model)
+        # What was read of a parameter, or taken of a state dict, has its name first.
+        return self.references.dtypes.get(name.rpartition(", ")[0] or name, of_the_model)
 
     def _difference(
         self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound, difference: Difference

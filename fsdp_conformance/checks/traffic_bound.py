@@ -51,6 +51,7 @@ def at_most(
     *,
     padding: float,
     alignment: int = 0,
+    counts: bool = False,
     requirement: str,
 ) -> CheckResult:
     """
@@ -60,6 +61,9 @@ def at_most(
     One pass over the parameters is their bytes in the dtype of computation, each padded to a multiple of the shard
     group, plus the declared padding, and each parameter aligned to `alignment` bytes. A reduction is one pass over the
     units that train, in the dtype of the reduction. Over replicas, a shard is reduced.
+
+    `counts`: the engine gathers and reduces each unit by one collective, or one for each dtype that it is stored in, so
+    these are counted, too. A small unit that is sent once more than needed shows in no number of bytes.
     """
     tally = Tally("traffic bound", requirement, rank=history.rank)
     units = owning_units(workload, plan).shared
@@ -112,7 +116,27 @@ def at_most(
                 likely="gradients are all-reduced as a whole, although each rank needs only its shard"
                 if whole and seen is summed else None,
             )  # fmt: skip
+        if counts:
+            by_passes = [call for call in gathered if call.phase != "step"]
+            most_gathers = passes * _collectives(units) + bool(needed.evaluations)
+            most_reductions = reductions * _collectives(training)
+            again = "a unit is reduced more than once for a backward" if len(scattered) > most_reductions else None
+            for op, made, most, likely in (
+                ("all-gathers", by_passes, most_gathers, None),
+                ("reduce-scatters", scattered, most_reductions, again),
+            ):
+                tally.compare(
+                    len(made) <= most, f"{op} in the step", expected=f"at most {most}", got=str(len(made)),
+                    details=f"{passes} passes over {len(units)} units, {reductions} reductions of {len(training)}",
+                    elements=max(len(made), 1), step=step, call=sites(made) if len(made) > most else None,
+                    likely=likely,
+                )  # fmt: skip
     return tally.result()
+
+
+def _collectives(units: Collection[Unit]) -> int:
+    """How many collectives gather or reduce these units: one for each dtype that a unit is stored in."""
+    return sum(len({parameter.itemsize for parameter in unit.parameters}) for unit in units)
 
 
 def _gaps(unit: Unit, plan: Plan, alignment: int) -> int:

@@ -239,11 +239,16 @@ class Recorder:
             self.history.changed_outputs += changed
             self._kept = []
             gc.collect()
-            held = [name for name, tensor in self._returned if tensor() is not None]
+            held = [name for name, tensor in self._returned if tensor() is not None and not self._is_latest(name)]
             self.history.held_outputs += dict.fromkeys(held)
         self.history.final_requires_grad = self._requires_grad()
         with context.working(Part.SUITE):
             self.history.full_bytes = self._unsharded_bytes()
+
+    def _is_latest(self, name: str) -> bool:
+        """True for outputs of the last step and of the last evaluation, which an engine may keep until others come."""
+        last = self.history.steps[-1].step if self.history.steps else -1
+        return name.endswith(f" of step {last}") or name == f"evaluation {len(self.history.eval_outputs) - 1}"
 
     def close(self) -> None:
         """Record collectives and order, even if the run raised: a failure's report quotes them."""

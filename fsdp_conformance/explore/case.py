@@ -336,11 +336,10 @@ class ScenarioCase(ConformanceTestCase):
             self.expect_equal(requirement, message, changed, [], check="what the user keeps")
 
     def _check_dropped_outputs(self, run: TrainingHistory) -> None:
-        """Check that the engine keeps no outputs which the user has dropped, but perhaps that of the last forward."""
-        held = run.held_outputs if len(run.held_outputs) > 1 else []
+        """Check that the engine keeps no outputs which the user has dropped."""
         self.expect_equal(
-            "R039", "outputs that still exist when the user has dropped them", held, [], check="what the user drops",
-            likely="the engine keeps outputs, or the graph that belongs to them",
+            "R039", "outputs that still exist when the user has dropped them", run.held_outputs, [],
+            check="what the user drops", likely="the engine keeps outputs, or the graph that belongs to them",
         )  # fmt: skip
 
     def _check_left_gathered(self, example: Example, run: TrainingHistory, plan: Plan) -> None:
@@ -395,7 +394,7 @@ class ScenarioCase(ConformanceTestCase):
             return
         bound = traffic_bound.at_most(
             run, workload, plan, partial(needs_of, example), padding=self.padding, alignment=self.alignment,
-            requirement="R068",
+            counts=self.declares("coll_counts"), requirement="R068",
         )  # fmt: skip
         self.check(bound)
 

@@ -60,7 +60,8 @@ class Prepared:
     def of_rank(self, rank: int) -> References:
         """The references as a rank uses them."""
         model = self.workload.build(rank)
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        # With every name of a tied parameter: a state dict has them all.
+        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         return References(
             workload=self.workload,
             regime=self.regime,

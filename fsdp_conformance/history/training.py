@@ -100,7 +100,10 @@ class TrainingHistory:
     changed_outputs: list[str] = field(default_factory=list)
     """Outputs of steps, of evaluations, and state dicts, kept by the user, that later calls have changed."""
     held_outputs: list[str] = field(default_factory=list)
-    """Outputs of steps and of evaluations that still exist at the end, although the user has dropped them."""
+    """
+    Outputs that still exist at the end, although the user has dropped them; without those of the last step and the last
+    evaluation.
+    """
     left_gathered: list[tuple[str, str]] = field(default_factory=list)
     """Units that were sharded before an event and not after it: the action, and the unit."""
     drawn_by: list[str] = field(default_factory=list)

@@ -27,8 +27,8 @@ from fsdp_conformance.recordings.fingerprint import ESTIMATES, GROUPS, MODULUS, 
 
 #: Columns. A power of two, so that common sizes of layers begin at the start of a row.
 WIDTH = 1024
-#: Elements that are worked on at once: few enough for a processor's cache.
-_CHUNK = 512 * WIDTH
+#: Elements that are worked on at once: few enough for the cache of one core, as bits and as numbers of 8 bytes each.
+_CHUNK = 128 * WIDTH
 #: A range of at most this many elements is small.
 _SMALL = 16 * WIDTH
 #: How many small ranges are worked on together.
@@ -124,7 +124,7 @@ class Pending:
             first, chunk = _in_rows(place + begin, values[begin:end])
             bits, numbers, square, nonfinite = _bits_and_numbers(chunk)
             multipliers, signs = _row_numbers(first, chunk.shape[0], chunk.device)
-            self._hashes[index] += ((bits * _multipliers(chunk.device)).sum(1) * multipliers).sum()
+            self._hashes[index] += _hash(bits, multipliers, _multipliers(chunk.device))
             rows_sketch.addmm_(signs, numbers)
             figures = self._figures[index]
             figures[0] += square
@@ -186,6 +186,14 @@ def _bits_and_numbers(values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | 
     finite = torch.isfinite(numbers)
     numbers = torch.where(finite, numbers, 0.0)
     return bits, numbers, _square(numbers), ~finite
+
+
+def _hash(bits: Tensor, of_rows: Tensor, of_columns: Tensor) -> Tensor:
+    """The sum over all elements of row multiplier * column multiplier * bits; integers overflow as they should."""
+    if bits.device.type != "cpu":
+        # Other devices have no product of a matrix of integers and a vector. Here it takes half of the time.
+        return ((bits * of_columns).sum(1) * of_rows).sum()
+    return torch.mv(bits.t(), of_rows).dot(of_columns)
 
 
 def _square(numbers: Tensor) -> Tensor:

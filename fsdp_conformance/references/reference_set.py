@@ -325,7 +325,8 @@ def from_histories(
             f"got {sorted(histories)}, absent {sorted(absent)}, of another run {strangers} [{workload.name}]"
         )
     model = workload.build(rank)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    # With every name of a tied parameter: a state dict has them all.
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return References(
         workload=workload,
         regime=regime,

@@ -232,10 +232,14 @@ class UnitSchedule:
         self.order.begin()
         units = self.units
         self._began, self._began_before, self._ended = [], self._began, []
+        has_graph = torch.is_grad_enabled()
         for unit in units:
             unit.follow_users()
-            # Forwards whose output was dropped never see a backward. They must not count in the next iteration.
-            unit.num_expected = 0
+            # Forwards whose output was dropped never see a backward. They must not count in the next iteration. An
+            # evaluation between a forward and its backward is none: without the count, a unit that was called twice
+            # would be reduced twice.
+            if has_graph:
+                unit.num_expected = 0
         # Every gather of this iteration is ordered after the optimizer's writes, and after nothing later. Not
         # before `follow_users`, which may write to shards. ColossalAI's first prefetch did not wait, and could read
         # weights from before the step (ColossalAI#5803).

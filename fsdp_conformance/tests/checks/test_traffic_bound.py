@@ -15,10 +15,12 @@ from fsdp_conformance.tests.checks.schedules import PLAN, STAIRCASE, STAIRCASE_B
 from fsdp_conformance.workload.units import owning_units, parameter_bytes
 
 
-def _findings(records: Sequence[CollectiveRecord], *, passes: int = 2, reductions: int = 1) -> list[str]:
+def _findings(
+    records: Sequence[CollectiveRecord], *, passes: int = 2, reductions: int = 1, counts: bool = False
+) -> list[str]:
     result = traffic_bound.at_most(
         history(records), STAIRCASE, PLAN, lambda step: Needs(passes=passes, reductions=reductions),
-        padding=0.0, requirement="R068",
+        padding=0.0, counts=counts, requirement="R068",
     )  # fmt: skip
     return sorted({finding.message.partition(":")[0] for finding in result.findings})
 
@@ -47,6 +49,19 @@ def test_more_than_the_passes_need_is_reported(op: Op, phase: str, what: list[st
     extra = collective(op, 2 * STAIRCASE_BYTES, phase=phase)
 
     assert _findings([*full_sharding(STAIRCASE, PLAN), extra]) == what
+
+
+def test_a_small_unit_that_is_sent_once_more() -> None:
+    """It shows in the number of collectives, of an engine that has one for each unit, and in no number of bytes."""
+    records = full_sharding(STAIRCASE, PLAN)
+    reduced = collective(Op.REDUCE_SCATTER, 4, phase="backward")
+    gathered = collective(Op.ALL_GATHER, 4, phase="forward")
+
+    assert _findings([*records, reduced, gathered]) == []
+    assert _findings([*records, reduced], counts=True) == ["reduce-scatters in the step"]
+    assert _findings([*records, gathered], counts=True) == ["all-gathers in the step"]
+    assert _findings(records, counts=True) == []
+    assert _findings([*records, reduced, gathered], passes=3, reductions=2, counts=True) == []
 
 
 def test_gradients_may_be_exchanged_and_added() -> None:

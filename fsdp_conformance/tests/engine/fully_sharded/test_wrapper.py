@@ -132,6 +132,21 @@ class TestCheckpointing(ShardedTestCase):
         self.train(subject, steps=1)
         self.assertEqual(2, sum("reduce_scatter" in line for line in self.schedule()))
 
+    def test_reduces_once_after_an_evaluation(self) -> None:
+        """A unit that is called twice is reduced once, also with an evaluation between the forward and its backward."""
+        model = _CalledTwice(checkpoints=False)
+        subject = sharded(copy.deepcopy(model))
+        x = batch(self.rank, 0)
+        for _ in range(2):
+            loss = forward_sum(subject, x)
+            with torch.no_grad():
+                subject(x)
+            self.schedule()
+            loss.backward()
+            # The root owns nothing.
+            units = [unit for unit in subject.units if unit.flats]
+            self.assertEqual(len(units), sum("reduce_scatter" in line for line in self.schedule()))
+
 
 class TestRecovery(ShardedTestCase):
     """Tests of training after an exception."""
@@ -436,18 +451,22 @@ class TestSteps(ShardedTestCase):
 
 
 class _CalledTwice(nn.Module):
-    """Calls a stage at the beginning and at the end, each time under a reentrant checkpoint."""
+    """Calls a stage at the beginning and at the end, with or without reentrant checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, checkpoints: bool = True) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.shared = Stage()
         self.stages = nn.ModuleList(Stage() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.shared, x, use_reentrant=True)
+        x = self._shared(x)
         for stage in self.stages:
             x = stage(x)
-        output: Tensor = checkpoint(self.shared, x, use_reentrant=True)
+        return self._shared(x)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.shared, x, use_reentrant=True) if self.checkpoints else self.shared(x)
         return output
 
 
