@@ -11,7 +11,7 @@ from fsdp_conformance.scenarios.covering import Coverage
 from fsdp_conformance.scenarios.space import Axis, Conflict
 
 _PAGE = """\
-<!-- Written by `ci/docs --write`; edit fsdp_conformance/scenarios/axes.py instead. -->
+<!-- Written by `ci/docs --write`; edit fsdp_conformance/scenarios/axes.py or conflicts.py instead. -->
 
 # Scenarios: every pair of features
 
@@ -32,7 +32,8 @@ tables below say, counts for the pairs of this value alone.
 
 An engine gets each row without the values that need a capability it does not declare. A pair that it does declare stays
 in the row, so all of its pairs are covered. If it refuses a combination, that is no failure, but the pairs of the row
-count as refused. The summary says how many pairs were covered.
+count as refused. The summary says how many pairs were covered. `fsdp-conformance explain R000/pairs-row20-ws2` shows
+what a row combines, and what of it the engine of the last run was asked for.
 
 The cases `R000/fresh-...` and `R001/fresh-...` train scenarios that are
 [drawn for each run](how-it-works.md#the-ideas-behind-it).
