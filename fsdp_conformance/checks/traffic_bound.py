@@ -120,7 +120,10 @@ def at_most(
             by_passes = [call for call in gathered if call.phase != "step"]
             most_gathers = passes * _collectives(units) + bool(needed.evaluations)
             most_reductions = reductions * _collectives(training)
-            again = "a unit is reduced more than once for a backward" if len(scattered) > most_reductions else None
+            again = None
+            if len(scattered) > most_reductions:
+                again = "a unit is reduced more than once for a backward"
+                again += ", or frozen parameters are reduced" if len(training) < len(units) else ""
             for op, made, most, likely in (
                 ("all-gathers", by_passes, most_gathers, None),
                 ("reduce-scatters", scattered, most_reductions, again),

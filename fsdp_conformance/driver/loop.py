@@ -92,7 +92,11 @@ class TrainingLoop:
 
         plan_of_rank = plan if self._pipeline is None else self._pipeline.plan_of_stage(plan)
         with recorder.phase("setup"):
+            random = random_state()
             task.adapter.setup(build, self._optimizer.optim_fn(), plan_of_rank)
+            if not plan.meta_init and random_state() != random:
+                # On meta, the values are drawn now.
+                recorder.history.drawn_by.append("wrapping")
             if task.regime.init_scale is not None:
                 task.adapter.scale_losses(task.regime.init_scale, task.regime.growth_interval)
             if task.regime.sums:

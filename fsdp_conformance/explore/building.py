@@ -37,6 +37,9 @@ _CALLS: dict[str, tuple[tuple[int, ...], ...]] = {
     "one never": ((0, 2),),
 }
 
+#: Uses in which the special block does not run in some step.
+_LEAVING_OUT = ("one skipped by step", "one never")
+
 #: A deeper model, or one with more ranks, has more digits than float32, so it cannot be exact.
 _EXACT_BLOCKS, _EXACT_RANKS = 4, 4
 
@@ -220,12 +223,13 @@ def example_of(scenario: Scenario, *, salt: int | None = None) -> Example:
 
 def second_model(example: Example) -> Example:
     """A plain model beside that of an example: sharded, accumulated and clipped alike, for as many steps."""
-    regime = example.regime
+    regime, size = example.regime, max(example.world_size, 2)
     model = DrawnModel(
-        inputs=2,
-        width=4,
-        outputs=2,
-        blocks=(DrawnBlock(),) * 2,
+        inputs=size,
+        # No rank is without a part of a parameter: that is another axis.
+        width=2 * size,
+        outputs=size,
+        blocks=(DrawnBlock(hidden=size),) * 2,
         smooth=regime.max_norm not in (None, UNREACHED_NORM),
         salt=example.model.salt + 1,
     )
@@ -381,7 +385,8 @@ class _Builder:
             runs=choice["buffers"] == "running values" and index != 2,
             packed=choice["dtypes"] == "packed integers" and special,
             double={"two in a unit": "extras", "one for each unit": "all"}.get(choice["dtypes"], "") if special else "",
-            aside=_ASIDE[choice["ignored"]] if special else "",
+            # In a block that always runs: what is left out elsewhere must not touch it.
+            aside=_ASIDE[choice["ignored"]] if index == (0 if choice["use"] in _LEAVING_OUT else _SPECIAL) else "",
         )
 
     def _ties(self) -> tuple[tuple[str, str], ...]:

@@ -107,7 +107,7 @@ class TrainingHistory:
     left_gathered: list[tuple[str, str]] = field(default_factory=list)
     """Units that were sharded before an event and not after it: the action, and the unit."""
     drawn_by: list[str] = field(default_factory=list)
-    """Events that have changed the state of torch's random numbers, other than forwards in training mode."""
+    """Events, and "wrapping", that changed the state of random numbers; forwards in training mode may do so."""
     optimizer_state: dict[str, Tensors] = field(default_factory=dict)
     """Of a reference after the last step: parameter to name of the state to value."""
     collectives: list[CollectiveRecord] = field(default_factory=list)

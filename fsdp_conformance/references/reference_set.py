@@ -208,7 +208,7 @@ class References:
                 roundings=roundings,
                 scales=[scales[name] for name in names],
                 model_scale=max(scales.values(), default=0.0),
-                floor=self._floor(),
+                floors=[self._floor_of(kind, step, name) for name in names],
             )
             bounds |= zip(names, calibrated, strict=True)
         return bounds
@@ -247,6 +247,18 @@ class References:
                 scales[name] = max(scales.get(name, 0.0), size)
             so_far.append(scales)
         return so_far[step]
+
+    def _floor_of(self, kind: Kind, step: int, name: str) -> float:
+        """The smallest relative bound: of a parameter, that of the gradients of which it has become what it is."""
+        floor = self._floor()
+        if kind is Kind.PARAMETER:
+            seen = Kind.CLIPPED if values(self.expected, Kind.CLIPPED, step) else Kind.GRADIENT
+            for earlier in range(step + 1):
+                has = isinstance(values(self.expected, seen, earlier).get(name), Tensor)
+                bound = self.bound(seen, earlier, name) if has else BITWISE
+                if not bound.bitwise and not bound.vanishing and not bound.inconclusive:
+                    floor = max(floor, bound.relative)
+        return floor
 
     def _floor(self) -> float:
         dims = [dim for param in self.expected.initial_params.values() for dim in param.shape]

@@ -17,7 +17,9 @@ order grows as sqrt(n) * eps / 2; a backward pass is a chain of a few such sums.
 micro-batches times the largest dim of any parameter. For 4 ranks and a dim of 45: 4 * 1.2e-7 * 13 = 6.4e-6.
 
 `rounding` is that of the parameter itself, because every update ends with one: half an ulp of the parameter per step
-is subtracted from the noise, and a whole ulp is allowed. It matters if updates are small, as under clipping.
+is subtracted from the noise, and a whole ulp is allowed. It matters if updates are small, as under clipping. Then most
+noise of the update is lost in the subtraction, so a parameter's floor is at least the relative bound of the gradient
+that the optimizer saw.
 
 CEILING = 5e-4, a third of the weakest fault. A larger bound could hide a fault, so the comparison is INCONCLUSIVE.
 For parameters the last step decides: an earlier fault is still visible in it, and the scale has grown.
@@ -81,7 +83,7 @@ class Bound:
             return "bitwise"
         if self.vanishing:
             return f"{self.relative * self.scale:.2g} absolute: the tensor is zero but for rounding"
-        source = "16 x noise of the references" if self.relative > self.floor else "4 eps sqrt(terms)"
+        source = "16 x noise of the references" if self.relative > self.floor else "that of sums, or of the gradient"
         rounding = f" + {self.rounding:.2g} for rounding" if self.rounding else ""
         return f"{self.relative:.2g}{rounding} of the scale {self.scale:.3g} ({source}, noise {self.noise:.2g})"
 
@@ -119,7 +121,7 @@ def calibrate(
     roundings: int = 0,
     scales: Sequence[float] | None = None,
     model_scale: float = 0.0,
-    floor: float,
+    floors: Sequence[float],
 ) -> list[Bound]:
     """
     The bounds for tensors whose float64 values are `expected`. `samples` has the values of each float32 reference.
@@ -131,7 +133,7 @@ def calibrate(
     A tensor that is expected not to change (scale 0) is allowed no rounding. Each bound depends on its own tensor
     alone; all are computed together because a few calls are faster than a dozen for each. Changes are measured from
     `bases`; `roundings` is how often a value was rounded since. `scales` replace the tensors' own, and `model_scale` is
-    the largest scale of any tensor of the kind at the step.
+    the largest scale of any tensor of the kind at the step. `floors` has the smallest relative bound of each.
     """
     segments = Segments.of(expected)
     expected_E = segments.join(expected)  # E: the elements of all tensors
@@ -142,7 +144,9 @@ def calibrate(
     noise_E = torch.stack(distances).amax(0) if distances else torch.zeros_like(expected_E)
     noise_E = (noise_E - rounding_E / 2).clamp_min(0)
     noises = _noises(segments, scales, noise_E, rounding_E)
-    bounds = [bound_of(noise, model_scale=model_scale, floor=floor) for noise in noises]
+    bounds = [
+        bound_of(noise, model_scale=model_scale, floor=floor) for noise, floor in zip(noises, floors, strict=True)
+    ]
     limit_E = torch.maximum(segments.spread([bound.relative * bound.scale for bound in bounds]), NOISE_FACTOR * noise_E)
     may_round_E = segments.spread([bound.scale for bound in bounds]) != 0
     limit_E = torch.where(may_round_E, limit_E + rounding_E, limit_E)

@@ -97,6 +97,13 @@ class TorchFSDP2(TorchCheckpoints):
         {"ignored": "a trained module", "clipping by the user": "values"},
         # ci/findings/torch-fsdp2/reentrant_checkpoint_called_twice.py
         {"use": "one twice", "checkpointing": "reentrant"},
+        # ci/findings/torch-fsdp2/write_after_an_evaluation.py
+        {"evaluation": "before steps", "written by the user": "parameters in place"},
+        # ci/findings/torch-fsdp2/unit_called_twice_when_deferred.py
+        *(
+            {"use": "one twice", "accumulation": deferred}
+            for deferred in ("two, first deferred", "three, two deferred", "three, middle deferred", "kept gathered")
+        ),
     )
 
     @classmethod

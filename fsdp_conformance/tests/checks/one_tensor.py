@@ -16,6 +16,7 @@ def calibrate_one(
     *,
     base: Tensor | None = None,
     scale: float | None = None,
+    floor: float,
     **options: Any,
 ) -> Bound:
     """The bound that `calibrate` returns for a single tensor."""
@@ -24,6 +25,7 @@ def calibrate_one(
         [[sample] for sample in samples],
         bases=None if base is None else [base],
         scales=None if scale is None else [scale],
+        floors=[floor],
         **options,
     )
     return bound

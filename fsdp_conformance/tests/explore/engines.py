@@ -691,3 +691,15 @@ class ClipsTheFirstModel(TorchFSDP2):
         if self._first.get(dist.get_rank()) is self:
             del self._first[dist.get_rank()]
         super().close()
+
+
+class SeedsWhenWrapping(TorchFSDP2):
+    """Wrapping for training with dropout sets the random numbers back to their seed."""
+
+    name: ClassVar[str] = "seeds-when-wrapping"
+
+    def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+        if any(getattr(getattr(module, "drawn", None), "dropout", False) for module in model.modules()):
+            torch.manual_seed(torch.initial_seed())
+        return wrapped

@@ -168,6 +168,7 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
         ("DrawsInForward", "dropout", "in each block", "R189"),
         ("SavingDraws", "checkpoints", "saved", "R189"),
         ("ReducesInBfloat16", "precision", "bfloat16, reduced in float32", "R084"),
+        ("SeedsWhenWrapping", "dropout", "in each block", "R189"),
         ("ConvertsToTheFirstDtype", "dtypes", "one for each unit", "R001"),
         ("CopiesInputs", "inputs", "filled by units", "R157"),
         ("KeepsEvaluations", "evaluation", "before steps", "R039"),

@@ -341,3 +341,16 @@ def test_dtype_of_the_expected_history() -> None:
     assert history.steps[0].buffers["blocks.0.samples_seen"].dtype is torch.int64
     assert history.steps[0].losses[0].dtype is torch.float64
     assert isinstance(workload_by_name("batch-norm").build(0), nn.Module)
+
+
+def test_a_parameter_may_be_as_wrong_as_the_gradient_that_it_was_stepped_with() -> None:
+    """Clipped updates are small beside the rounding of parameters, so their own noise says little."""
+    refs = references_of(models.nested(), Regime(max_norm=1e-4, steps=3), rank=0, world_size=2)
+    step = 2
+    for name, value in refs.expected.steps[step].params.items():
+        parameter = refs.bound(Kind.PARAMETER, step, name)
+        clipped = [refs.bound(Kind.CLIPPED, earlier, name).relative for earlier in range(step + 1)]
+        assert parameter.relative >= max(clipped), name
+        assert parameter.limit is not None
+        assert bool((parameter.limit >= max(clipped) * parameter.scale).all()), name
+        assert parameter.limit.shape in ((), value.shape)

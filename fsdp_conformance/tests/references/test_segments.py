@@ -78,7 +78,7 @@ def test_a_bound_depends_on_its_own_tensor_alone(noise: float, with_bases: bool)
     noisy[1][3][1:].zero_()
     samples = [[value + off for value, off in zip(expected, sample, strict=True)] for sample in noisy]
     bases = [value - off for value, off in zip(expected, _tensors(6, 1e-3), strict=True)] if with_bases else None
-    together = calibrate(expected, samples, bases=bases, roundings=2, model_scale=1.0, floor=1e-6)
+    together = calibrate(expected, samples, bases=bases, roundings=2, model_scale=1.0, floors=[1e-6] * 6)
     for index, bound in enumerate(together):
         alone = calibrate_one(
             expected[index],

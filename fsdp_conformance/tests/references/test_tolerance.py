@@ -203,7 +203,7 @@ def test_bounds_explain_themselves() -> None:
         "1.6e-05 of the scale 4 (16 x noise of the references, noise 1e-06)"
     )
     assert calibrate_one(_EXPECTED, [_off(0, 0, 0, 0)], floor=1e-6).text() == (
-        "1e-06 of the scale 4 (4 eps sqrt(terms), noise 0)"
+        "1e-06 of the scale 4 (that of sums, or of the gradient, noise 0)"
     )
 
 
