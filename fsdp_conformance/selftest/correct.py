@@ -26,6 +26,7 @@ DEFECTS_OF_FSDP2 = (
     "R135/called-twice-reentrant-*",
     "R136/recomputation-is-interrupted-exception-*",
     "R140/made-after-a-forward-*",
+    "R143/between-forward-and-backward-write-*",
     "R144/before-the-first-step-*",
     "R145/order-differs-between-ranks-*",
     "R145/state-that-one-rank-lacks-*",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdp_conformance import contract
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.report.explanation import explain
@@ -9,13 +11,17 @@ from fsdp_conformance.report.run_content import RunFile
 from fsdp_conformance.scenarios import rows
 
 
+def _header(capabilities: list[str]) -> dict[str, Any]:
+    return {"implementation": {"capabilities": capabilities, "avoids": []}}
+
+
 def test_what_a_row_combines() -> None:
     """All its values; with a run, also those that are left of them for its engine."""
     profile, known = load_profile("core-2026.11"), contract.load()
     case = next(entry.id for entry in profile.entries if rows.number_of(entry.id) == 3)
     row = rows.pairs()[2]
-    header = {"implementation": {"capabilities": sorted(row.needs), "avoids": []}}
-    plain = {"implementation": {"capabilities": [], "avoids": []}}
+    header = _header(sorted(row.needs))
+    plain = _header([])
 
     def lines(run: RunFile | None) -> dict[str, str]:
         text = explain(case, known, profile, run, width=10_000)
