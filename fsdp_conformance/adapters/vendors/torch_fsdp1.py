@@ -101,6 +101,11 @@ class TorchFSDP1(TorchCheckpoints):
         *TorchCheckpoints.avoids,
         # Shard groups of one rank are not reduced: ci/findings/torch-fsdp1/hybrid_with_shard_groups_of_one.py.
         {"sharding": "hybrid, shards of one"},
+        # ci/findings/torch-fsdp1/clip_with_a_double_unit.py
+        *(
+            {"dtypes": "one for each unit", "clipping": clipping}
+            for clipping in ("2-norm", "1-norm", "largest element", "never reached")
+        ),
         # ci/findings/torch-fsdp1/noncontiguous_parameter_unsharded.py; the state of its optimizer is permuted, too.
         {"other shapes": "not contiguous"},
         # One unit has parameters of one dtype.
