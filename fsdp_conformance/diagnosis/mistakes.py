@@ -597,10 +597,9 @@ def _of_rank(rank: int, key: BatchKey) -> BatchKey:
 
 def _params_before(references: References, step: int) -> Tensors:
     """The parameters that the forward of a step sees, with what the user has written since the last one."""
-    factors = {name: references.regime.written(step, Moment.STEP, name) for name in _params_left(references, step)}
     # Without a product where nothing was written: integers stay integers.
     return {
-        name: value if factors[name] == 1 else value * factors[name]
+        name: value if (factor := references.regime.written(step, Moment.STEP, name)) == 1 else value * factor
         for name, value in _params_left(references, step).items()
     }
 

@@ -238,9 +238,10 @@ class Recorder:
             changed = [name for name, kept, copied in self._kept if not same_tensors(kept, copied)]
             self.history.changed_outputs += changed
             self._kept = []
-            gc.collect()
-            held = [name for name, tensor in self._returned if tensor() is not None and not self._is_latest(name)]
-            self.history.held_outputs += dict.fromkeys(held)
+            if self._returned:
+                gc.collect()
+                held = [name for name, tensor in self._returned if tensor() is not None and not self._is_latest(name)]
+                self.history.held_outputs += dict.fromkeys(held)
         self.history.final_requires_grad = self._requires_grad()
         with context.working(Part.SUITE):
             self.history.full_bytes = self._unsharded_bytes()

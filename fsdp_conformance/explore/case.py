@@ -35,7 +35,7 @@ from fsdp_conformance.driver.further_step import further_step
 from fsdp_conformance.driver.session import Steps
 from fsdp_conformance.driver.task import World
 from fsdp_conformance.errors import SuiteError, Unsupported
-from fsdp_conformance.explore.example import Example, Initial, asks, shard_group_size, uses_all
+from fsdp_conformance.explore.example import Example, Initial, asks, shard_group_size, trains_all, uses_all
 from fsdp_conformance.explore.needs import needs_of
 from fsdp_conformance.explore.references import Prepared, Trained, shared, untrained
 from fsdp_conformance.fixtures.drawn import DrawnModel
@@ -417,8 +417,9 @@ class ScenarioCase(ConformanceTestCase):
         """Check that backward gathers over the smaller group of the plan, where all units are gathered in backward."""
         size = plan.reshard_after_forward
         between = any(event.moment is Moment.LOSS for event in example.regime.events)
-        trains_all = uses_all(example) and not any(map(example.model.is_frozen, example.model.shapes()))
-        is_known = trains_all and not example.regime.frozen_at and plan.auto_wrap is None and plan.param_dtype is None
+        is_known = (
+            trains_all(example) and not example.regime.frozen_at and plan.auto_wrap is None and plan.param_dtype is None
+        )
         if type(size) is int and is_known and not between and not plan.persist_numel:
             self.check(groups.reshard_group_used(run, workload, plan, requirement="R005"))
 
@@ -456,8 +457,7 @@ class ScenarioCase(ConformanceTestCase):
         regime, model = example.regime, example.model
         # Then some parameters have no gradients, and so no state: the bytes held say less.
         lacks_state = regime.frozen_at or regime.happens(Action.DROP, Action.SKIP, Action.LOAD, Action.LOAD_OPTIMIZER)
-        trains_all = uses_all(example) and not any(map(model.is_frozen, model.shapes()))
-        if lacks_state or not trains_all or plan.sharding is Sharding.NONE or plan.persist_numel:
+        if lacks_state or not trains_all(example) or plan.sharding is Sharding.NONE or plan.persist_numel:
             return
         # After a forward that no backward follows, units may wait for one. Which units a policy has chosen, only the
         # engine knows.

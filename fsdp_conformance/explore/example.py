@@ -108,6 +108,11 @@ def uses_all(example: Example) -> bool:
     )
 
 
+def trains_all(example: Example) -> bool:
+    """True if, moreover, none of them is frozen from the beginning."""
+    return uses_all(example) and not any(map(example.model.is_frozen, example.model.shapes()))
+
+
 def _mixes_frozen(example: Example) -> bool:
     """True if a unit has both frozen and trainable parameters."""
     ignored = tuple(f"{module}." for module in example.model.ignored())

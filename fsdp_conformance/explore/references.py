@@ -29,7 +29,7 @@ from fsdp_conformance.explore.own_model import OwnModel
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.references.exactness import demands_bitwise, values
 from fsdp_conformance.references.packed_history import packed, unpacked
-from fsdp_conformance.references.reference_set import EXPECTED, Kind, References
+from fsdp_conformance.references.reference_set import EXPECTED, Kind, References, dtypes_of
 from fsdp_conformance.references.reference_set import values as values_of
 from fsdp_conformance.references.rounding import rounding_histories
 from fsdp_conformance.references.single_process import Order, single_process_histories
@@ -60,8 +60,6 @@ class Prepared:
     def of_rank(self, rank: int) -> References:
         """The references as a rank uses them."""
         model = self.workload.build(rank)
-        # With every name of a tied parameter: a state dict has them all.
-        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         return References(
             workload=self.workload,
             regime=self.regime,
@@ -70,7 +68,7 @@ class Prepared:
             histories=self.histories[rank],
             exact=self.exact or self.rounds,
             rounds=self.rounds,
-            dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+            dtypes=dtypes_of(model),
             local=local_names(self.workload, dict(model.named_parameters())),
         )
 

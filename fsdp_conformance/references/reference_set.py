@@ -11,14 +11,14 @@ float32 references from the float64 one are the noise that `tolerance` derives i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_conformance.errors import ReferencesDisagree, SuiteError
 from fsdp_conformance.history.training import Gradients, Tensors, TrainingHistory
@@ -134,13 +134,16 @@ class References:
 
     def bound(self, kind: Kind, step: int, name: str) -> Bound:
         """How far a value may differ from the expected one."""
-        key = (Kind(kind), step)
-        if key not in self._bounds:
-            self._bounds[key] = self._calibrated(*key)
-        bound = self._bounds[key].get(name)
+        bound = self._bounds_of(Kind(kind), step).get(name)
         if bound is None:
             raise SuiteError(f"no bound for {kind} {name!r} at step {step}: no reference has such a tensor")
         return bound
+
+    def _bounds_of(self, kind: Kind, step: int) -> dict[str, Bound | None]:
+        """The bounds of every tensor of a kind at a step."""
+        if (kind, step) not in self._bounds:
+            self._bounds[kind, step] = self._calibrated(kind, step)
+        return self._bounds[kind, step]
 
     def agree(self) -> None:
         """
@@ -191,7 +194,7 @@ class References:
             return dict.fromkeys(expected, BITWISE)
         samples = [values(sample, kind, step) for sample in self.samples]
         bases, roundings = self._roundings(kind, step)
-        scales = self._scales(kind, step)
+        scales, floors = self._scales(kind, step), self._floors(kind, step, expected)
         bounds: dict[str, Bound | None] = {}
         # Tensors that the same references have are calibrated together: there are many, and most are small.
         groups: dict[tuple[bool, ...], list[str]] = {}
@@ -208,7 +211,7 @@ class References:
                 roundings=roundings,
                 scales=[scales[name] for name in names],
                 model_scale=max(scales.values(), default=0.0),
-                floors=[self._floor_of(kind, step, name) for name in names],
+                floors=[floors[name] for name in names],
             )
             bounds |= zip(names, calibrated, strict=True)
         return bounds
@@ -248,17 +251,20 @@ class References:
             so_far.append(scales)
         return so_far[step]
 
-    def _floor_of(self, kind: Kind, step: int, name: str) -> float:
-        """The smallest relative bound: of a parameter, that of the gradients of which it has become what it is."""
-        floor = self._floor()
+    def _floors(self, kind: Kind, step: int, names: Iterable[str]) -> dict[str, float]:
+        """The smallest relative bounds: of a parameter, that of the gradients of which it has become what it is."""
+        floors = dict.fromkeys(names, self._floor())
         if kind is Kind.PARAMETER:
             seen = Kind.CLIPPED if values(self.expected, Kind.CLIPPED, step) else Kind.GRADIENT
             for earlier in range(step + 1):
-                has = isinstance(values(self.expected, seen, earlier).get(name), Tensor)
-                bound = self.bound(seen, earlier, name) if has else BITWISE
-                if not bound.bitwise and not bound.vanishing and not bound.inconclusive:
-                    floor = max(floor, bound.relative)
-        return floor
+                for name, bound in self._bounds_of(seen, earlier).items():
+                    if (
+                        bound is not None
+                        and name in floors
+                        and not (bound.bitwise or bound.vanishing or bound.inconclusive)
+                    ):
+                        floors[name] = max(floors[name], bound.relative)
+        return floors
 
     def _floor(self) -> float:
         dims = [dim for param in self.expected.initial_params.values() for dim in param.shape]
@@ -310,6 +316,12 @@ def train_references(
     return from_histories(workload, regime, rank=rank, world_size=world_size, histories=histories, absent=absent)
 
 
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """By name: of parameters, with every name of a tied one, because a state dict has them all, and of buffers."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    return {name: tensor.dtype for name, tensor in tensors}
+
+
 def from_histories(
     workload: Workload,
     regime: Regime,
@@ -337,8 +349,6 @@ def from_histories(
             f"got {sorted(histories)}, absent {sorted(absent)}, of another run {strangers} [{workload.name}]"
         )
     model = workload.build(rank)
-    # With every name of a tied parameter: a state dict has them all.
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return References(
         workload=workload,
         regime=regime,
@@ -347,7 +357,7 @@ def from_histories(
         histories=histories,
         absent=absent,
         exact=demands_bitwise(workload, regime, world_size),
-        dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+        dtypes=dtypes_of(model),
         local=local_names(workload, dict(model.named_parameters())),
     )
 
