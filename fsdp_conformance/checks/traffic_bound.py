@@ -118,21 +118,18 @@ def at_most(
             )  # fmt: skip
         if counts:
             by_passes = [call for call in gathered if call.phase != "step"]
-            most_gathers = passes * _collectives(units) + bool(needed.evaluations)
-            most_reductions = reductions * _collectives(training)
-            again = None
-            if len(scattered) > most_reductions:
-                again = "a unit is reduced more than once for a backward"
-                again += ", or frozen parameters are reduced" if len(training) < len(units) else ""
+            more = "a unit is reduced more than once for a backward"
+            more += ", or frozen parameters are reduced" if len(training) < len(units) else ""
             for op, made, most, likely in (
-                ("all-gathers", by_passes, most_gathers, None),
-                ("reduce-scatters", scattered, most_reductions, again),
+                ("all-gathers", by_passes, passes * _collectives(units) + bool(needed.evaluations), None),
+                ("reduce-scatters", scattered, reductions * _collectives(training), more),
             ):
+                is_more = len(made) > most
                 tally.compare(
-                    len(made) <= most, f"{op} in the step", expected=f"at most {most}", got=str(len(made)),
+                    not is_more, f"{op} in the step", expected=f"at most {most}", got=str(len(made)),
                     details=f"{passes} passes over {len(units)} units, {reductions} reductions of {len(training)}",
-                    elements=max(len(made), 1), step=step, call=sites(made) if len(made) > most else None,
-                    likely=likely,
+                    elements=max(len(made), 1), step=step, call=sites(made) if is_more else None,
+                    likely=likely if is_more else None,
                 )  # fmt: skip
     return tally.result()
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_conformance.diagnosis.headline import PROVEN
+from fsdp_conformance.diagnosis.headline import cause_and_fact
 from fsdp_conformance.references.tolerance import magnitude
 
 #: How close a tensor must be to what a signature predicts, relative to its largest element.
@@ -199,9 +199,8 @@ def _saved(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
         seen, predicted, right = (each[rows] if some else each for each in (got, wide, expected))
         apart = magnitude(predicted - right)
         if apart and magnitude(seen - predicted) <= _CLOSER * apart and _same(seen, predicted):
-            cause, _, fact = phrase.partition(": ")
-            of_rows = _of_rows(evidence, wrong, len(got)) if some else ""
-            fitting.append(_Guess(cause, (fact or PROVEN) + of_rows, got))
+            cause, fact = cause_and_fact(phrase)
+            fitting.append(_Guess(cause, fact + _of_rows(evidence, wrong, len(got)) if some else fact, got))
     if len({guess.cause for guess in fitting if guess.cause in (STALE, LATER)}) < 2:
         yield from _named(fitting)
 
@@ -660,9 +659,8 @@ def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[
         # Low precision rounds differently in every implementation, and a few elements may be close by chance.
         rounded = phrase.startswith(IN_LOW_PRECISION) and got.numel() >= _LEAST_ROUNDED
         if exact or (rounded and _is_like(got, expected, wide)):
-            cause, _, fact = phrase.partition(": ")
-            whole = cause if shard is None else f"in the rows of rank {rank}, {cause}"
-            fitting.append(_Guess(whole, fact or PROVEN, got))
+            cause, fact = cause_and_fact(phrase)
+            fitting.append(_Guess(cause if shard is None else f"in the rows of rank {rank}, {cause}", fact, got))
     factor = _update_factor(evidence, got, expected)
     # Wrong settings scale the update, so the factor is not another cause.
     if fitting and factor is not None and _is_plain(factor, evidence.world_size) and not _of_settings(fitting):

@@ -66,6 +66,12 @@ def causes_in(likely: str | None) -> tuple[str, ...]:
     return tuple(likely.partition(": ")[0].split(", or "))
 
 
+def cause_and_fact(phrase: str) -> tuple[str, str]:
+    """The parts of `cause: fact`. Without a fact, the value is what the cause gives."""
+    cause, _, fact = phrase.partition(": ")
+    return cause, fact or PROVEN
+
+
 def is_explained(finding: Finding) -> bool:
     """True if a finding names a cause which is not a consequence of nearly every other one."""
     return not {*causes_in(finding.likely)} <= {*_WEAK}
