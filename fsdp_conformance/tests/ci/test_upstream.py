@@ -167,6 +167,7 @@ def test_selection(script: dict[str, Any], tests: Path) -> None:
         (["--tests", "x", "--group", "fsdp3"], "--group must be some of"),
         (["--tests", "x", "--subject", "reference", "--group", "c10d"], "is for the group fsdp1"),
         (["--tests", "x", "--jobs", "0"], "--jobs must be a positive number, got 0"),
+        (["--tests", "x", "--resume"], "--resume needs --report DIR"),
     ],
 )
 def test_wrong_usage(script: dict[str, Any], options: list[str], message: str) -> None:
@@ -302,7 +303,7 @@ def test_run(script: dict[str, Any], tests: Path, tmp_path: Path, subject: str) 
 
     assert 0 == script["main"]([*options, "--report", str(tmp_path / "report"), "--limit", "120"])
 
-    (outcome,) = json.loads((tmp_path / "report/tests.json").read_text(encoding="utf-8"))["fsdp1"]
+    (outcome,) = json.loads((tmp_path / "report/tests.json").read_text(encoding="utf-8"))["groups"]["fsdp1"]
     of_subject = {"TestSharding.test_internals"} if subject == "reference" else set()
     assert {"TestSharding.test_fails", *of_subject} == set(outcome["failed"]), outcome
     assert "ValueError: not on the first rank" == outcome["failed"]["TestSharding.test_fails"]
@@ -398,6 +399,48 @@ def test_files_at_a_time(script: dict[str, Any], tests: Path, capsys: pytest.Cap
     assert 0 == script["main"]([*options, "--jobs", "2"])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fsdp/")]
     assert ["| fsdp/test_a.py | 1 |", "| fsdp/test_b.py | 1 |"] == [row[:22] for row in rows[:2]]
+
+
+LEAVES_A_TRACE = """
+import pathlib, pytest
+
+def test_it():
+    with pathlib.Path(r"{trace}").open("a") as trace:
+        trace.write(pathlib.Path(__file__).stem + "\\n")
+{last}
+"""
+
+
+def test_resume(script: dict[str, Any], tests: Path, tmp_path: Path) -> None:
+    """A run goes on where it was: what has ended does not run again, what has not does, and failures are kept."""
+    trace, report = tmp_path / "trace", tmp_path / "report"
+    lasts = {"a": "    assert False, 'as before'", "b": "    import os; os.kill(os.getpid(), 9)", "c": ""}
+    for name, last in lasts.items():
+        text = LEAVES_A_TRACE.format(trace=trace, last=last)
+        (tests / f"fsdp/test_{name}.py").write_text(text, encoding="utf-8")
+    options = ["--tests", str(tests), "--group", "fsdp1", "--ranks", "cpu", "--report", str(report)]
+    assert 1 == script["main"]([*options, "--file", "fsdp/test_[ab].py"])
+    (tests / "fsdp/test_b.py").write_text(LEAVES_A_TRACE.format(trace=trace, last=""), encoding="utf-8")
+
+    assert 0 == script["main"]([*options, "--resume"])
+
+    assert ["test_a", "test_b", "test_b", "test_c"] == trace.read_text(encoding="utf-8").split()
+    content = json.loads((report / "tests.json").read_text(encoding="utf-8"))
+    assert [1, 0, 0] == [len(each["failed"]) for each in content["groups"]["fsdp1"]]
+    assert "as before" in (report / "table.md").read_text(encoding="utf-8")
+
+
+def test_resume_refuses_what_it_cannot_continue(script: dict[str, Any], tmp_path: Path) -> None:
+    """A run under other conditions, and files that no run has written."""
+    script["keep"](tmp_path, {"torch": "2.6.0", "ranks": "cpu"}, {})
+    with pytest.raises(UsageError, match=r"is from a run with torch '2\.6\.0' \(now '2\.13\.0'\); start over"):
+        script["resumed"](tmp_path, {"torch": "2.13.0", "ranks": "cpu"})
+    for text in ("{", "[]", '{"conditions": {}}', '{"conditions": {}, "groups": {"ddp": [{"name": 1}]}}', "null"):
+        (tmp_path / "tests.json").write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match="must be what an interrupted run kept"):
+            script["resumed"](tmp_path, {})
+    with pytest.raises(UsageError, match="must be what an interrupted run kept"):
+        script["resumed"](tmp_path / "nowhere", {})
 
 
 def test_left_out(script: dict[str, Any], tests: Path, tmp_path: Path) -> None:
