@@ -67,6 +67,7 @@ from fsdp_conformance.harness.observations import (
     ObservationReader,
     ObservationsEnded,
     decisions_directory,
+    note_ended,
 )
 from fsdp_conformance.harness.order import CaseOrder, FirstGroup, Refereed, Role
 from fsdp_conformance.harness.rank_startup import make_first_group
@@ -367,6 +368,11 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
             self._observations.finish()
         elif self.role is Role.REFEREE:
             self._replay.finish()
+
+    def leave_body(self) -> None:
+        if self.role is Role.REFEREE:
+            # A rank that waits for a decision of a referee that has failed must not wait until its deadline.
+            note_ended(decisions_directory(self._refereed.directory), self.rank)
 
     @cached_property
     def checks(self) -> CaseChecks:

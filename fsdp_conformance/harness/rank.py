@@ -57,6 +57,8 @@ class RankCase(Protocol):
 
     def finish_body(self) -> None: ...
 
+    def leave_body(self) -> None: ...
+
     def describe_error(self, error: BaseException) -> RankError: ...
 
 
@@ -140,6 +142,7 @@ class RankRun:
             # Before the report: peers may still wait for this rank, but it does not count as failed.
             self.examine(error)
             code = ERROR_EXIT_CODE
+        case.leave_body()
         self.report.seconds["body"] = time.monotonic() - began
         self.speak()
         self.wait_for_goodbye()

@@ -260,6 +260,9 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     def finish_body(self) -> None:
         """Runs in a rank after a test method that has returned."""
 
+    def leave_body(self) -> None:
+        """Runs in a rank when its test method has ended, in whatever way, before it reports."""
+
     def shutdown_rank(self) -> None:
         """Runs in a rank after the goodbye, when no peer communicates any more."""
         if self.destroy_pg_upon_exit:

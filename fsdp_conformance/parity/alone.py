@@ -27,6 +27,7 @@ def suspicions(run: Run) -> Iterator[Finding]:
     yield from _unknown(run)
     yield from _evaluation(run)
     yield from _unreduced(run)
+    yield from _summed(run)
     yield from _unequal_means(run)
     yield from _clipped_before_unscaled(run)
     yield from _different_replicas(run)
@@ -146,6 +147,23 @@ def _unreduced(run: Run) -> Iterator[Finding]:
                 step=step.number,
                 likely="`no_sync`, or `set_requires_gradient_sync(False)`, covers the wrong backward",
                 line=step.backwards[0][-1].line,
+            )
+            return
+
+
+def _summed(run: Run) -> Iterator[Finding]:
+    """The script asks for a sum over ranks in place of an average, and a reference made of it does so as well."""
+    for event in run.recording.ranks[0].events:
+        if isinstance(event, Mark) and event.kind == "divide factor" and run.world_size > 1:
+            if float(event.detail) != 1.0:
+                continue
+            yield _suspicion(
+                "The gradients of the ranks are summed, not averaged",
+                step=event.step,
+                first="the divide factor is set to 1",
+                likely=f"the gradients are {run.world_size} times as large as in one process, unless the loss is "
+                "divided by a number that counts all ranks, such as the tokens of the whole batch",
+                line=event.line,
             )
             return
 

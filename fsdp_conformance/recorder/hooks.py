@@ -25,6 +25,9 @@ from fsdp_conformance.simulator.replacements import Replacements
 
 __all__ = ["Hooks"]
 
+#: The methods of FSDP2's modules that set what sums of gradients are divided by. Torch 2.6 has only the second one.
+DIVIDES = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
+
 #: The observer of this process: hooks of modules, which are copied and saved with them, find it here.
 _current: Observer | None = None
 
@@ -187,6 +190,14 @@ class Hooks:
 
             return wrapped
 
+        def set_divide_factor(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapped(module: Any, factor: float) -> Any:
+                self._observer.mark("divide factor", str(float(factor)))
+                return original(module, factor)
+
+            return wrapped
+
         def clip_grad_norm_(original: Any) -> Any:
             @functools.wraps(original)
             def wrapped(module: Any, max_norm: float, norm_type: float = 2.0) -> Any:
@@ -211,6 +222,9 @@ class Hooks:
 
         self._replace(fsdp, "fully_shard", fully_shard)
         self._replace(fsdp.FSDPModule, "set_requires_gradient_sync", set_requires_gradient_sync)
+        # In newer releases the second one calls the first.
+        divides = next(name for name in DIVIDES if hasattr(fsdp.FSDPModule, name))
+        self._replace(fsdp.FSDPModule, divides, set_divide_factor)
         self._replace(fsdp.FullyShardedDataParallel, "clip_grad_norm_", clip_grad_norm_)
         self._replace(fsdp.FullyShardedDataParallel, "__init__", init)
 

@@ -507,7 +507,8 @@ class Observer:
     def mark(self, kind: Any, detail: str = "") -> None:
         """Something else has happened that matters for the comparison."""
         event = Mark(step=self._step, kind=kind, line=script_line(), detail=detail)
-        if self._writer.has_begun:
+        # A model is told how to reduce before it trains; a load before training is part of the initial values.
+        if self._writer.has_begun or kind == "divide factor":
             self._later(lambda: event)
 
     def leave(self) -> None:

@@ -224,9 +224,10 @@ class Mark:
     """Something else that matters for the comparison."""
 
     step: int
-    kind: Literal["save", "load", "unscale", "no optimizer", "note", "forward", "left"]
+    kind: Literal["save", "load", "unscale", "no optimizer", "note", "forward", "left", "divide factor"]
     """A forward is marked when it begins: a rank that fails in it has not recorded it otherwise. A rank that has left
-    has destroyed its process group."""
+    has destroyed its process group. A divide factor, the `detail`, is what sums of gradients are divided by from now
+    on."""
     line: str
     detail: str = ""
 

@@ -86,6 +86,9 @@ class ScriptRank:
     def finish_body(self) -> None:
         """A script has no referee to be told."""
 
+    def leave_body(self) -> None:
+        """Nor when it has failed."""
+
     def run_script(self) -> None:
         """Run the script; the observations go into the report, however it ends."""
         if self._observer is None:

@@ -11,12 +11,15 @@ from fsdp_conformance import run_settings
 from fsdp_conformance.cases import controller
 from fsdp_conformance.cases.base import ConformanceTestCase
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS
+from fsdp_conformance.explore import case as explore_case
 from fsdp_conformance.harness.order import Role
 from fsdp_conformance.harness.processes import forkserver
 from fsdp_conformance.outcome.records import REFERENCES
 from fsdp_conformance.run_settings import RunSettings
+from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.selftest import bound_case, bound_cases, run_case
 from fsdp_conformance.tests.cases import cheating_engines
+from fsdp_conformance.tests.cases.undecided import Undecided
 from fsdp_conformance.verdict import Verdict
 
 pytestmark = pytest.mark.slow
@@ -204,3 +207,12 @@ def test_a_referee_cannot_touch_the_files_of_ranks(role: Role, *, sees: bool, tm
     directory = ConformanceTestCase.shared_directory(case)  # type: ignore[arg-type]
 
     assert directory.is_dir() == sees
+
+
+def test_ranks_do_not_wait_for_a_referee_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it cannot decide is an error of the suite at once: the ranks of this case would wait for two hours."""
+    monkeypatch.setattr(explore_case, "DrawnCase", Undecided)
+
+    record = explore_case.run_on(Scenario.of({}), "reference", base=replace(BASE, ranks="simulated"))
+
+    assert (Verdict.ERROR_SUITE, True) == (record.verdict, "the mantissa is used up" in record.reason), record.reason

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from fsdp_conformance.parity.alone import suspicions
 from fsdp_conformance.parity.finding import Finding
 from fsdp_conformance.parity.runs import Run
+from fsdp_conformance.recorder.hooks import DIVIDES
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.tests.parity.trainings import as_rank
@@ -70,6 +73,25 @@ def test_means_over_uneven_batches_are_suspicious(tmp_path: Path) -> None:
 )
 def test_means_that_weigh_each_token_equally_are_not(ignored: int, loss: Loss, tmp_path: Path) -> None:
     assert found(tmp_path, ignored=ignored, loss=loss) == []
+
+
+@pytest.mark.parametrize("factor", [1, 1.0, 2])
+def test_sums_over_ranks_are_suspicious(factor: float, tmp_path: Path) -> None:
+    """A divide factor of 1 is set before training; a reference made of the same script sums as well."""
+    for rank in range(2):
+        with as_rank(rank, 2), recording(tmp_path):
+            model = nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            unit = SimpleNamespace(
+                _get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=(), _fsdp_param_group=None)
+            )
+            next(getattr(FSDPModule, name) for name in DIVIDES if hasattr(FSDPModule, name))(unit, factor)
+            model(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+
+    findings = [each for each in suspicions(Run(files.read(tmp_path))) if "summed" in each.title]
+
+    assert [Path(each.line.partition(":")[0]).name for each in findings] == (["test_alone.py"] if factor == 1 else [])
 
 
 def test_clipping_what_is_still_scaled_is_suspicious(tmp_path: Path) -> None:
