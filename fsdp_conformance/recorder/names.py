@@ -1,11 +1,12 @@
-"""Parameters and buffers by the names that the unwrapped model gives them."""
+"""Parameters and buffers by the names that the unwrapped model gives them; arguments and outputs by their places."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 #: Classes of modules that wrap another one, and the attribute that has it, which is no part of a name.
 WRAPPERS = {
@@ -91,3 +92,24 @@ class Roots:
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     yield f"{name}.{key}".removeprefix("."), buffer
+
+
+def named_leaves(value: object) -> Iterator[tuple[str, object]]:
+    """What a structure of arguments or outputs holds, each with its place: "[0]", "['labels']"."""
+    try:
+        leaves = pytree.tree_flatten_with_path(value)[0]
+    except ValueError:
+        # A class that was registered without names for what it holds, as Hugging Face's outputs are.
+        pass
+    else:
+        yield from ((pytree.keystr(path), leaf) for path, leaf in leaves)
+        return
+    if isinstance(value, Mapping):
+        children = [(repr(key), child) for key, child in value.items()]
+    elif isinstance(value, list | tuple):
+        children = [(str(index), child) for index, child in enumerate(value)]
+    else:
+        yield from ((f"[{index}]", leaf) for index, leaf in enumerate(pytree.tree_leaves(value)))
+        return
+    for key, child in children:
+        yield from ((f"[{key}]{place}", leaf) for place, leaf in named_leaves(child))

@@ -31,7 +31,7 @@ from fsdp_conformance.recorder.elements import elements_of
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.lines import place_of, script_line, script_lines
-from fsdp_conformance.recorder.names import Roots, unwrapped
+from fsdp_conformance.recorder.names import Roots, named_leaves, unwrapped
 from fsdp_conformance.recorder.random_state import random_states
 from fsdp_conformance.recorder.shards import Shards
 from fsdp_conformance.recorder.traffic import TrafficCount
@@ -630,12 +630,12 @@ def nudge(module: nn.Module, size: float) -> None:
 
 def _named_parts(value: object, samples: OwnSamples | None = None) -> Iterator[tuple[str, list[Part]]]:
     """The tensors inside a value, each with its place: "[0]", "['labels']". With `samples`, only rows of these."""
-    for path, item in pytree.tree_flatten_with_path(value)[0]:
+    for place, item in named_leaves(value):
         leaf = item if samples is None else samples.rows_of(item)
         if isinstance(leaf, Tensor) and not leaf.is_sparse and leaf.layout is torch.strided and not leaf.is_meta:
             part = part_of(leaf)
             if part is not None:
-                yield pytree.keystr(path), [part]
+                yield place, [part]
 
 
 def _defers(root: nn.Module) -> bool:

@@ -103,7 +103,8 @@ def main(arguments: argparse.Namespace) -> int:
         if runs.failure:
             messages.complain(runs.failure)
             # A difference before the failure is what counts.
-            return status if comparison.findings[0].whose is not Whose.RUN else Status.SCRIPT_FAILED
+            is_compared = comparison.findings and comparison.findings[0].whose is not Whose.RUN
+            return status if is_compared else Status.SCRIPT_FAILED
         return status
 
 

@@ -375,6 +375,19 @@ def test_a_run_that_never_trains_differs(tmp_path: Path) -> None:
     assert "again: " not in done.stdout
 
 
+@pytest.mark.nightly
+def test_runs_that_fail_alike_before_they_train_leave_nothing_to_compare(tmp_path: Path) -> None:
+    wrong = CHECKPOINTED.replace("    optimizer.step()", "    raise ValueError('before the first step')")
+    (tmp_path / "train.py").write_text(wrong, encoding="utf-8")
+
+    # The traceback is the script's.
+    done = warm_interpreter.run(words("parity", str(tmp_path / "train.py")), timeout=240)
+
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "NOTHING COMPARED: no step was recorded on every rank" in done.stdout
+    assert "before the first step" in done.stdout
+
+
 HANGING = """
 import time
 import torch

@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.utils import _pytree as pytree
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.recorder import observer as observer_module
 from fsdp_conformance.recorder.hooks import watch_unit
+from fsdp_conformance.recorder.names import named_leaves
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.events import Backward, Clip, Event, Forward, Initial, Mark, Step
@@ -53,6 +56,53 @@ def events(directory: Path) -> tuple[Event, ...]:
 
 def of(kind: type[Any], directory: Path) -> list[Any]:
     return [event for event in events(directory) if isinstance(event, kind)]
+
+
+class Answer(OrderedDict[str, Any]):
+    """As Hugging Face's outputs: registered, but without names for what it holds."""
+
+
+class Pair:
+    """The same, and no mapping."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+
+pytree.register_pytree_node(
+    Answer,
+    lambda answer: (list(answer.values()), list(answer)),
+    lambda items, keys: Answer(zip(keys, items, strict=True)),
+)
+pytree.register_pytree_node(Pair, lambda pair: (list(pair.items), None), lambda items, _: Pair(*items))
+
+
+@pytest.mark.parametrize(
+    ("value", "places"),
+    [
+        ({"a": (1, [2])}, {"['a'][0]": 1, "['a'][1][0]": 2}),
+        (Answer(loss=1, hidden=(2, 3)), {"['loss']": 1, "['hidden'][0]": 2, "['hidden'][1]": 3}),
+        ([Answer(loss=1), {"b": Pair(2, 3)}], {"[0]['loss']": 1, "[1]['b'][0]": 2, "[1]['b'][1]": 3}),
+        (Pair(Answer(loss=1), 2), {"[0]": 1, "[1]": 2}),
+        (1, {"": 1}),
+    ],
+)
+def test_everything_in_an_output_has_a_place(value: object, places: dict[str, int]) -> None:
+    assert dict(named_leaves(value)) == places
+
+
+def test_outputs_of_classes_without_names_are_recorded(tmp_path: Path) -> None:
+    class Answering(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return Answer(loss=super().forward(x).sum())
+
+    with recording(tmp_path):
+        model = Answering(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2))["loss"].backward()
+        optimizer.step()
+
+    assert [set(forward.outputs) for forward in of(Forward, tmp_path)] == [{"['loss']"}]
 
 
 def test_a_recorded_training_computes_the_same_bits(tmp_path: Path) -> None:
