@@ -19,6 +19,9 @@ from fsdp_conformance.status import Status
 #: Commands that have nothing to do but print: to read only the beginning is no mistake.
 _ONLY_PRINT = frozenset({"completion", "explain", "listing", "mutants"})
 
+#: Characters of a path that is too long to be one.
+_SHOWN_OF_A_PATH = 80
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
@@ -55,6 +58,9 @@ def _run(parsed: argparse.Namespace) -> int:
         # Never 0, which would mean that everything has passed.
         return Status.CLOSED_PIPE
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            messages.complain(f"a path is too long: {str(error.filename)[:_SHOWN_OF_A_PATH]!r}...")
+            return Status.USAGE
         if error.errno not in messages.DISK_ERRORS:
             return _own_mistake()
         messages.complain(f"{error.filename or 'a file'} cannot be written: {os.strerror(error.errno or errno.EIO)}")

@@ -19,7 +19,7 @@ _SAME = 1e-3
 
 def suspicions(run: Run) -> Iterator[Finding]:
     """Signs of what may be meant, but is often a mistake."""
-    yield from _different_models(run)
+    yield from different_models(run)
     yield from _same_samples(run)
     yield from _repeated_order(run)
     yield from _untrained(run)
@@ -37,7 +37,7 @@ def _suspicion(title: str, whose: Whose = Whose.SCRIPT, **details: object) -> Fi
     return Finding(title=title, whose=whose, is_certain=False, **details)  # type: ignore[arg-type]
 
 
-def _different_models(run: Run) -> Iterator[Finding]:
+def different_models(run: Run) -> Iterator[Finding]:
     """The ranks had other values when they sharded the model."""
     initial = [
         next((event for event in rank.events if isinstance(event, Initial)), None) for rank in run.recording.ranks
@@ -51,7 +51,7 @@ def _different_models(run: Run) -> Iterator[Finding]:
             first=f"rank {', '.join(map(str, differing))} had other values than rank 0 when the model was sharded",
             likely="each rank has drawn its own initial values, so the model is made of pieces of several: seed all "
             "ranks alike before the model is built, or load one state afterwards",
-            line=_line(run),
+            line=first_line(run),
         )
 
 
@@ -63,7 +63,7 @@ def _same_samples(run: Run) -> Iterator[Finding]:
             Whose.DATA,
             step=0,
             likely="the data is not distributed over the ranks: a DistributedSampler is missing, or gets one rank",
-            line=_line(run),
+            line=first_line(run),
         )
 
 
@@ -78,7 +78,7 @@ def _repeated_order(run: Run) -> Iterator[Finding]:
             step=step,
             likely="the sampler's `set_epoch` is not called, or the data is not shuffled",
             evidence=(f"the order repeats every {period} micro-batches",),
-            line=_line(run),
+            line=first_line(run),
         )
 
 
@@ -244,6 +244,7 @@ def _names(names: tuple[str, ...]) -> str:
     return some([f"'{name}'" for name in names], _SHOWN)
 
 
-def _line(run: Run) -> str:
+def first_line(run: Run) -> str:
+    """Where the script first runs the model to train it."""
     forwards = run.steps[0].training_forwards(0) if run.steps else []
     return forwards[0].line if forwards else ""

@@ -1,5 +1,5 @@
 """
-The cause of gradients that a script changes wrongly between the backward and the optimizer's step.
+The cause of gradients that a script changes wrongly, in hooks or between the backward and the optimizer's step.
 
 A gradient can be compared at both ends, on every rank by itself: a script that takes a norm of its shard alone scales
 the shard of each rank by another factor.
@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fsdp_conformance.parity.noise import EXPLAINED, is_near
-from fsdp_conformance.parity.runs import TrainingStep
+from fsdp_conformance.parity.finding import Whose
+from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
+from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
+from fsdp_conformance.recordings.events import Backward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
 
 
@@ -36,7 +38,50 @@ def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
             f"each rank has scaled its own shard, {shown}, instead of all by {wanted[0]:.3g}: a norm, or another "
             "number of this rank's shard, must be combined over the ranks"
         )
-    return f"they are scaled by {factors[0]:.3g} instead of {wanted[0]:.3g}"
+    scaled = f"they are scaled by {factors[0]:.3g} instead of {wanted[0]:.3g}"
+    if is_loss_scale(factors[0] / wanted[0] if wanted[0] else 0.0):
+        return (
+            f"they are still multiplied by the scale of the loss: call scaler.unscale_(optimizer) before they are "
+            f"clipped or changed; {scaled}"
+        )
+    return scaled
+
+
+def clearing_between(run: Run, number: int) -> Mark | None:
+    """The first call in a step that clears gradients between two of its backwards; None if there is none."""
+    clearing: Mark | None = None
+    has_gradients = False
+    for event in events_by_step(run.recording.ranks[0].events)[number]:
+        if isinstance(event, Backward):
+            if clearing is not None:
+                return clearing
+            has_gradients = True
+        elif isinstance(event, Mark) and event.kind == "clear" and has_gradients:
+            clearing = clearing or event
+    return None
+
+
+def whose_backward(step: TrainingStep, expected: TrainingStep, *, same_script: bool) -> tuple[Whose, str]:
+    """
+    Whose gradients are that differ after the backward for no cause that is known, and the likely cause, if any.
+
+    `same_script`: the reference is the script itself, without its sharding.
+    """
+    mine, theirs = step.steps[0].hooks, expected.steps[0].hooks
+    if theirs and not mine:
+        return Whose.SCRIPT, (
+            f"the hook of {theirs[0]} is on a parameter or module of the reference, and on none here: it was "
+            "registered before the model was sharded, which replaces parameters. Register it afterwards"
+        )
+    if mine and not theirs:
+        return Whose.SCRIPT, f"the hook of {mine[0]} changes gradients, and the reference has none"
+    if mine:
+        return Whose.EITHER, f"the reduction, or the hook of {mine[0]}, which sees this rank's shard of a gradient"
+    if not same_script:
+        return Whose.EITHER, (
+            "the reduction, or what one of the two scripts does in its backward, such as `detach` or a hook"
+        )
+    return Whose.ENGINE, ""
 
 
 def _by_own_norm(step: TrainingStep, limit: float) -> list[float]:

@@ -15,27 +15,30 @@ from typing import Any
 
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
-from fsdp_conformance.parity.changed import why_changed
+from fsdp_conformance.parity.changed import clearing_between, whose_backward, why_changed
 from fsdp_conformance.parity.collectives import other_collectives
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.forwards import first_error, unequal_forwards
-from fsdp_conformance.parity.noise import FACTOR, TENSORS, Noise, Select, eps_of, noise_of, relative
+from fsdp_conformance.parity.models import compare_models, divided_tie, ties_of
+from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of, relative
 from fsdp_conformance.parity.runs import Run, TrainingStep, norm_together, whole_tensors
 from fsdp_conformance.parity.samples import compare_samples
 from fsdp_conformance.parity.vacuous import nothing_to_compare
 from fsdp_conformance.parity.words import (
     both_settings,
     instead,
+    named_with_ties,
     number_of_tensors,
     of_own_optimizer,
     scaled,
     short,
     size_of_difference,
+    why_loss,
     why_scaled,
 )
 from fsdp_conformance.recordings.events import Backward, Forward
 from fsdp_conformance.recordings.files import Recording
-from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product
+from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
 
 #: Settings that a scheduler or a script may leave out of one run, and that change nothing by themselves.
 _IGNORED_SETTINGS = frozenset({"initial_lr", "name", "decoupled_weight_decay", "maximize"})
@@ -133,7 +136,7 @@ class _Comparing:
         # Samples went to other ranks or passes: what one rank computes cannot be compared.
         self.are_aligned = True
         self._random = ""
-        self._tied = {**run.tied, **reference.tied}
+        self._tied = ties_of(run, reference)
         #: Each rank of the reference computed the samples of all of them.
         self._is_whole_batch = reference.sharding == "whole batch"
 
@@ -217,8 +220,7 @@ class _Comparing:
         self._compare_random(step, expected)
         yield from self._other_draws(expected)
         yield from self._incomplete(step)
-        yield from self._initial(step, expected)
-        yield from self._members(step, expected)
+        yield from compare_models(self.run, self.reference, number)
         if self.are_aligned:
             yield from self._outputs(step, expected)
             if not self._is_whole_batch:
@@ -269,26 +271,6 @@ class _Comparing:
                 is_exact=True,
             )
 
-    def _initial(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        values, others = step.initial_values, expected.initial_values
-        for name, wanted in others.values.items():
-            value = values.values.get(name)
-            if value is None or value.equals(wanted):
-                continue
-            shared = [key for key in others.values if key in values.values]
-            differing = [key for key in shared if not values.values[key].equals(others.values[key])]
-            yield Finding(
-                title="The initial values differ",
-                whose=Whose.SCRIPT,
-                step=step.number,
-                first=f"{self._named(name)} · {size_of_difference(value, wanted)}",
-                likely="the generators are seeded differently or draw in another order, as when a sharded model is "
-                "initialised after it was sharded; or the model is loaded from other files",
-                evidence=number_of_tensors(len(differing), len(shared)),
-                line=next((forward.line for forward in step.forwards[0]), ""),
-            )
-            return
-
     def _outputs(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
         for rank in range(min(self.run.world_size, self.reference.world_size)):
             for mine, theirs in zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False):
@@ -308,12 +290,13 @@ class _Comparing:
         for name, value, wanted, bound in self._beyond(f"{kind} {rank} {mine.number}", of, step.number, values, others):
             output = f"output of {name!r}" if name else "output of the model"
             where = f"rank {rank} · micro-batch {mine.number} · {output}"
+            divided = divided_tie(self.run.tied, mine) if step.number else ""
             yield Finding(
                 title="The forward computes something else",
-                whose=self._whose_forward(step),
+                whose=Whose.SCRIPT if divided or mine.dtype != theirs.dtype else self._whose_forward(step),
                 step=step.number,
                 first=f"{where} · {size_of_difference(value, wanted, bound)}",
-                likely=self._why_forward(step, value, wanted),
+                likely=divided or self._why_forward(step, mine, theirs, value, wanted),
                 line=mine.line,
                 evidence=self._still_equal(),
             )
@@ -326,9 +309,11 @@ class _Comparing:
             return Whose.EITHER
         return self._whose()
 
-    def _why_forward(self, step: TrainingStep, value: Whole, wanted: Whole) -> str:
+    def _why_forward(self, step: TrainingStep, mine: Forward, theirs: Forward, value: Whole, wanted: Whole) -> str:
         if self._random:
             return f"random numbers: the generators of {self._random} are in another state, as before dropout"
+        if mine.dtype != theirs.dtype:
+            return f"it runs {_autocast(mine)}, and the reference {_autocast(theirs)}"
         if value.dtype != wanted.dtype:
             return f"it computes in {value.dtype} instead of {wanted.dtype}"
         if self._is_whole_batch:
@@ -353,14 +338,12 @@ class _Comparing:
                 difference = abs(mine.loss - theirs.loss)
                 if difference <= self._loss_tolerance(step, expected, rank, theirs) * abs(theirs.loss):
                     continue
-                factor = mine.loss / theirs.loss if theirs.loss else 0.0
                 yield Finding(
                     title="The loss differs although the outputs agree",
                     whose=Whose.SCRIPT,
                     step=step.number,
                     first=f"rank {rank} · micro-batch {mine.number} · {instead(mine.loss, theirs.loss)}",
-                    likely=f"the loss is scaled by {factor:.4g}: by the number of ranks or micro-batches, a count "
-                    "of tokens, or a gradient scaler",
+                    likely=why_loss(step.backwards, expected.backwards),
                     line=mine.line,
                 )
 
@@ -399,7 +382,7 @@ class _Comparing:
                 evidence=number_of_tensors(len(beyond), len(others)),
                 kind="gradient",
                 tensors=tuple(item[0] for item in beyond),
-                line=next((each.changed for each in step.steps if each.changed), step.backward_line),
+                line=next((each.changed for each in step.steps if each.changed), _after_backward(step)),
             )
             return
         previous = self.reference.steps[step.number - 1] if step.number else None
@@ -414,13 +397,13 @@ class _Comparing:
             eps=self.noise.eps,
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
-        whose = self._whose_gradients(step, expected)
-        if whose is Whose.ENGINE and not likely:
-            # Hooks of the script change gradients too.
-            whose, likely = (
-                Whose.EITHER,
-                "the reduction, or a hook of the script that changes gradients in the backward",
-            )
+        whose, line = self._whose_gradients(step, expected), step.backward_line
+        clearing = clearing_between(self.run, step.number)
+        if clearing is not None and clearing_between(self.reference, step.number) is None:
+            whose, line = Whose.SCRIPT, clearing.line
+            likely = "gradients are cleared between two backwards of the step: what the first one has added is lost"
+        elif whose is Whose.ENGINE and not likely:
+            whose, likely = whose_backward(step, expected, same_script=self.reference.sharding != "kept")
         yield Finding(
             title="The gradients differ",
             whose=whose,
@@ -428,7 +411,7 @@ class _Comparing:
             first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
             likely=likely,
             evidence=(*number_of_tensors(len(beyond), len(others)), *self._still_equal(with_outputs=True)),
-            line=step.backward_line,
+            line=line,
             kind="gradient",
             tensors=tuple(item[0] for item in beyond),
         )
@@ -582,7 +565,12 @@ class _Comparing:
             if moved is None or wanted is None:
                 return ""
             square = inner_product(wanted, wanted)
-            factors.append(inner_product(moved, wanted) / square if square else 0.0)
+            factor = inner_product(moved, wanted) / square if square else 0.0
+            rest = norm_of([a - factor * b for a, b in zip(moved, wanted, strict=True)])
+            if rest > EXPLAINED * math.sqrt(square):
+                # A part of the tensor has another update.
+                return ""
+            factors.append(factor)
         if all(abs(factor) < 1e-6 for factor in factors):
             return "the parameters were not updated"
         are_same = max(factors) - min(factors) < 0.02 * abs(factors[0])
@@ -608,7 +596,12 @@ class _Comparing:
         """The likely cause of another setting."""
         words = difference.split()
         if words[0] == "lr":
-            schedule = [short(rate) for rate in map(_rate_of, self.reference.steps)]
+            rates, schedule = ([short(rate) for rate in map(_rate_of, run.steps)] for run in (self.run, self.reference))
+            if len(rates) > number + 2 and rates[number + 1 :] == schedule[number : len(rates) - 1]:
+                return (
+                    "every rate comes one step late: the script sets it, or steps the scheduler, after the optimizer "
+                    "has stepped, and the reference before"
+                )
             if words[2] in schedule and schedule.index(words[2]) != number:
                 place = schedule.index(words[2])
                 how = "more" if place > number else "less"
@@ -640,40 +633,6 @@ class _Comparing:
         number = findings[0].step if findings else None
         if number is not None and number < self.comparison.steps:
             yield from (finding for finding in self._settings(number) if finding not in findings)
-
-    def _members(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        """Parameters that only one of the optimizers has."""
-        mine, theirs = _names_of(step), _names_of(expected)
-        missing = [name for name in theirs if name not in mine]
-        extra = [name for name in mine if name not in theirs]
-        if not missing and not extra:
-            return
-        unknown = sum(group.unknown for group in step.steps[0].groups)
-        likely = "the script leaves them out where it makes the optimizer, as by a condition on their names or shapes"
-        if extra and not missing:
-            likely = "the script leaves them out in the reference alone, or the model has other parameters there"
-        tied = [(name, first) for name in extra for first, others in self.reference.tied.items() if name in others]
-        if tied:
-            name, first = tied[0]
-            likely = (
-                f"in the reference, '{name}' is tied to '{first}': they are one parameter. Sharding them in different "
-                f"units, or replacing one, breaks the tie: give both modules to one call, fully_shard([a, b])"
-            )
-        if unknown:
-            likely = (
-                f"the optimizer was made before the model was wrapped or moved: {unknown} of its tensors belong to no "
-                "module any more"
-            )
-        yield Finding(
-            title="The optimizer has other parameters",
-            is_exact=True,
-            whose=Whose.SCRIPT,
-            step=step.number,
-            first=f"'{missing[0]}' is missing" if missing else f"'{extra[0]}' should not be there",
-            likely=likely,
-            evidence=(f"{len(missing)} are missing and {len(extra)} are there besides, of {len(theirs)}",),
-            line=step.steps[0].line,
-        )
 
     # --- bounds ------------------------------------------------------------------------------------------------------
 
@@ -714,8 +673,7 @@ class _Comparing:
 
     def _named(self, name: str) -> str:
         """A parameter's name, with those of modules that share it."""
-        others = self._tied.get(name, ())
-        return f"'{name}' (tied to {', '.join(map(repr, others))})" if others else f"'{name}'"
+        return named_with_ties(name, self._tied)
 
     def _whose(self) -> Whose:
         return Whose.SCRIPT if self._random else Whose.ENGINE
@@ -733,13 +691,17 @@ def _units_of(forward: Forward) -> Mapping[str, Fingerprint]:
     return forward.units
 
 
+def _autocast(forward: Forward) -> str:
+    return f"under autocast to {forward.dtype}" if forward.dtype else "without autocast"
+
+
 def _outputs_of(forward: Forward) -> Mapping[str, Fingerprint]:
     return forward.outputs
 
 
-def _names_of(step: TrainingStep) -> dict[str, None]:
-    """The names of the parameters that the optimizer has, in its order."""
-    return dict.fromkeys(name for group in step.steps[0].groups for name in group.parameters)
+def _after_backward(step: TrainingStep) -> str:
+    """The first line after the last backward that is known."""
+    return step.clips[0][0].line if step.clips[0] else step.steps[0].line
 
 
 def _reduced(step: TrainingStep) -> list[bool]:

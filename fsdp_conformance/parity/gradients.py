@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_conformance.parity.noise import EPS, EXPLAINED, SAME, is_near
+from fsdp_conformance.parity.noise import EPS, EXPLAINED, SAME, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import TrainingStep
 from fsdp_conformance.recordings.events import Backward
 from fsdp_conformance.recordings.fingerprint import Whole, inner_product, norm_of
@@ -138,11 +138,9 @@ def _meaning(factor: float, gradients: Gradients) -> str:
         meanings.append("divided by the number of backwards twice")
     if is_near(factor, -1):
         meanings.append("the sign is wrong")
-    exponent = math.log2(factor) if factor > 0 else 0.0
-    if not meanings and exponent >= 4 and is_near(exponent, round(exponent)):
-        meanings.append(
-            f"not unscaled: the factor is 2 to the power of {round(exponent)}, like that of a gradient scaler"
-        )
+    if not meanings and is_loss_scale(factor):
+        power = round(math.log2(factor))
+        meanings.append(f"not unscaled: the factor is 2 to the power of {power}, like that of a gradient scaler")
     return ", or ".join(meanings) or "scaled"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fsdp_conformance.parity.finding import Finding
+from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import TENSORS
 from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.parity.words import instead
@@ -57,6 +57,9 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
     evidence = (*finding.evidence, seen)
     if not likely:
         return replace(finding, evidence=evidence)
-    if finding.likely:
+    if finding.likely and finding.whose is not Whose.EITHER:
         return replace(finding, evidence=(*evidence, f"the elements show: {likely}"))
+    if finding.likely:
+        # What the elements show is known of these gradients; the finding only says what may have changed them.
+        evidence = (*evidence, f"it may be {finding.likely}")
     return replace(finding, likely=likely, evidence=evidence)

@@ -15,6 +15,7 @@ enough for a few steps.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -152,6 +153,12 @@ def _dtypes(run: Run) -> set[str]:
                 dtypes |= {forward.dtype, *(value.dtype for value in values)}
         dtypes |= {value.dtype for value in step.parameters.values.values()}
     return dtypes
+
+
+def is_loss_scale(factor: float) -> bool:
+    """True for a power of two from 16 on, by which only gradient scalers multiply."""
+    exponent = math.log2(factor) if factor > 0 else 0.0
+    return exponent >= 4 and is_near(exponent, round(exponent))
 
 
 def is_near(value: float, other: float) -> bool:

@@ -134,8 +134,6 @@ class Run:
         self.world_size = recording.world_size
         begin = recording.ranks[0].begin
         self.sharding = begin.sharding
-        self.replaced = begin.replaced
-        """How many calls of sharding functions were replaced."""
         self.steps = _steps(recording)
 
     @property
@@ -152,11 +150,20 @@ class Run:
         }
         return {rank: error for rank, error in ends.items() if error}
 
+    @functools.cached_property
+    def initial(self) -> list[Initial]:
+        """What rank 0 knew of modules before it trained them."""
+        return [event for event in self.recording.ranks[0].events if isinstance(event, Initial)]
+
     @property
     def tied(self) -> dict[str, tuple[str, ...]]:
         """The other names of parameters that have several."""
-        initial = [event for event in self.recording.ranks[0].events if isinstance(event, Initial)]
-        return {name: others for event in initial for name, others in event.tied.items()}
+        return {name: others for event in self.initial for name, others in event.tied.items()}
+
+    @property
+    def replaced(self) -> int | None:
+        """How many calls of sharding functions were replaced; None if that was not counted."""
+        return max((event.replaced for event in self.initial if event.replaced is not None), default=None)
 
     @property
     def marks(self) -> list[Mark]:

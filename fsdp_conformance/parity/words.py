@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from fsdp_conformance.parity.noise import relative
+from fsdp_conformance.recordings.events import Backward
 from fsdp_conformance.recordings.fingerprint import Whole
+
+#: Factors between losses that differ by less, relative to the largest, are one factor: losses have rounding errors.
+_SAME_FACTOR = 1e-3
 
 
 def instead(value: float, wanted: float) -> str:
@@ -31,6 +37,35 @@ def scaled(value: Whole, wanted: Whole) -> str:
     """The factor between two tensors; empty if it is 1."""
     factor = f"{value.norm / wanted.norm:.4g}" if wanted.norm else "1"
     return f"scaled by {factor}" if factor != "1" else ""
+
+
+def named_with_ties(name: str, tied: Mapping[str, Sequence[str]]) -> str:
+    """A parameter's name, with those of modules that share it."""
+    others = tied.get(name, ())
+    return f"'{name}' (tied to {', '.join(map(repr, others))})" if others else f"'{name}'"
+
+
+def why_loss(backwards: Sequence[Sequence[Backward]], others: Sequence[Sequence[Backward]]) -> str:
+    """The likely cause of losses, by rank, that are multiples of the expected ones."""
+    factors = [
+        (rank, mine.number, mine.loss / theirs.loss)
+        for rank, pair in enumerate(zip(backwards, others, strict=False))
+        for mine, theirs in zip(*pair, strict=False)
+        if mine.loss is not None and theirs.loss
+    ]
+    if not factors:
+        return ""
+    values = [factor for _, _, factor in factors]
+    if max(values) - min(values) > _SAME_FACTOR * max(map(abs, values)):
+        shown = ", ".join(f"rank {rank} micro-batch {number}: {factor:.4g}" for rank, number, factor in factors[:4])
+        return (
+            f"each batch is scaled by another factor ({shown}): its loss is divided by its own number of tokens or "
+            "samples, and not by one that counts those of all ranks and micro-batches, or the other way round"
+        )
+    return (
+        f"the loss is scaled by {values[0]:.4g}: by the number of ranks or micro-batches, a count of tokens, or a "
+        "gradient scaler"
+    )
 
 
 def number_of_tensors(count: int, total: int) -> tuple[str, ...]:

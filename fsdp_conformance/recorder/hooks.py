@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +42,7 @@ class Hooks:
         _current = observer
         self._observer = observer
         self._replaced = Replacements()
+        self._forget_in_forks()
         self._watch_modules()
         self._replace(torch.autograd, "backward", self._backward)
         # `torch.nn.utils.clip_grad` is the module of the function that `torch.nn.utils` shows.
@@ -47,6 +50,8 @@ class Hooks:
             self._replace(owner, "clip_grad_norm_", self._clip)
         self._replace(torch.nn.functional, "cross_entropy", self._cross_entropy)
         self._replace(torch.amp.GradScaler, "unscale_", functools.partial(self._marked, "unscale"))
+        self._replace(Optimizer, "zero_grad", functools.partial(self._marked, "clear"))
+        self._replace(nn.Module, "zero_grad", functools.partial(self._marked, "clear"))
         for name in ("save", "load"):
             self._replace(torch, name, functools.partial(self._marked, name))
         self._replaced.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -59,6 +64,20 @@ class Hooks:
             self._replace(torch.distributed, "destroy_process_group", self._leaving)
             self._watch_sharding()
             observer.traffic.watch(self._replace)
+
+    def _forget_in_forks(self) -> None:
+        """
+        A forked process records nothing: it must not even look at tensors, as the threads that would compute with them
+        exist in its parent alone.
+        """
+        mine = weakref.ref(self)
+
+        def forget() -> None:
+            hooks = mine()
+            if hooks is not None and _current is hooks._observer:
+                hooks.remove()
+
+        os.register_at_fork(after_in_child=forget)
 
     def remove(self) -> None:
         """Put everything back."""

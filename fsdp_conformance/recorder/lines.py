@@ -43,6 +43,16 @@ def script_lines(most: int = 4) -> list[str]:
     return list(itertools.islice(lines, most))
 
 
+def makes_state() -> bool:
+    """True if torch's functions for checkpoints have called this step: its gradients and learning rate are zero."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
+
+
 @functools.cache
 def place_of(kind: type) -> str:
     """Where a class is defined, "train.py:86". Empty for a class of torch's or an engine's, or without a source."""

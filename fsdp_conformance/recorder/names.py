@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 #: Classes of modules that wrap another one, and the attribute that has it, which is no part of a name.
@@ -47,6 +49,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def _optimized_parameters() -> set[int]:
+    """The ids of the parameters of all optimizers that still exist."""
+    gc.collect()
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return {id(item) for each in optimizers for group in each.param_groups for item in group["params"]}
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(unwrapped(module)).__name__
+
+
 class Roots:
     """
     The modules that no other module calls, in the order of their first calls.
@@ -56,15 +69,30 @@ class Roots:
 
     def __init__(self) -> None:
         self._roots: list[weakref.ref[nn.Module]] = []
+        # Those whose parameters an optimizer has stepped.
+        self._optimized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def add(self, module: nn.Module) -> bool:
         """Remember a module. Returns True if it is new, and not part of one that is known."""
         roots = self.modules()
         if any(root is module for root in roots) or any(module in set(root.modules()) for root in roots):
             return False
+        if any(_class_name(root) == _class_name(module) for root in self._optimized):
+            # A script that builds its model again, as to load a checkpoint, has dropped the optimizer of the first one.
+            # The model itself may still be there, as part of the last loss. The new one gets its names.
+            held = _optimized_parameters()
+            roots = [
+                root for root in roots if root not in self._optimized or any(id(p) in held for p in root.parameters())
+            ]
         inside = set(module.modules())
         self._roots = [weakref.ref(root) for root in roots if root not in inside] + [weakref.ref(module)]
         return True
+
+    def note_optimized(self, parameters: Collection[int]) -> None:
+        """Remember which of them have some of these parameters, given by id, that an optimizer has stepped."""
+        for root in self.modules():
+            if root not in self._optimized and any(id(parameter) in parameters for parameter in root.parameters()):
+                self._optimized.add(root)
 
     def modules(self) -> list[nn.Module]:
         """Those that still exist."""
@@ -74,7 +102,7 @@ class Roots:
         """Each with the beginning of its names: nothing for the first one, the class for others."""
         counts: dict[str, int] = {}
         for index, root in enumerate(self.modules()):
-            name = type(unwrapped(root)).__name__
+            name = _class_name(root)
             counts[name] = counts.get(name, 0) + 1
             number = f"({counts[name]})" if counts[name] > 1 else ""
             yield ("" if not index else f"{name}{number}"), root

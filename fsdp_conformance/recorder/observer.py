@@ -29,8 +29,9 @@ from torch.utils import _pytree as pytree
 from fsdp_conformance.recorder.changes import Changes
 from fsdp_conformance.recorder.elements import elements_of
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
+from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
-from fsdp_conformance.recorder.lines import place_of, script_line, script_lines
+from fsdp_conformance.recorder.lines import makes_state, place_of, script_line, script_lines
 from fsdp_conformance.recorder.names import Roots, named_leaves, unwrapped
 from fsdp_conformance.recorder.random_state import random_states
 from fsdp_conformance.recorder.shards import Shards
@@ -227,7 +228,7 @@ class Observer:
         kind = "training" if torch.is_grad_enabled() else "evaluation"
         lines = ", called from ".join(script_lines())
         event = Mark(step=self._step, kind="forward", line=script_line(), detail=f"{kind} at {lines}")
-        if self._writer.has_begun:
+        if self._writer.has_begun or (dist.is_available() and dist.is_initialized()):
             # At once: what waits is lost where the rank is killed.
             self._writer.write(event)
         else:
@@ -251,8 +252,16 @@ class Observer:
         for kind in ("parameter", "buffer"):
             self._keep_elements(kind, parts, step=-1)
         wrapped = "" if self._wrapped is None else f"{self._wrapped % MODULUS:016x}"
-        tied = self._tied()
-        self._later(lambda: Initial(values=values.values(), wrapped=wrapped, tied=tied))
+        tied, frozen = self._tied(), tuple(self._frozen())
+        self._later(
+            lambda: Initial(values=values.values(), wrapped=wrapped, tied=tied, frozen=frozen, replaced=self.replaced)
+        )
+
+    def _frozen(self) -> Iterator[str]:
+        for parameter in self._parameters():
+            layout = self._layout(parameter)
+            if layout is not None and not parameter.requires_grad:
+                yield from filter(None, layout.names)
 
     def _tied(self) -> dict[str, tuple[str, ...]]:
         names: dict[int, list[str]] = defaultdict(list)
@@ -394,8 +403,9 @@ class Observer:
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the step is over, and what it was is written."""
         gradients = self._stepping.pop()
-        # One inside another optimizer's step, or an engine's, is a part of that.
-        if not self._stepping:
+        # One inside another optimizer's step, or an engine's, is a part of that. Before any module has run, as where a
+        # script resumes, steps only make the state that a checkpoint is loaded into; so do those of torch's functions.
+        if not self._stepping and self._roots.modules() and not makes_state():
             self.stepped(self._after_step_of(optimizer), gradients)
 
     @contextlib.contextmanager
@@ -435,6 +445,7 @@ class Observer:
                 buffers=buffers.values(),
                 untrained=tuple(self._untrained()),
                 kept=self._kept,
+                hooks=tuple(gradient_hooks(self._roots)),
                 collectives=self.traffic.take(),
             )
         )
@@ -467,6 +478,7 @@ class Observer:
         states: Parts = defaultdict(list)
         counters: dict[str, Tensor | float] = {}
         groups = []
+        self._roots.note_optimized({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
         for group in optimizer.param_groups:
             names: list[str] = []
             unknown = 0
@@ -508,7 +520,7 @@ class Observer:
         """Something else has happened that matters for the comparison."""
         event = Mark(step=self._step, kind=kind, line=script_line(), detail=detail)
         # A model is told how to reduce before it trains; a load before training is part of the initial values.
-        if self._writer.has_begun or kind == "divide factor":
+        if self._writer.has_begun or self._waiting or kind == "divide factor":
             self._later(lambda: event)
 
     def leave(self) -> None:
@@ -564,7 +576,6 @@ class Observer:
             command=tuple(sys.orig_argv),
             sharding=self.sharding,
             nudge=self._nudge,
-            replaced=self.replaced,
         )
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -33,9 +33,6 @@ class Begin:
     sharding: Sharding
     nudge: float
     """By how much parameters were changed before the first step, relative to themselves; to see how far it spreads."""
-    replaced: int | None = None
-    """With the sharding taken out: how many calls of sharding functions were replaced before the first step ended. None
-    if it was not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +80,11 @@ class Initial:
     """A hash of this rank's values when the model was sharded; empty if they were replaced by rank 0's, or not seen."""
     tied: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The other names of parameters that have several."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that do not require gradients."""
+    replaced: int | None = None
+    """With the sharding taken out: how many calls of sharding functions were replaced before the step ended. None if it
+    was not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +185,8 @@ class Step:
     """Where the optimizer's class is defined, if it is neither torch's nor an engine's."""
     changed: str = ""
     """The last line that has written to them in between, if it was seen."""
+    hooks: tuple[str, ...] = ()
+    """Where hooks of the script are defined that see the gradients of parameters, or of modules."""
     collectives: tuple[Collectives, ...] = ()
     """Since the step before, as far as Python has called them."""
 
@@ -224,10 +228,10 @@ class Mark:
     """Something else that matters for the comparison."""
 
     step: int
-    kind: Literal["save", "load", "unscale", "no optimizer", "note", "forward", "left", "divide factor"]
+    kind: Literal["save", "load", "unscale", "no optimizer", "note", "forward", "left", "divide factor", "clear"]
     """A forward is marked when it begins: a rank that fails in it has not recorded it otherwise. A rank that has left
-    has destroyed its process group. A divide factor, the `detail`, is what sums of gradients are divided by from now
-    on."""
+    has destroyed its process group. Gradients are cleared. A divide factor, the `detail`, is what sums of gradients are
+    divided by from now on."""
     line: str
     detail: str = ""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import shlex
 import sys
@@ -322,7 +323,8 @@ def _order(arguments: argparse.Namespace, words: list[str]) -> tuple[Order, Reco
     if arguments.reference == ONE_PROCESS:
         sharding = "whole batch"
     elif arguments.reference:
-        if Path(arguments.reference).is_dir():
+        # A command may be longer than any path.
+        if os.path.isdir(arguments.reference):
             recording = files.read(Path(arguments.reference))
         else:
             reference, sharding = tuple(shlex.split(arguments.reference)), "kept"

@@ -76,9 +76,25 @@ def without_last(model: nn.Module, lr: float, weight_decay: float) -> torch.opti
     return torch.optim.AdamW(list(model.parameters())[:-1], lr=lr, weight_decay=weight_decay)
 
 
+def hooked(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    next(iter(model.parameters())).register_hook(lambda gradient: gradient)
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+
+
 def of_a_copy(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
     tensors = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
     return torch.optim.AdamW(tensors, lr=lr, weight_decay=weight_decay)
+
+
+class Partial(torch.optim.AdamW):
+    """Leaves every other row of a parameter as it was."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        parameter = self.param_groups[0]["params"][0]
+        before = parameter.clone()
+        super().step()
+        parameter[::2] = before[::2]
 
 
 class Damped(torch.optim.AdamW):
@@ -91,6 +107,10 @@ class Damped(torch.optim.AdamW):
         for parameter, before in pairs:
             change = parameter - before
             parameter.copy_(before + change.clamp(max=float(change.max()) * 0.9999))
+
+
+def partial(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    return Partial(model.parameters(), lr=lr, weight_decay=weight_decay)
 
 
 def damped(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
@@ -127,6 +147,18 @@ MISTAKES = {
         Script(batch=lambda step, rank: max(step - rank, 0)), Whose.DATA, 1, "rank 1",
         "rank 1 has the samples of step 0 of the reference, 1 step behind: a batch was trained twice",
     ),
+    "each batch by its own count": (
+        Script(scale=lambda rank, number: 1.5 if rank else 0.5), Whose.SCRIPT, 0, "rank 0 · micro-batch 0",
+        "each batch is scaled by another factor (rank 0 micro-batch 0: 0.5, rank 0 micro-batch 1: 0.5, rank 1",
+    ),
+    "cleared in every pass by hand": (
+        Script(before_backward=lambda model, number: model.zero_grad()), Whose.SCRIPT, 0, "'first.",
+        "gradients are cleared between two backwards of the step",
+    ),
+    "a hook": (
+        Script(optimizer=hooked, gradients=clamped), Whose.SCRIPT, 0, "'first.",
+        "changes gradients, and the reference has none",
+    ),
     "another seed": (Script(seed=1), Whose.SCRIPT, 0, "'first.weight'", "seeded differently"),
     "not divided by the passes": (
         Script(scale=lambda rank, number: 2.0), Whose.SCRIPT, 0, "rank 0 · micro-batch 0", "the loss is scaled by 2",
@@ -148,7 +180,7 @@ MISTAKES = {
     ),
     "scaled by hand": (Script(changed=scaled(1.4)), Whose.SCRIPT, 0, "'first.", "scaled by 1.4 instead of 1"),
     "clamped in the backward": (
-        Script(gradients=clamped), Whose.EITHER, 0, "'first.", "or a hook of the script that changes gradients",
+        Script(gradients=clamped), Whose.EITHER, 0, "'first.", "what one of the two scripts does in its backward",
     ),
     "zero": (Script(gradients=scaled(0.0, from_step=1)), Whose.ENGINE, 1, "'first.", "the gradients are zero"),
     "infinite": (Script(gradients=scaled(1e39)), Whose.ENGINE, 0, "infinite or NaN", "an overflow"),
@@ -252,7 +284,10 @@ def test_numbers_that_differ_are_shown_with_the_digits_that_do(tmp_path: Path) -
     update = compared(Script(optimizer=damped), tmp_path / "update").findings[0]
     rate = compared(Script(lr=0.1 + 1e-9), tmp_path / "rate").findings[0]
 
+    part = compared(Script(optimizer=partial), tmp_path / "part").findings[0]
+
     assert "1 times the expected" not in update.likely
+    assert "times the expected" not in part.likely
     assert "lr is 0.100000001 instead of 0.1" in rate.first
 
 
@@ -406,6 +441,24 @@ def test_a_scheduler_that_is_ahead_is_named(tmp_path: Path) -> None:
     assert (finding.whose, finding.step) == (Whose.SCRIPT, 1)
     assert "lr is 0.025 instead of 0.05" in finding.first
     assert finding.likely == "it is the rate of the reference's step 2: the scheduler is stepped more often"
+
+
+@pytest.mark.slow
+def test_rates_that_come_a_step_late_are_named(tmp_path: Path) -> None:
+    def with_rates(*rates: float) -> Callable[[nn.Module, float, float], torch.optim.Optimizer]:
+        def make(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+            left = iter(rates)
+            optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(lr=next(left)))
+            return optimizer
+
+        return make
+
+    # The rate that the optimizer is made with is that of the reference's second step.
+    late, right = with_rates(0.2, 0.1, 0.2, 0.3), with_rates(0.1, 0.2, 0.3, 0.4)
+    comparison = compared(Script(optimizer=late), tmp_path, Script(optimizer=right))
+
+    assert comparison.findings[0].likely.startswith("every rate comes one step late")
 
 
 @pytest.mark.slow

@@ -57,6 +57,8 @@ class Script:
     """Changes parameters after a step."""
     clears: Callable[[int], bool] = lambda step: True
     before_forward: Callable[[nn.Module, int], object] = lambda model, step: None
+    before_backward: Callable[[nn.Module, int], object] = lambda model, number: None
+    """Before the backward of each pass."""
 
 
 class Net(nn.Module):
@@ -97,6 +99,7 @@ def train(script: Script, rank: int) -> None:
                     for total, gradient in zip(others, torch.autograd.grad(loss, parameters), strict=True):
                         total.add_(gradient, alpha=weight)
             loss = _loss(model(script.samples(data[script.batch(step, rank), number], rank)), script, rank, number)
+            script.before_backward(model, number)
             before = [None if each.grad is None else each.grad.clone() for each in parameters]
             reduce = functools.partial(_reduce, script, model, rank, step, number, before, others)
             # As engines do: when all gradients have been computed, and the backward is not over yet.

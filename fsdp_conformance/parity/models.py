@@ -1,0 +1,166 @@
+"""What two runs train: the initial values, the parameters that are frozen, and those that the optimizer has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from fsdp_conformance.parity.alone import different_models, first_line
+from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.noise import relative
+from fsdp_conformance.parity.runs import Run, TrainingStep
+from fsdp_conformance.parity.words import named_with_ties, number_of_tensors, size_of_difference
+from fsdp_conformance.recordings.events import Forward
+from fsdp_conformance.recordings.fingerprint import Whole
+
+#: Causes of other initial values.
+_MOVED = "the same numbers are in other places: shards or rows are exchanged, as where a checkpoint is loaded"
+_DRAWN = (
+    "the generators are seeded differently or draw in another order, as when a sharded model is initialised after it "
+    "was sharded; or the model is loaded from other files"
+)
+#: Tensors that differ by more, relative to the expected one, differ by more than rounding.
+_FAR = 1e-3
+#: Norms that differ by less, relative to themselves, are of the same numbers: only the order of their sum differs.
+_SAME_NORM = 1e-9
+
+
+def compare_models(run: Run, reference: Run, number: int) -> Iterator[Finding]:
+    """The differences between the models of a step, and between what its optimizers have of them."""
+    yield from _initial(run, reference, number)
+    if not number:
+        yield from _frozen(run, reference)
+    yield from _members(run, reference, number)
+
+
+def ties_of(run: Run, reference: Run) -> dict[str, tuple[str, ...]]:
+    """The other names of parameters that have several in either run."""
+    return {**run.tied, **reference.tied}
+
+
+def divided_tie(tied: Mapping[str, Sequence[str]], forward: Forward) -> str:
+    """The cause of units that compute with different copies of a parameter that they share; empty if none share one."""
+    units = {re.split(r"\[|, call ", key)[0] for key in forward.units}
+
+    def unit_of(name: str) -> str:
+        return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+
+    for name, others in tied.items():
+        other = next((other for other in others if unit_of(other) != unit_of(name)), None)
+        if other is not None:
+            return (
+                f"'{name}' is tied to '{other}', which another unit has: each unit computes with a copy, and the "
+                "optimizer updates one of them. Tie parameters before sharding, and give both modules to one call, "
+                "fully_shard([a, b])"
+            )
+    return ""
+
+
+def _initial(run: Run, reference: Run, number: int) -> Iterator[Finding]:
+    step, expected, tied = run.steps[number], reference.steps[number], ties_of(run, reference)
+    values, others = step.initial_values, expected.initial_values
+    # One process has one model. Other references of the same script may begin with other values on each rank, too.
+    equal_there = set(others.values) - (set() if reference.sharding == "whole batch" else set(others.differing))
+    alone = [name for name in values.differing if name in equal_there]
+    if alone:
+        ranks = ", ".join(map(str, values.differing[alone[0]]))
+        yield Finding(
+            title="The initial values differ between ranks",
+            whose=Whose.SCRIPT,
+            step=step.number,
+            first=f"{named_with_ties(alone[0], tied)} · rank {ranks} has other values than rank 0",
+            likely="each rank has drawn or loaded its own: DDP gives all ranks the parameters and buffers of rank 0, "
+            "FSDP2 does not. Seed all ranks alike before the model is built, or broadcast them",
+            evidence=number_of_tensors(len(alone), len(others.values)),
+            line=first_line(run),
+            is_exact=True,
+        )
+    for name, wanted in others.values.items():
+        value = values.values.get(name)
+        if value is None or value.equals(wanted):
+            continue
+        shared = [key for key in others.values if key in values.values]
+        pieces = next(different_models(run), None)
+        differing = [key for key in shared if not values.values[key].equals(others.values[key])]
+        is_moved = all(_is_moved(values.values[key], others.values[key]) for key in differing)
+        yield Finding(
+            title="The initial values differ",
+            whose=Whose.EITHER if is_moved else Whose.SCRIPT,
+            step=step.number,
+            first=f"{named_with_ties(name, tied)} · {size_of_difference(value, wanted)}",
+            likely=pieces.likely if pieces is not None else _MOVED if is_moved else _DRAWN,
+            evidence=(*number_of_tensors(len(differing), len(shared)), *([pieces.first] if pieces is not None else [])),
+            line=first_line(run),
+        )
+        return
+
+
+def _is_moved(value: Whole, wanted: Whole) -> bool:
+    """True if a tensor has the norm of the expected one, although it is far from it."""
+    is_far = value.dtype == wanted.dtype and relative(value, wanted) > _FAR
+    return is_far and abs(value.norm - wanted.norm) <= _SAME_NORM * wanted.norm
+
+
+def _frozen(run: Run, reference: Run) -> Iterator[Finding]:
+    """Parameters that only one of the models trains."""
+    step, expected, tied = run.steps[0], reference.steps[0], ties_of(run, reference)
+    known = [name for name in expected.initial_values.values if name in step.initial_values.values]
+    mine, theirs = ({name for event in each.initial for name in event.frozen} for each in (run, reference))
+    other = [name for name in known if (name in mine) is not (name in theirs)]
+    if other:
+        is_frozen = other[0] in mine
+        here = "frozen" if is_frozen else "trained"
+        yield Finding(
+            title="Other parameters are frozen",
+            whose=Whose.SCRIPT,
+            step=step.number,
+            first=f"{named_with_ties(other[0], tied)} is {here} here, and not in the reference",
+            likely=""
+            if is_frozen
+            else "`requires_grad_` was called on parameters from before the model was sharded, which replaces them: "
+            "freeze those of `model.parameters()`, before or after sharding",
+            evidence=number_of_tensors(len(other), len(known)),
+            line=first_line(run),
+            is_exact=True,
+        )
+
+
+def _members(run: Run, reference: Run, number: int) -> Iterator[Finding]:
+    """Parameters that only one of the optimizers has."""
+    step, expected = run.steps[number], reference.steps[number]
+    mine, theirs = _names_of(step), _names_of(expected)
+    missing = [name for name in theirs if name not in mine]
+    extra = [name for name in mine if name not in theirs]
+    if not missing and not extra:
+        return
+    unknown = sum(group.unknown for group in step.steps[0].groups)
+    likely = "the script leaves them out where it makes the optimizer, as by a condition on their names or shapes"
+    if extra and not missing:
+        likely = "the script leaves them out in the reference alone, or the model has other parameters there"
+    untied = [(name, first) for name in extra for first, others in reference.tied.items() if name in others]
+    if untied:
+        name, first = untied[0]
+        likely = (
+            f"in the reference, '{name}' is tied to '{first}': they are one parameter. Sharding them in different "
+            f"units, or replacing one, breaks the tie: give both modules to one call, fully_shard([a, b])"
+        )
+    if unknown:
+        likely = (
+            f"the optimizer was made before the model was wrapped or moved: {unknown} of its tensors belong to no "
+            "module any more"
+        )
+    yield Finding(
+        title="The optimizer has other parameters",
+        is_exact=True,
+        whose=Whose.SCRIPT,
+        step=step.number,
+        first=f"'{missing[0]}' is missing" if missing else f"'{extra[0]}' should not be there",
+        likely=likely,
+        evidence=(f"{len(missing)} are missing and {len(extra)} are there besides, of {len(theirs)}",),
+        line=step.steps[0].line,
+    )
+
+
+def _names_of(step: TrainingStep) -> dict[str, None]:
+    """The names of the parameters that the optimizer has, in its order."""
+    return dict.fromkeys(name for group in step.steps[0].groups for name in group.parameters)

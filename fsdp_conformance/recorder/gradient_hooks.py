@@ -1,0 +1,49 @@
+"""Hooks of the script that see gradients: of parameters, and of modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_conformance.recorder.lines import is_of_script
+from fsdp_conformance.recorder.names import Roots
+from fsdp_conformance.stack import shown
+
+#: Attributes in which torch keeps the hooks, by number. Without any, those of a tensor are None.
+_OF_MODULES = ("_backward_hooks", "_backward_pre_hooks")
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def gradient_hooks(roots: Roots) -> Iterator[str]:
+    """Where they are defined, "train.py:30", each once. Hooks of torch and of engines are not the script's."""
+    seen: set[str] = set()
+    for _, module in roots.named_modules():
+        for hook in _hooks(module):
+            place = _place(hook)
+            if place and place not in seen:
+                seen.add(place)
+                yield place
+
+
+def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    owners: list[tuple[nn.Module | Tensor, tuple[str, ...]]] = [(module, _OF_MODULES)]
+    owners += [(parameter, _OF_PARAMETERS) for parameter in module._parameters.values() if parameter is not None]
+    for owner, attributes in owners:
+        for attribute in attributes:
+            yield from (getattr(owner, attribute, None) or {}).values()
+
+
+def _place(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if not isinstance(hook, FunctionType | MethodType):
+        # An object that can be called.
+        hook = type(hook).__call__
+    code = getattr(hook, "__code__", None)
+    if code is None or not is_of_script(code.co_filename):
+        return ""
+    return f"{shown(code.co_filename)}:{code.co_firstlineno}"

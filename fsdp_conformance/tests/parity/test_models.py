@@ -1,0 +1,221 @@
+"""What two runs train: initial values, frozen parameters, ties, and a model that is built again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from fsdp_conformance.parity.changed import whose_backward
+from fsdp_conformance.parity.comparison import compare
+from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.models import divided_tie
+from fsdp_conformance.recorder.process import recording
+from fsdp_conformance.recordings import files
+from fsdp_conformance.recordings.events import Step
+from fsdp_conformance.tests.parity.trainings import as_rank
+
+Make = Callable[[int], nn.Module]
+
+
+class Biased(nn.Module):
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 2)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x)) + self.bias
+
+
+def make(rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    return Biased(torch.zeros(2))
+
+
+def with_its_own_buffer(rank: int) -> nn.Module:
+    model = make(rank)
+    model.bias = torch.full((2,), float(rank))
+    return model
+
+
+def frozen(rank: int) -> nn.Module:
+    model = make(rank)
+    model.get_submodule("first").requires_grad_(False)
+    return model
+
+
+@torch.no_grad()
+def with_rows_exchanged(rank: int) -> nn.Module:
+    model = make(rank)
+    weight = model.get_parameter("first.weight")
+    weight.copy_(weight.roll(3, dims=0))
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(12.0).reshape(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def record(make: Make, directory: Path, ranks: int = 2) -> None:
+    for rank in range(ranks):
+        with as_rank(rank, ranks), recording(directory):
+            model = make(rank)
+            step(model, torch.optim.Adam([each for each in model.parameters() if each.requires_grad]))
+
+
+def first_finding(mine: Make, theirs: Make, directory: Path) -> Finding:
+    record(mine, directory / "run")
+    record(theirs, directory / "reference")
+    return compare(files.read(directory / "run"), files.read(directory / "reference")).findings[0]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "whose", "title", "first", "likely"),
+    [
+        (
+            with_its_own_buffer, make, Whose.SCRIPT, "The initial values differ between ranks",
+            "'bias' · rank 1 has other values than rank 0", "FSDP2 does not",
+        ),
+        (
+            make, frozen, Whose.SCRIPT, "Other parameters are frozen",
+            "'first.weight' is trained here, and not in the reference", "from before the model was sharded",
+        ),
+        (
+            frozen, make, Whose.SCRIPT, "Other parameters are frozen",
+            "'first.weight' is frozen here, and not in the reference", "",
+        ),
+        (
+            with_rows_exchanged, make, Whose.EITHER, "The initial values differ", "'first.weight'",
+            "the same numbers are in other places",
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_begin_differently(
+    mine: Make, theirs: Make, whose: Whose, title: str, first: str, likely: str, tmp_path: Path
+) -> None:
+    finding = first_finding(mine, theirs, tmp_path)
+
+    assert (finding.title, finding.whose, finding.step) == (title, whose, 0)
+    assert first in finding.first
+    assert likely in finding.likely
+
+
+def test_a_reference_whose_ranks_begin_differently_too_shows_nothing(tmp_path: Path) -> None:
+    record(with_its_own_buffer, tmp_path)
+    recorded = files.read(tmp_path)
+
+    comparison = compare(recorded, recorded)
+
+    assert comparison.findings == []
+    assert [each.title for each in comparison.suspicions] == [
+        "Every rank trains the same samples", "Parameters differ between ranks that should hold the same",
+    ]  # fmt: skip
+
+
+def names_by_step(directory: Path) -> list[set[str]]:
+    events = files.read(directory).ranks[0].events
+    return [set(event.parameters) for event in events if isinstance(event, Step)]
+
+
+NAMES = {"first.weight", "first.bias", "second.weight", "second.bias"}
+
+
+def test_a_model_that_is_built_again_keeps_its_names(tmp_path: Path) -> None:
+    """Its optimizer has gone. The first model is still there, as in the graph of the last loss."""
+    with recording(tmp_path):
+        model = first = make(0)
+        optimizer = torch.optim.Adam(model.parameters())
+        step(model, optimizer)
+        model = make(0)
+        optimizer = torch.optim.Adam(model.parameters())
+        step(model, optimizer)
+
+    assert names_by_step(tmp_path) == [NAMES, NAMES]
+    assert first is not model
+
+
+def test_a_second_model_has_other_names(tmp_path: Path) -> None:
+    """Both are trained, or the first one never was, as a teacher."""
+    with recording(tmp_path / "both"):
+        models = [make(0), make(0)]
+        optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, optimizer)
+    with recording(tmp_path / "teacher"):
+        with torch.no_grad():
+            models[0](torch.zeros(3, 4))
+        step(models[1], optimizers[1])
+
+    others = {f"Biased(2).{name}" for name in NAMES}
+    assert names_by_step(tmp_path / "both") == [NAMES, others]
+    assert names_by_step(tmp_path / "teacher") == [others]
+
+
+def test_steps_that_only_make_the_state_of_an_optimizer_are_none(tmp_path: Path) -> None:
+    """Torch's functions for checkpoints step once, before a script has trained or in the middle; so do scripts."""
+    with recording(tmp_path):
+        model = make(0)
+        optimizer = torch.optim.Adam(model.parameters())
+        get_state_dict(model, optimizer)
+        optimizer.step()
+        step(model, optimizer)
+        another = torch.optim.SGD(model.parameters(), momentum=0.9)
+        get_state_dict(model, another)
+        step(model, optimizer)
+
+    assert names_by_step(tmp_path) == [NAMES, NAMES]
+
+
+def hooks(*places: str) -> Any:
+    return SimpleNamespace(steps=[SimpleNamespace(hooks=places)])
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same_script", "whose", "likely"),
+    [
+        ((), (), True, Whose.ENGINE, ""),
+        ((), (), False, Whose.EITHER, "what one of the two scripts does"),
+        (
+            (),
+            ("train.py:3",),
+            True,
+            Whose.SCRIPT,
+            "the hook of train.py:3 is on a parameter or module of the reference",
+        ),
+        (("train.py:3",), (), False, Whose.SCRIPT, "the reference has none"),
+        (
+            ("train.py:3",),
+            ("train.py:3",),
+            True,
+            Whose.EITHER,
+            "or the hook of train.py:3, which sees this rank's shard",
+        ),
+    ],
+)
+def test_hooks_change_gradients(
+    mine: Sequence[str], theirs: Sequence[str], same_script: bool, whose: Whose, likely: str
+) -> None:
+    found = whose_backward(hooks(*mine), hooks(*theirs), same_script=same_script)
+
+    assert found[0] is whose
+    assert likely in found[1]
+
+
+@pytest.mark.parametrize(
+    ("units", "is_divided"), [((), False), (("tokens",), True), (("tokens", "output[0]"), True), (("layers.0",), False)]
+)
+def test_a_parameter_of_two_units(units: Sequence[str], is_divided: bool) -> None:
+    """Those of no other unit are the root's."""
+    forward: Any = SimpleNamespace(units=dict.fromkeys(units))
+
+    assert ("fully_shard([a, b])" in divided_tie({"tokens.weight": ("output.weight",)}, forward)) is is_divided
