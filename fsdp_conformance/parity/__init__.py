@@ -4,6 +4,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     runs             a recording by steps, with whole tensors added up from the ranks' parts
     noise            how far apart rounding alone may take two trainings
     finding          a difference, with its evidence
+    models           how two models begin, and what their optimizers have
     samples          what the ranks were given
     gradients        the likely cause of a gradient that differs
     changed          what the script does to gradients between the backward and the step

@@ -1,4 +1,4 @@
-"""What two runs train: the initial values, the parameters that are frozen, and those that the optimizer has."""
+"""The models of two runs: their initial values, the parameters that are frozen, and those that the optimizer has."""
 
 from __future__ import annotations
 

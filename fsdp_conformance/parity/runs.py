@@ -152,7 +152,7 @@ class Run:
 
     @functools.cached_property
     def initial(self) -> list[Initial]:
-        """What rank 0 knew of modules before it trained them."""
+        """The modules of rank 0 before it trained them."""
         return [event for event in self.recording.ranks[0].events if isinstance(event, Initial)]
 
     @property

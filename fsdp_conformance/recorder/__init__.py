@@ -8,8 +8,9 @@ change to what it computes.
     observer        what is recorded, and when
     hooks           the places in torch where a training loop is seen
     changes         where the script changes gradients after a backward
+    gradient_hooks  hooks of the script that see gradients
     lines           lines of the script, as they are shown
-    names           parameters by the names that the unsharded model gives them
+    names           parameters by the names that the unsharded model gives them, outputs by their places
     elements        the elements of a part of a tensor, kept as they are
     layouts         which elements of a parameter this rank holds
     shards          the parameters that an optimizer has, while modules hold gathered ones

@@ -123,7 +123,7 @@ class Roots:
 
 
 def named_leaves(value: object) -> Iterator[tuple[str, object]]:
-    """What a structure of arguments or outputs holds, each with its place: "[0]", "['labels']"."""
+    """The leaves of a structure of arguments or outputs, each with its place: "[0]", "['labels']"."""
     try:
         leaves = pytree.tree_flatten_with_path(value)[0]
     except ValueError:

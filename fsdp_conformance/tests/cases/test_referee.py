@@ -210,7 +210,7 @@ def test_a_referee_cannot_touch_the_files_of_ranks(role: Role, *, sees: bool, tm
 
 
 def test_ranks_do_not_wait_for_a_referee_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it cannot decide is an error of the suite at once: the ranks of this case would wait for two hours."""
+    """Its error is the suite's at once. The ranks of this case would wait for two hours."""
     monkeypatch.setattr(explore_case, "DrawnCase", Undecided)
 
     record = explore_case.run_on(Scenario.of({}), "reference", base=replace(BASE, ranks="simulated"))

@@ -61,8 +61,6 @@ def test_a_rank_that_is_killed_in_its_first_step(tmp_path: Path) -> None:
     # The traceback is the script's.
     done = warm_interpreter.run(words("parity", str(tmp_path / "train.py")), timeout=240)
 
-    assert done.returncode == 5, done.stdout + done.stderr
-    message = (
-        "run failed before it had trained: status 1, rank 1 was killed by SIGKILL, and rank 0 waited at train.py:11"
-    )
-    assert message in done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "status 1, rank 1 was killed by SIGKILL, and rank 0 waited at train.py:11" in done.stdout
+    assert "✗ The run ended early, from step 0 on" in done.stdout

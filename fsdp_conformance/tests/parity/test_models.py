@@ -1,4 +1,4 @@
-"""What two runs train: initial values, frozen parameters, ties, and a model that is built again."""
+"""Models that two runs train: initial values, frozen parameters, ties, and a model that is built again."""
 
 from __future__ import annotations
 
