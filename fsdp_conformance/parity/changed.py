@@ -16,6 +16,11 @@ from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
 from fsdp_conformance.recordings.events import Backward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
 
+_NOT_REDUCED = (
+    "the last backward of the step is not reduced: `no_sync`, or `set_requires_gradient_sync(False)`, covers the wrong "
+    "one"
+)
+
 
 def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
     """The likely cause of gradients that agree after the backward and no longer before the step; in words."""
@@ -47,18 +52,37 @@ def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
     return scaled
 
 
-def clearing_between(run: Run, number: int) -> Mark | None:
-    """The first call in a step that clears gradients between two of its backwards; None if there is none."""
+def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | None:
+    """
+    How the script loses gradients in a step, in words and as a line, if the reference keeps them; None if it does not.
+    """
+    clearing = _clearing(run, number)
+    if clearing is not None and _clearing(reference, number) is None:
+        mark, is_last = clearing
+        if is_last:
+            return "gradients are cleared between the backward and the step", mark.line
+        return (
+            "gradients are cleared between two backwards of the step: what the first one has added is lost",
+            mark.line,
+        )
+    mine, theirs = (each.steps[number].backwards[0][-1:] for each in (run, reference))
+    if mine and theirs and theirs[0].is_reduced and not mine[0].is_reduced:
+        return _NOT_REDUCED, mine[0].line
+    return None
+
+
+def _clearing(run: Run, number: int) -> tuple[Mark, bool] | None:
+    """The first call that clears gradients of a step, and True if no backward of the step comes after it."""
     clearing: Mark | None = None
     has_gradients = False
     for event in events_by_step(run.recording.ranks[0].events)[number]:
         if isinstance(event, Backward):
             if clearing is not None:
-                return clearing
+                return clearing, False
             has_gradients = True
         elif isinstance(event, Mark) and event.kind == "clear" and has_gradients:
             clearing = clearing or event
-    return None
+    return None if clearing is None else (clearing, True)
 
 
 def whose_backward(step: TrainingStep, expected: TrainingStep, *, same_script: bool) -> tuple[Whose, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
-from fsdp_conformance.parity.changed import clearing_between, whose_backward, why_changed
+from fsdp_conformance.parity.changed import lost_by_script, whose_backward, why_changed
 from fsdp_conformance.parity.collectives import other_collectives
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.forwards import first_error, unequal_forwards
@@ -358,15 +358,17 @@ class _Comparing:
         values, others = step.unclipped.values, expected.unclipped.values
         missing = [name for name in others if name not in values and others[name].square]
         extra = [name for name in values if name not in others and values[name].square]
+        lost = lost_by_script(self.run, self.reference, step.number)
         if (missing or extra) and not step.unclipped.incomplete:
             name, verb = (missing[0], "is missing") if missing else (extra[0], "should not be there")
             yield Finding(
                 title="Other parameters have gradients",
-                whose=self._whose(),
+                whose=self._whose_gradients(step, expected) if lost is None else Whose.SCRIPT,
                 step=step.number,
                 first=f"the gradient of '{name}' {verb}",
+                likely="" if lost is None else lost[0],
                 evidence=(f"{len(missing)} are missing and {len(extra)} are there besides, of {len(others)}",),
-                line=step.backward_line,
+                line=step.backward_line if lost is None else lost[1],
             )
         beyond = list(self._beyond("gradient", TENSORS["gradient"], step.number, values, others))
         if not beyond:
@@ -398,10 +400,8 @@ class _Comparing:
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
         whose, line = self._whose_gradients(step, expected), step.backward_line
-        clearing = clearing_between(self.run, step.number)
-        if clearing is not None and clearing_between(self.reference, step.number) is None:
-            whose, line = Whose.SCRIPT, clearing.line
-            likely = "gradients are cleared between two backwards of the step: what the first one has added is lost"
+        if lost is not None:
+            whose, (likely, line) = Whose.SCRIPT, lost
         elif whose is Whose.ENGINE and not likely:
             whose, likely = whose_backward(step, expected, same_script=self.reference.sharding != "kept")
         yield Finding(
@@ -518,6 +518,7 @@ class _Comparing:
 
     def _updates(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
         line = step.steps[0].line
+        yield from self._counters(step, expected)
         for kind in ("parameter", "optimizer state", "buffer"):
             select = TENSORS[kind]
             values, others = select(step).values, select(expected).values
@@ -541,16 +542,29 @@ class _Comparing:
                 kind=kind,
                 tensors=tuple(item[0] for item in beyond),
             )
-        counters, others_ = step.steps[0].counters, expected.steps[0].counters
-        for name, number in others_.items():
-            if counters.get(name, number) != number:
+
+    def _counters(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        """The numbers of steps that the optimizers have in their states."""
+        mine, theirs = step.steps[0].counters, expected.steps[0].counters
+        # A parameter of one element has other states that are single numbers.
+        counts = [name for name in theirs if name in mine and mine[name].is_integer() and theirs[name].is_integer()]
+        for name in counts:
+            if mine[name] != theirs[name]:
+                is_fresh = mine[name] == 1 < theirs[name]
+                other = self.run.steps[step.number - 1].steps[0].optimizer if step.number else ""
+                is_made_again = is_fresh and other not in ("", step.steps[0].optimizer)
                 yield Finding(
                     title="The optimizer counts its steps differently",
-                    whose=self._whose(),
+                    whose=Whose.SCRIPT if is_made_again else Whose.EITHER if is_fresh else self._whose(),
                     step=step.number,
-                    first=f"'{name}' · {instead(counters[name], number)}",
-                    line=line,
+                    first=f"'{name}' · {instead(mine[name], theirs[name])}",
+                    likely="its state begins with this step: no state of the steps before was loaded into it"
+                    if is_fresh
+                    else "",
+                    line=step.steps[0].line,
+                    is_exact=True,
                 )
+                return
 
     def _why_update(self, kind: str, step: TrainingStep, expected: TrainingStep, names: list[str]) -> str:
         if kind != "parameter":

@@ -39,6 +39,8 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
         likely = repeated
     elif shifted := _shifted(run, reference, number):
         likely = shifted
+    elif others := _ranks_of_their_own(mine, theirs):
+        likely = f"only {_named(others)} differs: its sampler, or its shuffle, has another seed than that of the others"
     elif samples and common == 0:
         likely = "none of the samples is the same: another order of the data, or random numbers that change it"
     evidence = (f"{common} of {total} samples are the same",) if samples and expected else ()
@@ -54,6 +56,12 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
         ),
         False,
     )
+
+
+def _ranks_of_their_own(mine: Sequence[object], theirs: Sequence[object]) -> list[int]:
+    """The ranks that have other samples; none if all have."""
+    others = [rank for rank, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]]
+    return others if len(mine) == len(theirs) and 0 < len(others) < len(mine) else []
 
 
 def repetition(run: Run, *, least: int) -> tuple[int, int] | None:

@@ -76,6 +76,10 @@ def without_last(model: nn.Module, lr: float, weight_decay: float) -> torch.opti
     return torch.optim.AdamW(list(model.parameters())[:-1], lr=lr, weight_decay=weight_decay)
 
 
+def only_the_first_is_reduced(model: nn.Module, number: int) -> None:
+    model.require_backward_grad_sync = number == 0  # type: ignore[assignment]
+
+
 def hooked(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
     next(iter(model.parameters())).register_hook(lambda gradient: gradient)
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
@@ -139,6 +143,10 @@ MISTAKES = {
         Script(samples=lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES] + 1), Whose.DATA, 0, "rank 0",
         "none of the samples is the same",
     ),
+    "another shuffle on one rank": (
+        Script(samples=lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES] + rank), Whose.DATA, 0, "rank 1",
+        "only rank 1 differs: its sampler, or its shuffle, has another seed",
+    ),
     "a batch left out": (
         Script(batch=lambda step, rank: step + (step in (1, 2))), Whose.DATA, 1, "rank 0",
         "every rank has the samples of step 2 of the reference, 1 step ahead: a batch was left out",
@@ -154,6 +162,14 @@ MISTAKES = {
     "cleared in every pass by hand": (
         Script(before_backward=lambda model, number: model.zero_grad()), Whose.SCRIPT, 0, "'first.",
         "gradients are cleared between two backwards of the step",
+    ),
+    "cleared before the step by hand": (
+        Script(changed=lambda model, step: model.zero_grad(), limit=None), Whose.SCRIPT, 0,
+        "the gradient of 'first.weight' is missing", "gradients are cleared between the backward and the step",
+    ),
+    "no_sync around the wrong backward": (
+        Script(before_backward=only_the_first_is_reduced, gradients=clamped), Whose.SCRIPT, 0, "'first.",
+        "the last backward of the step is not reduced",
     ),
     "a hook": (
         Script(optimizer=hooked, gradients=clamped), Whose.SCRIPT, 0, "'first.",

@@ -144,6 +144,29 @@ def test_a_model_that_is_built_again_keeps_its_names(tmp_path: Path) -> None:
     assert first is not model
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_an_optimizer_that_is_made_again_needs_its_state(is_loaded: bool, tmp_path: Path) -> None:
+    for directory, begins_again in ((tmp_path / "run", True), (tmp_path / "reference", False)):
+        with recording(directory):
+            model = make(0)
+            optimizer = torch.optim.Adam(model.parameters())
+            step(model, optimizer)
+            if begins_again:
+                state = optimizer.state_dict()
+                optimizer = torch.optim.Adam(model.parameters())
+                if is_loaded:
+                    optimizer.load_state_dict(state)
+            step(model, optimizer)
+
+    comparison = compare(files.read(tmp_path / "run"), files.read(tmp_path / "reference"))
+
+    assert comparison.is_bitwise is is_loaded
+    for finding in comparison.findings:
+        assert (finding.whose, finding.step) == (Whose.SCRIPT, 1)
+        assert finding.first == "'first.weight/step' · 1 instead of 2"
+        assert "no state of the steps before was loaded" in finding.likely
+
+
 def test_a_second_model_has_other_names(tmp_path: Path) -> None:
     """Both are trained, or the first one never was, as a teacher."""
     with recording(tmp_path / "both"):
