@@ -40,7 +40,7 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
     elif shifted := _shifted(run, reference, number):
         likely = shifted
     elif others := _ranks_of_their_own(mine, theirs):
-        likely = f"only {_named(others)} differs: its sampler, or its shuffle, has another seed than that of the others"
+        likely = f"only {_named(others)} other samples: a sampler or a shuffle has another seed there"
     elif samples and common == 0:
         likely = "none of the samples is the same: another order of the data, or random numbers that change it"
     evidence = (f"{common} of {total} samples are the same",) if samples and expected else ()

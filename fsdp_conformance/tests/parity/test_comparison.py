@@ -145,7 +145,7 @@ MISTAKES = {
     ),
     "another shuffle on one rank": (
         Script(samples=lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES] + rank), Whose.DATA, 0, "rank 1",
-        "only rank 1 differs: its sampler, or its shuffle, has another seed",
+        "only rank 1 has other samples: a sampler or a shuffle has another seed there",
     ),
     "a batch left out": (
         Script(batch=lambda step, rank: step + (step in (1, 2))), Whose.DATA, 1, "rank 0",
