@@ -2,9 +2,9 @@
 How far apart rounding alone may take two trainings: measured, not guessed.
 
 The reference is trained once more with every parameter changed by a rounding error of the least precise dtype that it
-computes in. What that changes in a tensor, relative to its norm, is the *noise* of the tensor at that step. It grows
-over the steps, as rounding errors do in any two trainings, so the thousandth step of a correct run is judged by the
-noise of that step, and a bfloat16 script by that of bfloat16.
+computes in, or in which it adds up the gradients of more than two ranks. What that changes in a tensor, relative to its
+norm, is the *noise* of the tensor at that step. It grows over the steps, as rounding errors do in any two trainings, so
+the thousandth step of a correct run is judged by the noise of that step, and a bfloat16 script by that of bfloat16.
 
     bound = max(FACTOR * noise, FLOOR * eps of float32)          relative to the norm of the reference's tensor
 
@@ -39,6 +39,8 @@ UNMEASURED = 64.0
 NUDGED = 4.0
 #: Where the noise alone is this large, a difference shows nothing.
 CEILING = 0.05
+
+_PAIR = 2
 
 #: Distances from 1 to the next number.
 EPS = {
@@ -152,6 +154,9 @@ def _dtypes(run: Run) -> set[str]:
                 values = (*forward.outputs.values(), *forward.units.values())
                 dtypes |= {forward.dtype, *(value.dtype for value in values)}
         dtypes |= {value.dtype for value in step.parameters.values.values()}
+        # The sum of two numbers is the same in either order. That of more depends on the order, which engines choose.
+        sums = [each for each in step.steps[0].collectives if each.reduce_op and len(each.group) > _PAIR]
+        dtypes |= {each.dtype for each in sums}
     return dtypes
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fsdp_conformance.parity.comparison import Comparison, compare
+from fsdp_conformance.parity.noise import EPS, noise_of
+from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.parity.text import lines_of
 from fsdp_conformance.recordings.events import Collectives, Step
 from fsdp_conformance.recordings.files import Recording
@@ -74,6 +76,19 @@ def test_other_strategies_have_other_collectives(trained: Recording) -> None:
     """Data parallel training has other collectives than sharded training, so they say nothing about a mistake."""
     assert _compared(trained, replace(NORM, calls=7)).collectives == ()
     assert _compared(trained).collectives == ()
+
+
+@pytest.mark.parametrize(
+    ("group", "reduce_op", "dtype"),
+    [((0, 1, 2), "SUM", "bfloat16"), ((0, 1), "SUM", "float32"), ((0, 1, 2), "", "float32")],
+)
+def test_sums_of_more_than_two_ranks_have_the_noise_of_their_dtype(
+    trained: Recording, group: tuple[int, ...], reduce_op: str, dtype: str
+) -> None:
+    """The order in which they are added up is the engine's choice. What is gathered is not rounded."""
+    run = Run(_with(trained, replace(SCATTER, dtype="bfloat16", group=group, reduce_op=reduce_op)))
+
+    assert noise_of(run, None).eps == EPS[dtype]
 
 
 def test_collectives_alone_are_no_finding(trained: Recording) -> None:
