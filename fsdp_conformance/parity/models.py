@@ -19,6 +19,11 @@ _DRAWN = (
     "the generators are seeded differently or draw in another order, as when a sharded model is initialised after it "
     "was sharded; or the model is loaded from other files"
 )
+_NOT_EQUAL = "each rank has drawn or loaded its own, and nothing has given all of them those of rank 0, as DDP does"
+_OWN_BUFFERS = (
+    "each rank has drawn or loaded its own: DDP gives all ranks the buffers of rank 0, FSDP2 does not. Seed all ranks "
+    "alike before the model is built, or broadcast them"
+)
 #: Tensors that differ by more, relative to the expected one, differ by more than rounding.
 _FAR = 1e-3
 #: Norms that differ by less, relative to themselves, are of the same numbers: only the order of their sum differs.
@@ -64,13 +69,14 @@ def _initial(run: Run, reference: Run, number: int) -> Iterator[Finding]:
     alone = [name for name in values.differing if name in equal_there]
     if alone:
         ranks = ", ".join(map(str, values.differing[alone[0]]))
+        # An engine that keeps whole parameters on every rank has to make them equal; buffers are the script's.
+        is_trained = alone[0] in _names_of(step)
         yield Finding(
             title="The initial values differ between ranks",
-            whose=Whose.SCRIPT,
+            whose=Whose.EITHER if is_trained else Whose.SCRIPT,
             step=step.number,
             first=f"{named_with_ties(alone[0], tied)} · rank {ranks} has other values than rank 0",
-            likely="each rank has drawn or loaded its own: DDP gives all ranks the parameters and buffers of rank 0, "
-            "FSDP2 does not. Seed all ranks alike before the model is built, or broadcast them",
+            likely=_NOT_EQUAL if is_trained else _OWN_BUFFERS,
             evidence=number_of_tensors(len(alone), len(others.values)),
             line=first_line(run),
             is_exact=True,

@@ -18,8 +18,7 @@ from fsdp_conformance.outcome.records import REFERENCES
 from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.scenarios.scenario import Scenario
 from fsdp_conformance.selftest import bound_case, bound_cases, run_case
-from fsdp_conformance.tests.cases import cheating_engines
-from fsdp_conformance.tests.cases.undecided import Undecided
+from fsdp_conformance.tests.cases import cheating_engines, undecided
 from fsdp_conformance.verdict import Verdict
 
 pytestmark = pytest.mark.slow
@@ -211,7 +210,7 @@ def test_a_referee_cannot_touch_the_files_of_ranks(role: Role, *, sees: bool, tm
 
 def test_ranks_do_not_wait_for_a_referee_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its error is the suite's at once. The ranks of this case would wait for two hours."""
-    monkeypatch.setattr(explore_case, "DrawnCase", Undecided)
+    monkeypatch.setattr(explore_case, "DrawnCase", undecided.Undecided)
 
     record = explore_case.run_on(Scenario.of({}), "reference", base=replace(BASE, ranks="simulated"))
 

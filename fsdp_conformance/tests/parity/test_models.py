@@ -35,8 +35,8 @@ class Biased(nn.Module):
         return self.second(self.first(x)) + self.bias
 
 
-def make(rank: int) -> nn.Module:
-    torch.manual_seed(0)
+def make(rank: int, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return Biased(torch.zeros(2))
 
 
@@ -85,6 +85,10 @@ def first_finding(mine: Make, theirs: Make, directory: Path) -> Finding:
         (
             with_its_own_buffer, make, Whose.SCRIPT, "The initial values differ between ranks",
             "'bias' · rank 1 has other values than rank 0", "FSDP2 does not",
+        ),
+        (
+            lambda rank: make(rank, seed=rank), make, Whose.EITHER, "The initial values differ between ranks",
+            "'first.weight' · rank 1 has other values than rank 0", "nothing has given all of them those of rank 0",
         ),
         (
             make, frozen, Whose.SCRIPT, "Other parameters are frozen",
