@@ -11,6 +11,9 @@ from fsdp_conformance.parity.samples import repetition, shares_samples
 from fsdp_conformance.recordings.events import Backward, Clip, Initial, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint
 
+#: The cause of a last backward that is not reduced.
+WRONG_BACKWARD = "`no_sync`, or `set_requires_gradient_sync(False)`, covers the wrong backward"
+
 #: Names that are shown of many.
 _SHOWN = 3
 #: Factors that differ by less, relative to themselves, are equal.
@@ -145,7 +148,7 @@ def _unreduced(run: Run) -> Iterator[Finding]:
             yield _suspicion(
                 "The gradients of the last backward are not reduced before the step",
                 step=step.number,
-                likely="`no_sync`, or `set_requires_gradient_sync(False)`, covers the wrong backward",
+                likely=WRONG_BACKWARD,
                 line=step.backwards[0][-1].line,
             )
             return
@@ -153,10 +156,8 @@ def _unreduced(run: Run) -> Iterator[Finding]:
 
 def _summed(run: Run) -> Iterator[Finding]:
     """The script asks for a sum over ranks in place of an average, and a reference made of it does so as well."""
-    for event in run.recording.ranks[0].events:
-        if isinstance(event, Mark) and event.kind == "divide factor" and run.world_size > 1:
-            if float(event.detail) != 1.0:
-                continue
+    for event in run.marks:
+        if event.kind == "divide factor" and float(event.detail) == 1.0 and run.world_size > 1:
             yield _suspicion(
                 "The gradients of the ranks are summed, not averaged",
                 step=event.step,

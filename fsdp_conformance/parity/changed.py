@@ -10,16 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from fsdp_conformance.parity.alone import WRONG_BACKWARD
 from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
 from fsdp_conformance.recordings.events import Backward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
-
-_NOT_REDUCED = (
-    "the last backward of the step is not reduced: `no_sync`, or `set_requires_gradient_sync(False)`, covers the wrong "
-    "one"
-)
 
 
 def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
@@ -67,7 +63,7 @@ def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | N
         )
     mine, theirs = (each.steps[number].backwards[0][-1:] for each in (run, reference))
     if mine and theirs and theirs[0].is_reduced and not mine[0].is_reduced:
-        return _NOT_REDUCED, mine[0].line
+        return f"the last backward of the step is not reduced: {WRONG_BACKWARD}", mine[0].line
     return None
 
 

@@ -358,8 +358,8 @@ class _Comparing:
         values, others = step.unclipped.values, expected.unclipped.values
         missing = [name for name in others if name not in values and others[name].square]
         extra = [name for name in values if name not in others and values[name].square]
-        lost = lost_by_script(self.run, self.reference, step.number)
         if (missing or extra) and not step.unclipped.incomplete:
+            lost = lost_by_script(self.run, self.reference, step.number)
             name, verb = (missing[0], "is missing") if missing else (extra[0], "should not be there")
             yield Finding(
                 title="Other parameters have gradients",
@@ -400,6 +400,7 @@ class _Comparing:
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
         whose, line = self._whose_gradients(step, expected), step.backward_line
+        lost = lost_by_script(self.run, self.reference, step.number)
         if lost is not None:
             whose, (likely, line) = Whose.SCRIPT, lost
         elif whose is Whose.ENGINE and not likely:

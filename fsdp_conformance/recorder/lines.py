@@ -45,12 +45,10 @@ def script_lines(most: int = 4) -> list[str]:
 
 def makes_state() -> bool:
     """True if torch's functions for checkpoints have called this step: its gradients and learning rate are zero."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        for frame in _frames(sys._getframe(1))
+    )
 
 
 @functools.cache
@@ -66,8 +64,14 @@ def place_of(kind: type) -> str:
 
 
 def _lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for each in _frames(frame):
+        file = each.f_code.co_filename
         if is_of_script(file):
-            yield file, frame.f_lineno
+            yield file, each.f_lineno
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The innermost first."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -53,7 +53,16 @@ def _optimized_parameters() -> set[int]:
     """The ids of the parameters of all optimizers that still exist."""
     gc.collect()
     optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-    return {id(item) for each in optimizers for group in each.param_groups for item in group["params"]}
+    return set().union(*map(_parameters_of, optimizers))
+
+
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    """Their ids."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _has_one(root: nn.Module, parameters: set[int]) -> bool:
+    return any(id(parameter) in parameters for parameter in root.parameters())
 
 
 def _class_name(module: nn.Module) -> str:
@@ -81,18 +90,17 @@ class Roots:
             # A script that builds its model again, as to load a checkpoint, has dropped the optimizer of the first one.
             # The model itself may still be there, as part of the last loss. The new one gets its names.
             held = _optimized_parameters()
-            roots = [
-                root for root in roots if root not in self._optimized or any(id(p) in held for p in root.parameters())
-            ]
+            roots = [root for root in roots if root not in self._optimized or _has_one(root, held)]
         inside = set(module.modules())
         self._roots = [weakref.ref(root) for root in roots if root not in inside] + [weakref.ref(module)]
         return True
 
-    def note_optimized(self, parameters: Collection[int]) -> None:
-        """Remember which of them have some of these parameters, given by id, that an optimizer has stepped."""
-        for root in self.modules():
-            if root not in self._optimized and any(id(parameter) in parameters for parameter in root.parameters()):
-                self._optimized.add(root)
+    def note_optimized(self, optimizer: Optimizer) -> None:
+        """Remember which of them have parameters that an optimizer has stepped."""
+        others = [root for root in self.modules() if root not in self._optimized]
+        if others:
+            parameters = _parameters_of(optimizer)
+            self._optimized.update(root for root in others if _has_one(root, parameters))
 
     def modules(self) -> list[nn.Module]:
         """Those that still exist."""

@@ -478,7 +478,7 @@ class Observer:
         states: Parts = defaultdict(list)
         counters: dict[str, Tensor | float] = {}
         groups = []
-        self._roots.note_optimized({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
+        self._roots.note_optimized(optimizer)
         for group in optimizer.param_groups:
             names: list[str] = []
             unknown = 0
