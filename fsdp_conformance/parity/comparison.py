@@ -23,7 +23,7 @@ from fsdp_conformance.parity.models import compare_models, divided_tie, ties_of
 from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of, relative
 from fsdp_conformance.parity.runs import Run, TrainingStep, norm_together, whole_tensors
 from fsdp_conformance.parity.samples import compare_samples
-from fsdp_conformance.parity.vacuous import nothing_to_compare
+from fsdp_conformance.parity.vacuous import not_recorded, nothing_to_compare
 from fsdp_conformance.parity.words import (
     both_settings,
     instead,
@@ -100,6 +100,11 @@ class Comparison:
         return bool(self.findings)
 
     @property
+    def has_suite_failed(self) -> bool:
+        """True if nothing differs as far as the suite could look, which has failed before the runs ended."""
+        return bool(self.findings) and self.findings[0].whose is Whose.SUITE
+
+    @property
     def is_bitwise(self) -> bool:
         """True if everything was equal, bit for bit."""
         return not self.findings and all(row.equal == row.tensors for row in self.rows)
@@ -169,6 +174,10 @@ class _Comparing:
 
     def _ends(self) -> Iterator[Finding]:
         """Nothing differs as far as both have come; but one has come further."""
+        lost = next(not_recorded(self.run, self.reference), None)
+        if lost is not None:
+            yield lost
+            return
         errors, others = self.run.errors, self.reference.errors
         if bool(errors) is not bool(others):
             rank, error = first_error(errors or others)

@@ -9,6 +9,7 @@ from enum import StrEnum
 class Whose(StrEnum):
     """Where a difference comes from, in the order in which they are looked for."""
 
+    SUITE = "fsdp-conformance"
     RUN = "the runs themselves"
     DATA = "the data"
     SCRIPT = "the script"

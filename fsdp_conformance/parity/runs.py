@@ -150,6 +150,12 @@ class Run:
         }
         return {rank: error for rank, error in ends.items() if error}
 
+    @property
+    def recorder_errors(self) -> dict[int, str]:
+        """The errors of the recorder that ended recordings of ranks."""
+        ends = {rank.begin.rank: rank.end.recorder for rank in self.recording.ranks if rank.end is not None}
+        return {rank: error for rank, error in ends.items() if error}
+
     @functools.cached_property
     def initial(self) -> list[Initial]:
         """The modules of rank 0 before it trained them."""

@@ -38,6 +38,8 @@ def verdict_of(comparison: Comparison) -> str:
     if comparison.is_vacuous:
         title = comparison.findings[0].title
         return f"NOTHING COMPARED: {title[0].lower()}{title[1:]}"
+    if comparison.has_suite_failed:
+        return f"ERROR_SUITE after {of}: the recorder failed, and nothing later was compared"
     if comparison.differs:
         first = comparison.findings[0]
         where = f" from step {first.step}" if first.step is not None else ""

@@ -1,4 +1,4 @@
-"""Runs that would be equal whatever the engine does."""
+"""Runs that cannot be compared to their end, or would be equal whatever the engine does."""
 
 from __future__ import annotations
 
@@ -32,3 +32,21 @@ def nothing_to_compare(run: Run, reference: Run) -> Iterator[Finding]:
             line=line,
             is_exact=True,
         )
+
+
+def not_recorded(run: Run, reference: Run) -> Iterator[Finding]:
+    """Where the recorder failed, so that the rest of a run is not there: at most one finding."""
+    for each, name in ((run, "run"), (reference, "reference")):
+        errors = each.recorder_errors
+        if errors:
+            rank = min(errors)
+            yield Finding(
+                title="The recorder failed, and nothing later was compared",
+                whose=Whose.SUITE,
+                step=min(len(run.steps), len(reference.steps)),
+                first=f"in the {name}, rank {rank} · {errors[rank]}",
+                likely="an error of fsdp-conformance, which the training has nothing to do with: please report it",
+                evidence=(f"ranks on which it failed: {', '.join(map(str, sorted(errors)))} of {each.world_size}",),
+                is_exact=True,
+            )
+            return

@@ -7,6 +7,7 @@ change to what it computes.
     process         begins in a process that has the variables for it, when torch has been imported
     observer        what is recorded, and when
     hooks           the places in torch where a training loop is seen
+    guard           keeps errors of all this out of the training
     changes         where the script changes gradients after a backward
     gradient_hooks  hooks of the script that see gradients
     lines           lines of the script, as they are shown

@@ -13,13 +13,15 @@ from types import FrameType
 
 from torch import Tensor
 
+from fsdp_conformance.recorder.guard import Guard
 from fsdp_conformance.recorder.lines import is_of_script, script_line
 
 
 class Changes:
     """Watches the gradients of some parameters, in the thread that calls `watch`, until `stop`."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self._watched: list[tuple[Tensor, Tensor | None, int]] = []
         self._is_watching = False
         self.line = ""
@@ -45,7 +47,11 @@ class Changes:
             may_change = getattr(function, "__name__", "").endswith("_")
         else:
             may_change = event == "return"
-        if may_change and is_of_script(frame.f_code.co_filename) and self._has_changed():
+        if may_change:
+            self._guard.run(self._note_change, frame)
+
+    def _note_change(self, frame: FrameType) -> None:
+        if is_of_script(frame.f_code.co_filename) and self._has_changed():
             self.line = script_line(frame)
 
     def _has_changed(self) -> bool:

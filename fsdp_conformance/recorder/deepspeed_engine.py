@@ -65,19 +65,25 @@ class DeepSpeedHooks:
         def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
             if not engine.is_gradient_accumulation_boundary():
                 return original(engine, *args, **kwargs)
-            observer = self._observer
-            with observer.stepping():
-                gradients = _gradients(observer)
-                result = observer.clip_by_engine(
-                    lambda: original(engine, *args, **kwargs),
-                    gradients,
-                    float(engine.gradient_clipping() or 0.0),
-                    engine.get_global_grad_norm,
-                )
-            observer.stepped(_stepped(observer, engine), Named(gradients))
-            return result
+            return self._observer.guard.around(
+                lambda call: self._recorded(engine, lambda: call(engine, *args, **kwargs)),
+                original,
+                engine,
+                *args,
+                **kwargs,
+            )
 
         return step
+
+    def _recorded(self, engine: Any, call: Callable[[], Any]) -> Any:
+        """Call an engine's step, and record it."""
+        observer = self._observer
+        with observer.stepping():
+            gradients = _gradients(observer)
+            limit = float(engine.gradient_clipping() or 0.0)
+            result = observer.clip_by_engine(call, gradients, limit, engine.get_global_grad_norm)
+        observer.stepped(_stepped(observer, engine), Named(gradients))
+        return result
 
 
 def without_zero(config: Any) -> dict[str, Any]:

@@ -41,7 +41,16 @@ class Hooks:
         global _current
         _current = observer
         self._observer = observer
+        self._guard = observer.guard
         self._replaced = Replacements()
+        try:
+            self._install()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(self) -> None:
+        observer = self._observer
         self._forget_in_forks()
         self._watch_modules()
         self._replace(torch.autograd, "backward", self._backward)
@@ -90,19 +99,21 @@ class Hooks:
 
     def _watch_modules(self) -> None:
         original = nn.Module.__call__
-        observer = self._observer
+        observer, guard = self._observer, self._guard
         lock = threading.Lock()
         calls = 0
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             nonlocal calls
-            if not observer.watches(module):
+            if not guard.run(observer.watches, module):
                 return original(module, *args, **kwargs)
             with lock:
                 calls += 1
                 nn.Module.__call__ = original  # type: ignore[method-assign]
             try:
-                return observer.forward(module, original, args, kwargs)
+                return guard.around(
+                    lambda call: observer.forward(module, call, args, kwargs), original, module, *args, **kwargs
+                )
             finally:
                 with lock:
                     calls -= 1
@@ -122,7 +133,13 @@ class Hooks:
     def _backward(self, original: Any) -> Any:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._observer.backward(tensors, lambda: original(tensors, *args, **kwargs))
+            return self._guard.around(
+                lambda call: self._observer.backward(tensors, lambda: call(tensors, *args, **kwargs)),
+                original,
+                tensors,
+                *args,
+                **kwargs,
+            )
 
         return backward
 
@@ -131,11 +148,25 @@ class Hooks:
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
             # A generator can be read once.
             tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            return self._observer.clip(
-                lambda: original(tensors, max_norm, norm_type, *args, **kwargs), float(max_norm), float(norm_type)
-            )
+            return self._clipped(original, tensors, max_norm, norm_type, *args, **kwargs)
 
         return clip_grad_norm_
+
+    def _clipped(
+        self, original: Any, gradients_of: Any, max_norm: float, norm_type: float, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function that clips, and record it. `gradients_of`: its first argument."""
+        return self._guard.around(
+            lambda call: self._observer.clip(
+                lambda: call(gradients_of, max_norm, norm_type, *args, **kwargs), float(max_norm), float(norm_type)
+            ),
+            original,
+            gradients_of,
+            max_norm,
+            norm_type,
+            *args,
+            **kwargs,
+        )
 
     def _watch_deepspeed(self) -> None:
         from fsdp_conformance.recorder.deepspeed_engine import DeepSpeedHooks
@@ -149,21 +180,24 @@ class Hooks:
         def cross_entropy(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if not torch.compiler.is_compiling():
-                call = signature.bind(*args, **kwargs)
-                call.apply_defaults()
-                target = call.arguments["target"]
-                # Distributed, fake and batched tensors have no values to be counted here.
-                is_plain = type(target) is type(result) is Tensor and not is_functorch_wrapped_tensor(target)
-                if is_plain and call.arguments["reduction"] == "mean" and not target.is_floating_point():
-                    self._observer.mean(result, (target != call.arguments["ignore_index"]).sum())
+                self._guard.run(note_mean, result, args, kwargs)
             return result
+
+        def note_mean(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = signature.bind(*args, **kwargs)
+            call.apply_defaults()
+            target = call.arguments["target"]
+            # Distributed, fake and batched tensors have no values to be counted here.
+            is_plain = type(target) is type(result) is Tensor and not is_functorch_wrapped_tensor(target)
+            if is_plain and call.arguments["reduction"] == "mean" and not target.is_floating_point():
+                self._observer.mean(result, (target != call.arguments["ignore_index"]).sum())
 
         return cross_entropy
 
     def _marked(self, kind: str, original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._observer.mark(kind)
+            self._guard.run(self._observer.mark, kind)
             return original(*args, **kwargs)
 
         return call
@@ -172,16 +206,16 @@ class Hooks:
         @functools.wraps(original)
         def destroy_process_group(group: Any = None) -> None:
             if group in (None, torch.distributed.group.WORLD):
-                self._observer.leave()
+                self._guard.run(self._observer.leave)
             original(group)
 
         return destroy_process_group
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._observer.before_step(optimizer)
+        self._guard.run(self._observer.before_step, optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._observer.after_step(optimizer)
+        self._guard.run(self._observer.after_step, optimizer)
 
     def _watch_sharding(self) -> None:
         """See which modules become units, and when FSDP2 is told not to reduce gradients."""
@@ -191,11 +225,11 @@ class Hooks:
             @functools.wraps(original)
             def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
                 units = [module] if isinstance(module, nn.Module) else list(module)
-                self._observer.wrapping(units)
+                self._guard.run(self._observer.wrapping, units)
                 result = original(module, *args, **kwargs)
                 for unit in units:
                     watch_unit(unit)
-                    self._observer.shards.remember(unit)
+                    self._guard.run(self._observer.shards.remember, unit)
                 return result
 
             # `fully_shard.state(module)` gives a module's state.
@@ -212,7 +246,7 @@ class Hooks:
         def set_divide_factor(original: Any) -> Any:
             @functools.wraps(original)
             def wrapped(module: Any, factor: float) -> Any:
-                self._observer.mark("divide factor", str(float(factor)))
+                self._guard.run(lambda: self._observer.mark("divide factor", str(float(factor))))
                 return original(module, factor)
 
             return wrapped
@@ -220,24 +254,25 @@ class Hooks:
         def clip_grad_norm_(original: Any) -> Any:
             @functools.wraps(original)
             def wrapped(module: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-                return self._observer.clip(
-                    lambda: original(module, max_norm, norm_type), float(max_norm), float(norm_type)
-                )
+                return self._clipped(original, module, max_norm, norm_type)
 
             return wrapped
 
         def init(original: Any) -> Any:
             @functools.wraps(original)
             def wrapped(wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
-                # The module that it wraps may be given as `module=`.
-                module = kwargs["module"] if "module" in kwargs else args[0]
-                if not any(isinstance(each, type(wrapper)) for each in module.modules()):
-                    # Units that `auto_wrap_policy` makes are wrapped inside of this call.
-                    self._observer.wrapping([module], starts_with_rank0=bool(kwargs.get("sync_module_states")))
+                self._guard.run(note_module, type(wrapper), args, kwargs)
                 original(wrapper, *args, **kwargs)
                 watch_unit(wrapper)
 
             return wrapped
+
+        def note_module(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # The module that it wraps may be given as `module=`.
+            module = kwargs["module"] if "module" in kwargs else args[0]
+            if not any(isinstance(each, kind) for each in module.modules()):
+                # Units that `auto_wrap_policy` makes are wrapped inside of this call.
+                self._observer.wrapping([module], starts_with_rank0=bool(kwargs.get("sync_module_states")))
 
         self._replace(fsdp, "fully_shard", fully_shard)
         self._replace(fsdp.FSDPModule, "set_requires_gradient_sync", set_requires_gradient_sync)
@@ -260,4 +295,4 @@ def watch_unit(module: nn.Module) -> None:
 
 def _after_unit(module: nn.Module, args: object, output: object) -> None:
     if _current is not None:
-        _current.unit_output(module, output)
+        _current.guard.run(_current.unit_output, module, output)

@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import sys
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from fsdp_conformance.recorder.changes import Changes
 from fsdp_conformance.recorder.elements import elements_of
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
 from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
+from fsdp_conformance.recorder.guard import Guard
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.lines import makes_state, place_of, script_line, script_lines
 from fsdp_conformance.recorder.names import Roots, named_leaves, unwrapped
@@ -139,8 +141,10 @@ class Observer:
         # The gradients after the last backward that reduces them, and as they were clipped first.
         self._reduced: Named | None = None
         self._unclipped: Named | None = None
-        self._changes = Changes()
-        self.traffic = TrafficCount()
+        self.guard = Guard(self._fail, lets_pass=sharding != "kept")
+        """Runs everything that records inside calls of the script."""
+        self._changes = Changes(self.guard)
+        self.traffic = TrafficCount(self.guard)
         self.before_forward: Callable[[], object] = lambda: None
         """Called before each outermost forward, before anything is recorded of it."""
         self.is_reduced = True
@@ -537,11 +541,27 @@ class Observer:
         self._has_ended = True
         self._changes.stop()
         if self._writer.has_begun or self._waiting:
-            self._flush()
-            self._writer.write(End(error=error))
-            self._writer.close()
+            self.guard.run(self._flush)
+            if not self.guard.has_failed:
+                self._writer.write(End(error=error))
+                self._writer.close()
         if self._writer.error is not None:
             print(f"fsdp-conformance: the recording is incomplete: {self._writer.error}", file=sys.stderr)
+
+    def _fail(self, error: Exception) -> None:
+        """The recorder itself has failed: end the recording, and say so. The training goes on."""
+        why, at = f"{type(error).__name__}: {error} ({_place_in_recorder(error)})", script_line()
+        print(
+            f"fsdp-conformance: the recording ends in step {self._step}{f', at {at}' if at else ''}, because the "
+            f"recorder failed: {why}. The training goes on. Please report this error of fsdp-conformance",
+            file=sys.stderr,
+        )
+        self._has_ended = True
+        self._waiting.clear()
+        self._changes.stop()
+        with contextlib.suppress(Exception):  # also what fails again
+            self._writer.write(End(recorder=why))
+        self._writer.close()
 
     def named_gradients(self, gradients: Mapping[int, Tensor]) -> Named:
         """Gradients by the ids of their parameters, to be recorded under the parameters' names."""
@@ -619,6 +639,14 @@ class Observer:
             if part is not None:
                 parts[name] = [part]
         return parts
+
+
+def _place_in_recorder(error: Exception) -> str:
+    """The innermost line of the recorder from which an exception came: "observer.py:30"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if os.path.dirname(frame.filename) == os.path.dirname(__file__)]
+    last = (own or frames)[-1]
+    return f"{os.path.basename(last.filename)}:{last.lineno}"
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

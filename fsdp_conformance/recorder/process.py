@@ -29,10 +29,24 @@ def prepare() -> None:
 
 
 def _begin(settings: RecordSettings) -> None:
+    announce(Path(settings.directory), os.environ.get("RANK", ""))
+    try:
+        _observe(settings)
+    except Exception as error:
+        # The script imports torch, and waits for this.
+        if settings.sharding != "kept":
+            raise
+        print(
+            f"fsdp-conformance: this process is not recorded, because the recorder cannot begin: "
+            f"{type(error).__name__}: {error}. The training goes on. Please report this error of fsdp-conformance",
+            file=sys.stderr,
+        )
+
+
+def _observe(settings: RecordSettings) -> None:
     from fsdp_conformance.recorder.hooks import Hooks
     from fsdp_conformance.recorder.observer import Observer
 
-    announce(Path(settings.directory), os.environ.get("RANK", ""))
     observer = Observer(Path(settings.directory), sharding=settings.sharding, nudge=settings.nudge, keep=settings.keep)
     if settings.sharding != "kept":
         from fsdp_conformance.recorder.unsharded import Replacement
@@ -44,7 +58,8 @@ def _begin(settings: RecordSettings) -> None:
     hook = sys.excepthook
 
     def note_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        observer.end(f"{kind.__name__}: {error}")
+        # Texts of exceptions are made by the script's classes.
+        observer.guard.run(lambda: observer.end(f"{kind.__name__}: {error}"))
         hook(kind, error, trace)
 
     sys.excepthook = note_error

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_conformance.harness.recording.collective_calls import METHODS, traffic_of
+from fsdp_conformance.recorder.guard import Guard
 from fsdp_conformance.recordings.events import Collectives
 
 Key = tuple[str, str, str, tuple[int, ...]]
@@ -24,7 +25,8 @@ Key = tuple[str, str, str, tuple[int, ...]]
 class TrafficCount:
     """Counts of collectives, by op, reduce op, dtype and group."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self._lock = threading.Lock()
         self._counts: dict[Key, tuple[int, int]] = {}
         self._is_inside = threading.local()
@@ -52,7 +54,7 @@ class TrafficCount:
                 return original(group, *args, **kwargs)
             self._is_inside.value = True
             try:
-                self._add(name, group, args, kwargs)
+                self._guard.run(self._add, name, group, args, kwargs)
                 return original(group, *args, **kwargs)
             finally:
                 self._is_inside.value = False

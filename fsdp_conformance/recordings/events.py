@@ -242,6 +242,8 @@ class End:
 
     error: str = ""
     """The exception that ended the script."""
+    recorder: str = ""
+    """The recorder's own error, if that ended the recording before the script."""
 
 
 Event = Begin | Forward | Initial | Backward | Clip | Step | Kept | Mark | End

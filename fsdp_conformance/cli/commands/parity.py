@@ -285,6 +285,8 @@ def _report(comparison: Comparison, terminal: Terminal, arguments: argparse.Name
         except OSError as error:
             raise UsageError(f"--html must name a file that can be written, got {page!r}: {error.strerror}") from None
         terminal.say(f"report: {page}")
+    if comparison.has_suite_failed:
+        return Status.SUITE
     if comparison.is_vacuous or not (comparison.steps or comparison.differs):
         return Status.USAGE
     fails = comparison.differs or (arguments.strict_suspicions and comparison.suspicions)

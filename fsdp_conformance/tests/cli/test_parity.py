@@ -208,6 +208,49 @@ def test_record_answers_wrong_words(
     assert message in run.output
 
 
+#: Breaks the recorder in its second step.
+_BREAKS_RECORDER = """
+import sys
+import torch
+from fsdp_conformance.recorder.observer import Observer
+
+original = Observer._after_step_of
+def broken(observer, optimizer):
+    if observer._step == 1:
+        raise RuntimeError("broken on purpose")
+    return original(observer, optimizer)
+Observer._after_step_of = broken
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print("trained to the end")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("status_of_script", "status"), [(0, 4), (1, 5)])
+def test_training_goes_on_when_the_recorder_fails(status_of_script: int, status: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_BREAKS_RECORDER)
+    script = [sys.executable, str(tmp_path / "train.py"), str(status_of_script)]
+
+    run = answered("record", "--output", str(tmp_path / "out"), "--", *script)
+
+    assert "trained to the end" in run.output
+    message = (
+        r"the recording ends in step 1, at .*train\.py:17, because the recorder failed: RuntimeError: broken on purpose"
+    )
+    assert re.search(message, run.output)
+    assert "recorded 1 step of 1 rank" in run.output
+    assert "the recorder failed on rank 0, so later steps are not recorded" in run.output
+    assert run.status == status
+    compared = answered("parity", str(tmp_path / "out"), str(tmp_path / "out"))
+    assert compared.status == 4
+    assert "ERROR_SUITE after 1 step of 1 rank" in compared.output
+
+
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     run = answered("record", "--output", str(tmp_path / "out"), "--timeout", "0.5", "--", "sleep", "600")
 
