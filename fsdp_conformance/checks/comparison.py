@@ -64,9 +64,10 @@ def compare(got: Tensor, expected: Tensor, bound: Bound) -> Difference | None:
     )
 
 
-def number(value: float) -> str:
-    """Enough digits to distinguish any two float32 values."""
-    return f"{value:.9g}"
+def numbers(got: float, expected: float) -> tuple[str, str]:
+    """Both values, with enough digits to tell any two float32 values apart, and these two in any case."""
+    digits = 9 if f"{got:.9g}" != f"{expected:.9g}" else 17
+    return f"{got:.{digits}g}", f"{expected:.{digits}g}"
 
 
 def _ratio(got: float, expected: float) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp_conformance.checks.comparison import numbers
 from fsdp_conformance.checks.equality import digest
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.checks.traffic import expect_count, in_step, of
@@ -38,8 +39,9 @@ def norm_by_hand(
     for record, norm in zip(history.steps, expected, strict=True):
         got = None if record.grad_norm is None else record.grad_norm.double().item()
         holds = got is not None and abs(got - norm) <= bound * norm
+        shown, wanted = ("none", f"{norm:.9g}") if got is None else numbers(got, norm)
         tally.compare(
-            holds, "total norm", expected=f"{norm:.9g}", got="none" if got is None else f"{got:.9g}",
+            holds, "total norm", expected=wanted, got=shown,
             step=record.step, phase="step", bound="bitwise" if exact else f"{bound:.2g} of the norm",
             ratio=got / norm if got is not None and norm else None,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_conformance.checks.comparison import Difference, compare, number
+from fsdp_conformance.checks.comparison import Difference, compare, numbers
 from fsdp_conformance.checks.derived import with_derived_gradients
 from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.checks.traffic import REDUCING, of
@@ -417,7 +417,7 @@ class _Judge:
         else:
             likely = self._likely(step, name, got, expected, bound)
         return self._differs(
-            step, name, self.kind, number(difference.got), number(difference.expected), details=counted,
+            step, name, self.kind, *numbers(difference.got, difference.expected), details=counted,
             bound=bound.text(), likely=likely,
             call=self.writers.of_gradient(step, name) if self.kind is Kind.GRADIENT else None, **difference.place(),
         )  # fmt: skip

@@ -601,7 +601,8 @@ def _rounded(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]
     """Every element is the expected one at lower precision."""
     if not magnitude(expected) or evidence.kind in ("loss", "norm"):
         return
-    for dtype in _LOW:
+    # Numbers with few digits, rounded to float32, are representable in less.
+    for dtype in (torch.float32, *_LOW) if evidence.got.dtype is torch.float64 else _LOW:
         representable = torch.equal(got.to(dtype).double(), got)
         near = magnitude(got - expected) <= 2 * torch.finfo(dtype).eps * magnitude(expected)
         if representable and near and not torch.equal(expected.to(dtype).double(), expected):

@@ -364,6 +364,8 @@ class _Builder:
 
     def _block(self, index: int, hidden: int) -> DrawnBlock:
         choice, special = self.choice, index == _SPECIAL
+        # An extra parameter in float64 has a gradient that float32 would round.
+        double = {"two in a unit": "extras", "one for each unit": "all"}.get(choice["dtypes"], "") if special else ""
         units = choice["units"]
         inner: tuple[DrawnBlock, ...] = ()
         if choice["ties"] == "within a unit" and special:
@@ -374,7 +376,7 @@ class _Builder:
             hidden=hidden,
             bias=index != 2,
             extras=_EXTRAS[choice["other shapes"]]
-            or (((3,),) if choice["dtypes"] == "two in a unit" and special else ()),
+            or (((3,),) if double else ()),
             transposed=choice["other shapes"] == "not contiguous",
             inner=inner,
             is_unit=units != "only the root" and (units != "some blocks" or special),
@@ -384,7 +386,7 @@ class _Builder:
             is_persistent=choice["buffers"] != "not persistent",
             runs=choice["buffers"] == "running values" and index != 2,
             packed=choice["dtypes"] == "packed integers" and special,
-            double={"two in a unit": "extras", "one for each unit": "all"}.get(choice["dtypes"], "") if special else "",
+            double=double,
             # In a block that always runs: what is left out elsewhere must not touch it.
             aside=_ASIDE[choice["ignored"]] if index == (0 if choice["use"] in _LEAVING_OUT else _SPECIAL) else "",
         )

@@ -91,7 +91,9 @@ class Reference(ABC):
         self.regime = regime
         self.world_size = world_size
         self.device = torch.device(device)
-        self.dtype = dtype or getattr(torch, workload.dtype)
+        # A model in its own dtype may have parameters of others, which then stay what they are.
+        self._own_dtype: torch.dtype = getattr(torch, workload.dtype)
+        self.dtype = dtype or self._own_dtype
         self.sets_to_none = True
         """True if gradients are None after a step, and not zero."""
         self.replicas = [self._replica(rank, source or self.name) for rank in ranks]
@@ -188,7 +190,9 @@ class Reference(ABC):
     # The loop.
 
     def _replica(self, rank: int, source: str) -> Replica:
-        module = self.workload.build(rank).to(self.device, self.dtype)
+        module = self.workload.build(rank).to(self.device)
+        if self.dtype is not self._own_dtype:
+            module.to(self.dtype)
         params = dict(module.named_parameters())
         return Replica(
             rank=rank,

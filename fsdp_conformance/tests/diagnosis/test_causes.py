@@ -416,6 +416,17 @@ dropped, or rows of a shard lost: every element is zero""",
             """rounded to bfloat16: every element is representable in it""",
         )
 
+    def test_precision_of_a_parameter_in_float64(self) -> None:
+        """Values that float32 would round are rounded to it. Of a parameter in float32, nothing can be said."""
+        right = replace(gradient(), contributions=None)
+        fine = right.expected * (1 + 2.0**-26)
+
+        self.assertExpectedInline(
+            cause(replace(right, expected=fine), fine.float().double()),
+            """rounded to float32: every element is representable in it""",
+        )
+        self.assertNotIn("rounded to", str(cause(replace(right, expected=fine), fine.float())))
+
     def test_none(self) -> None:
         """One side alone has a gradient."""
         zeros, some = torch.zeros(3), torch.ones(3)

@@ -600,6 +600,21 @@ class ConvertsToTheFirstDtype(TorchFSDP2):
         return super().wrap(model, plan)
 
 
+class ReducesInTheSmallestDtype(Reference):
+    """Gradients have passed through a buffer in the smallest of the parameters' dtypes."""
+
+    name: ClassVar[str] = "reduces-in-the-smallest-dtype"
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph=retain_graph)
+        parameters = [parameter for parameter in self.parameters().values() if parameter.is_floating_point()]
+        smallest = min((parameter.dtype for parameter in parameters), key=lambda dtype: dtype.itemsize)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                held = local_part(parameter.grad)
+                held.copy_(held.to(smallest))
+
+
 class CopiesInputs(TorchFSDP2):
     """Each unit gets copies of the tensors that need no gradient: what it writes into them is lost."""
 

@@ -170,6 +170,8 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
         ("ReducesInBfloat16", "precision", "bfloat16, reduced in float32", "R084"),
         ("SeedsWhenWrapping", "dropout", "in each block", "R189"),
         ("ConvertsToTheFirstDtype", "dtypes", "one for each unit", "R001"),
+        ("ReducesInTheSmallestDtype", "dtypes", "one for each unit", "R003"),
+        pytest.param("ReducesInTheSmallestDtype", "dtypes", "two in a unit", "R003", marks=pytest.mark.nightly),
         ("CopiesInputs", "inputs", "filled by units", "R157"),
         ("KeepsEvaluations", "evaluation", "before steps", "R039"),
         ("StepsItsOwnCopy", "written by the user", "parameters in place", "R002"),
@@ -289,6 +291,11 @@ def test_wrong_only_with_one_value(name: str, axis: str, value: str, requirement
             "AveragesAnyway",
             {"gradients divided by": "one"},
             "averaged instead of summed",
+        ),
+        (
+            "ReducesInTheSmallestDtype",
+            {"dtypes": "one for each unit"},
+            "rounded to float32",
         ),
     ],
 )
