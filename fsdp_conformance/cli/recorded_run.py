@@ -20,13 +20,39 @@ from typing import IO, cast
 from fsdp_conformance.cli.child import end_family, family
 from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
 from fsdp_conformance.recorder.settings import RecordSettings
-from fsdp_conformance.recordings import stacks
+from fsdp_conformance.recordings import files, stacks
 
 #: Between two looks whether the command has ended.
 _LOOK_S = 0.05
 
+#: How long ranks may go on when their programs have ended. A process may wait in torch's destructors for ever.
+LINGER_S = 60.0
+
+#: Between two looks whether the programs of all ranks have ended.
+_LOOK_AT_FILES_S = 1.0
+
 #: How long output may still come when the command has ended.
 _OUTPUT_S = 5.0
+
+
+class Lingering:
+    """Looks whether all ranks have recorded their end, and go on for too long nevertheless."""
+
+    def __init__(self, directory: Path, world_size: int, linger_s: float) -> None:
+        self._directory = directory
+        self._world_size = world_size
+        self._linger_s = linger_s
+        self._next_look = 0.0
+        self._ended: float | None = None
+
+    def is_over(self) -> bool:
+        """True if the ranks need not be waited for."""
+        now = time.monotonic()
+        if self._ended is None and now >= self._next_look:
+            self._next_look = now + min(_LOOK_AT_FILES_S, self._linger_s)
+            if files.has_ended(self._directory, self._world_size):
+                self._ended = now
+        return self._ended is not None and now - self._ended >= self._linger_s
 
 
 def torchrun(world_size: int, words: Sequence[str]) -> list[str]:

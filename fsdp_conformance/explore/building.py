@@ -375,8 +375,7 @@ class _Builder:
         return DrawnBlock(
             hidden=hidden,
             bias=index != 2,
-            extras=_EXTRAS[choice["other shapes"]]
-            or (((3,),) if double else ()),
+            extras=_EXTRAS[choice["other shapes"]] or (((3,),) if double else ()),
             transposed=choice["other shapes"] == "not contiguous",
             inner=inner,
             is_unit=units != "only the root" and (units != "some blocks" or special),

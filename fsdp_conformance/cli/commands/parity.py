@@ -26,7 +26,15 @@ from fsdp_conformance.cli.child import answers
 from fsdp_conformance.cli.commands.record import timeout_of
 from fsdp_conformance.cli.commands.sanitize import Terminal
 from fsdp_conformance.cli.killed_rank import KilledRank
-from fsdp_conformance.cli.recorded_run import elapsed, fresh_directory, run_recorded, simulated_gpus, torchrun
+from fsdp_conformance.cli.recorded_run import (
+    LINGER_S,
+    Lingering,
+    elapsed,
+    fresh_directory,
+    run_recorded,
+    simulated_gpus,
+    torchrun,
+)
 from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.parity.comparison import Comparison, compare
 from fsdp_conformance.parity.finding import Finding, Whose
@@ -209,14 +217,18 @@ class _Runs:
             self._terminal.say(f"[{name}] {line}", "dim")
             errors.extend(_ERROR.findall(line))
 
+        # A run for the values goes on after the step that it is for.
+        lingering = Lingering(directory, ranks, LINGER_S if keep is None else 0.0)
         status = run_recorded(
             torchrun(ranks, words),
             settings,
             say=say,
             timeout_s=self._order.timeout_s,
             variables=self._variables,
-            is_enough=lambda: keep is not None and files.has_ended(directory, ranks),
+            is_enough=lingering.is_over,
         )
+        if lingering.is_over() and keep is None:
+            self._terminal.say(f"{name}: the script had ended on all ranks, but their processes still ran {LINGER_S:g} s later")
         ended = f"it was ended after {self._order.timeout_s:g} s (--timeout)" if status is None else f"status {status}"
         if status and (killed.words or errors):
             # The other ranks fail because they lose the one that was killed.
