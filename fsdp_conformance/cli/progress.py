@@ -155,6 +155,14 @@ class Progress:
         pace = float(self._clock() - self._first_start) / expected
         return pace * sum(map(self._expected.__getitem__, self._to_run))
 
+    def slowest(self) -> str:
+        """ "R003/x has run for 40 s", of the case that has run longest; empty if that is not long."""
+        running = min(self.running.values(), key=lambda each: each.since, default=None)
+        if running is None or self._clock() - running.since < HEARTBEAT_S:
+            return ""
+        # A scenario that fails is then trained with fewer features, to find those that it takes.
+        return f"{running.case} has run for {duration(self._clock() - running.since)}"
+
     def words(self) -> str:
         """Everything in one line."""
         counted: Counter[Verdict] = Counter()
@@ -208,7 +216,8 @@ class PlainDisplay(AbstractContextManager["PlainDisplay"]):
 
     def tick(self) -> None:
         if time.monotonic() - self._spoke >= HEARTBEAT_S:
-            self.say(f"     ... {self._progress.words()}")
+            slowest = self._progress.slowest()
+            self.say(f"     ... {self._progress.words()}{slowest and f' · {slowest}'}")
 
     def say(self, text: str) -> None:
         print(text, flush=True)

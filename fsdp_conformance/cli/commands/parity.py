@@ -228,7 +228,9 @@ class _Runs:
             is_enough=lingering.is_over,
         )
         if lingering.is_over() and keep is None:
-            self._terminal.say(f"{name}: the script had ended on all ranks, but their processes still ran {LINGER_S:g} s later")
+            self._terminal.say(
+                f"{name}: the script had ended on all ranks, but their processes still ran {LINGER_S:g} s later"
+            )
         ended = f"it was ended after {self._order.timeout_s:g} s (--timeout)" if status is None else f"status {status}"
         if status and (killed.words or errors):
             # The other ranks fail because they lose the one that was killed.

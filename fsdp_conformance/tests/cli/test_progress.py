@@ -115,6 +115,23 @@ def test_a_slow_machine_is_slow_for_what_is_left_as_well() -> None:
     assert progress.left_s() == 40.0
 
 
+def test_a_case_that_takes_long_is_named() -> None:
+    """So that a hang, or a failing row whose causes are being looked for, can be told from a slow run."""
+    clock = Clock()
+    progress = Progress(CASES, EXPECTED, clock)
+    progress.take(start("a"))
+    clock.now += 25.0
+    progress.take(start("b"))
+    assert progress.slowest() == ""
+    clock.now += 65.0
+
+    assert progress.slowest() == "a has run for 1 min 30 s"
+    progress.take(verdict("a"))
+    assert progress.slowest() == "b has run for 1 min 05 s"
+    progress.take(verdict("b"))
+    assert progress.slowest() == ""
+
+
 def test_lines_for_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     """A failure at once, a chapter when it is through or when the run ends; nothing for a pass."""
     progress = Progress(CASES, EXPECTED)
