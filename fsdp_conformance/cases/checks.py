@@ -32,7 +32,7 @@ from fsdp_conformance.outcome.records import CheckCount, Finding
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.references.ddp import ddp_reference
 from fsdp_conformance.references.reference_set import Kind, References
-from fsdp_conformance.references.rounding import rounding_reference
+from fsdp_conformance.references.rounding import rounding_mistakes, rounding_reference
 from fsdp_conformance.references.single_process import single_process_reference
 from fsdp_conformance.workload.definition import Regime, Workload
 from fsdp_conformance.workload.events import RUNS_A_FORWARD
@@ -249,16 +249,17 @@ class CaseChecks:
         kinds: Sequence[Kind] = (Kind.LOSS, Kind.GRADIENT, Kind.PARAMETER),
     ) -> None:
         """Values of these kinds equal those of the reference that rounds as the plan says, bit for bit."""
+        where: dict[str, Any] = {
+            "rank": self._here.rank,
+            "world_size": self._here.world_size,
+            "device": self._here.reference_device,
+        }
+        order = workload, regime or Regime(), plan
         with self._here.blaming("suite"):
-            expected = rounding_reference(
-                workload,
-                regime or Regime(),
-                plan,
-                rank=self._here.rank,
-                world_size=self._here.world_size,
-                device=self._here.reference_device,
-            )
-        self.check(rounds_alike(run, expected, requirement=requirement, kinds=kinds))
+            expected = rounding_reference(*order, **where)
+            mistakes = partial(rounding_mistakes, *order, **where)
+            result = rounds_alike(run, expected, requirement=requirement, kinds=kinds, mistakes=mistakes)
+        self.check(result)
 
     def plain_history(self, workload: Workload, regime: Regime) -> TrainingHistory:
         """The unwrapped model, trained in this process in float32."""

@@ -1,9 +1,9 @@
 """
 The oracle for mixed precision: all ranks in one process, rounding where a sharded engine rounds.
 
-    parameters    cast to their unit's compute dtype in every forward; the optimizer steps the float32 ones
+    parameters    cast to their unit's compute dtype in every forward; the optimizer steps the original ones
     inputs        floating-point ones cast by the root, and by units with their own dtype
-    gradients     in the compute dtype, cast to the reduce dtype, averaged in it, cast to float32
+    gradients     in the compute dtype, cast to the reduce dtype, averaged in it, cast to the parameter's dtype
     buffers       floating-point ones cast once
 
 Deferred micro-batches are accumulated in float32, so the reduce dtype must be float32 then. Two ranks have one sum, and
@@ -14,6 +14,7 @@ shown for each training, by adding the ranks in the opposite order as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, cast
 
@@ -41,10 +42,13 @@ class Rounding(SingleProcess):
 
     name = "rounding"
 
-    def __init__(self, workload: Workload, regime: Regime, plan: Plan, **rest: Any) -> None:
+    def __init__(
+        self, workload: Workload, regime: Regime, plan: Plan, *, accumulates_low: bool = False, **rest: Any
+    ) -> None:
+        """`accumulates_low`: deferred micro-batches are accumulated in the compute dtype, which is a mistake."""
         super().__init__(workload, regime, dtype=torch.float32, **rest)
-        deferred = not all(regime.is_reduced(micro) for micro in range(regime.micro_batches))
-        if deferred and plan.reduce_dtype != "float32":
+        self._accumulates_low = accumulates_low
+        if _defers(regime) and plan.reduce_dtype != "float32" and not accumulates_low:
             raise SuiteError(
                 "reduce_dtype must be float32 with deferred micro-batches, which are accumulated in it, got "
                 f"{plan.reduce_dtype} [rounding reference]"
@@ -81,6 +85,9 @@ class Rounding(SingleProcess):
     def reduce(self, micro: int, reduced: bool) -> None:
         for replica in self.replicas:
             self._swap(replica, replica.params)
+            for name, param in replica.params.items() if self._accumulates_low else ():
+                if param.grad is not None:
+                    param.grad = param.grad.to(self._compute_dtype(name, replica.module)).to(param.dtype)
         super().reduce(micro, reduced)
 
     def _save(self, replica: Replica, loading: Action) -> None:
@@ -119,7 +126,11 @@ class Rounding(SingleProcess):
 
     def _compute_dtype(self, parameter: str, module: nn.Module) -> torch.dtype:
         unit = owner(parameter, self.plan.units)
-        return (None if self._is_full(module) else _dtype(self.plan.dtype_of(unit))) or torch.float32
+        own = self._dtype_of_parameter(parameter)
+        return (None if self._is_full(module) else _dtype(self.plan.dtype_of(unit))) or own
+
+    def _dtype_of_parameter(self, name: str) -> torch.dtype:
+        return self.replicas[0].params[name].dtype
 
     def _is_full(self, module: nn.Module) -> bool:
         return self.plan.full_precision_in_eval and not module.training
@@ -134,10 +145,11 @@ class Rounding(SingleProcess):
 
     def mean(self, name: str, grads: list[Tensor], before: Tensor | None) -> Tensor:
         plan = self.plan
-        dtype = _dtype(plan.reduce_dtype or plan.dtype_of(owner(name, plan.units))) or torch.float32
+        own = self._dtype_of_parameter(name)
+        dtype = _dtype(plan.reduce_dtype or plan.dtype_of(owner(name, plan.units))) or own
         in_order = grads[::-1] if self.order is Order.REVERSED else grads
         divisor = 1 if self.regime.sums else self.world_size
-        mean = (reduce(torch.add, [grad.to(dtype) for grad in in_order]) / divisor).float()
+        mean = (reduce(torch.add, [grad.to(dtype) for grad in in_order]) / divisor).to(own)
         return mean if before is None else before + mean
 
 
@@ -168,6 +180,31 @@ def rounding_histories(
                         f"[{workload.name}, rank {history.rank}]"
                     )
     return expected
+
+
+def rounding_mistakes(
+    workload: Workload, regime: Regime, plan: Plan, *, rank: int, world_size: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, TrainingHistory]]:
+    """The histories of one rank of engines that round elsewhere than the plan says, each with the cause."""
+    low, defers = plan.param_dtype, _defers(regime)
+    if low is None:
+        return
+    plans: dict[str, Plan] = {}
+    if defers:
+        plans[f"accumulated in {low}: gradients of deferred micro-batches were added in the compute dtype"] = plan
+    if plan.reduce_dtype not in (None, low):
+        plans[f"reduced in {low}: the reduce dtype was not used"] = replace(plan, reduce_dtype=None)
+    plans["computed in float32: the compute dtype was not used"] = replace(plan, param_dtype=None, unit_dtypes=())
+    for cause, other in plans.items():
+        run = Rounding(
+            workload, regime, other, accumulates_low=defers, ranks=range(world_size), world_size=world_size,
+            device=device,
+        )  # fmt: skip
+        yield cause, run.train()[rank]
+
+
+def _defers(regime: Regime) -> bool:
+    return not all(regime.is_reduced(micro) for micro in range(regime.micro_batches))
 
 
 def _places_of(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:

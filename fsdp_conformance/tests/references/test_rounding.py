@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,12 @@ from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.plan import Plan
 from fsdp_conformance.references.reference_set import Kind
-from fsdp_conformance.references.rounding import rounding_histories, rounding_reference
+from fsdp_conformance.references.rounding import (
+    Rounding,
+    rounding_histories,
+    rounding_mistakes,
+    rounding_reference,
+)
 from fsdp_conformance.workload.definition import BatchKey, Regime
 
 WORKLOAD = precision.scaled()
@@ -58,6 +65,32 @@ def test_each_part_of_a_policy_is_seen(change: dict[str, object]) -> None:
 
     assert result.findings
     assert "the reference rounds where the plan says" in result.findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("cause", "wrong", "accumulates_low"),
+    [
+        ("accumulated in bfloat16", {}, True),
+        ("reduced in bfloat16", {"reduce_dtype": None}, True),
+        ("computed in float32", {"param_dtype": None, "unit_dtypes": ()}, False),
+    ],
+)
+def test_the_rounding_that_is_missing_is_named(cause: str, wrong: dict[str, Any], accumulates_low: bool) -> None:
+    """An engine with one mistake gets its cause; one that differs otherwise gets none."""
+    plan, regime = replace(PLAN, reduce_dtype="float32"), Regime(steps=2, micro_batches=3, reduced=(False, False, True))
+    expected = trained(plan, regime)
+    mistakes = partial(rounding_mistakes, WORKLOAD, regime, plan, rank=0, world_size=2)
+    options: dict[str, Any] = {"requirement": "R086", "kinds": [Kind.GRADIENT, Kind.PARAMETER], "mistakes": mistakes}
+    run, *_ = Rounding(
+        WORKLOAD, regime, replace(plan, **wrong), accumulates_low=accumulates_low, ranks=range(2), world_size=2
+    ).train()
+
+    findings = rounds_alike(run, expected, **options).findings
+    run.steps[1].params[next(iter(run.steps[1].params))].add_(1)
+    others = rounds_alike(run, expected, **options).findings
+
+    assert {str(finding.likely).partition(":")[0] for finding in findings} == {cause}
+    assert {finding.likely for finding in others} == {None}
 
 
 def test_equal_histories_pass() -> None:
