@@ -292,6 +292,7 @@ class _Judge:
         self.unclear: list[str] = []
         self._gradients_supposed: dict[int, list[tuple[str, Tensors]]] = {}
         self._steps_supposed: dict[int, list[SupposedStep]] = {}
+        self._roundings: dict[int, str | None] = {}
         self._rate_factors: dict[int, dict[str, float]] = {}
         self._implied: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
 
@@ -424,6 +425,9 @@ class _Judge:
 
     def _likely(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> str | None:
         try:
+            likely = self._rounded_elsewhere(step)
+            if likely is not None:
+                return likely
             likely = causes.likely(self._evidence(step, name, got, expected, bound))
             if self.kind is Kind.GRADIENT:
                 return self._of_gradient(likely)
@@ -432,6 +436,16 @@ class _Judge:
             return likely
         except Exception as error:  # noqa: BLE001 - a difference that was found must not be lost for want of its cause
             return f"unknown: a bug in the suite, please report it: {type(error).__name__}: {error}"
+
+    def _rounded_elsewhere(self, step: int) -> str | None:
+        """The cause, if all values of the step are those of an engine that rounds elsewhere."""
+        if step not in self._roundings:
+            got = values(self.history, self.kind, step)
+            causes_of_all = (
+                cause for cause, wrong in self.references.roundings() if _are_equal(got, values(wrong, self.kind, step))
+            )
+            self._roundings[step] = next(causes_of_all, None)
+        return self._roundings[step]
 
     def _in_gradient(self, step: int, name: str) -> str | None:
         """The likely cause, from the gradient with which the optimizer must have stepped; it need not be exposed."""
@@ -570,6 +584,16 @@ class _Judge:
             rank=self.history.rank,
             **fields,
         )
+
+
+def _are_equal(got: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """True if all tensors are equal, bit for bit."""
+    return got.keys() == others.keys() and all(
+        torch.equal(value.double(), other.double())
+        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape
+        else value is other
+        for value, other in ((value, others[name]) for name, value in got.items())
+    )
 
 
 def _factors(regime: Regime, workload: Workload) -> dict[str, float]:

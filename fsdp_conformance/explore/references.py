@@ -15,7 +15,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +27,12 @@ from fsdp_conformance.explore.building import example_of, second_model
 from fsdp_conformance.explore.example import Example
 from fsdp_conformance.explore.own_model import OwnModel
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.plan import Plan
 from fsdp_conformance.references.exactness import demands_bitwise, values
 from fsdp_conformance.references.packed_history import packed, unpacked
 from fsdp_conformance.references.reference_set import EXPECTED, Kind, References, dtypes_of
 from fsdp_conformance.references.reference_set import values as values_of
-from fsdp_conformance.references.rounding import rounding_histories
+from fsdp_conformance.references.rounding import rounding_histories, rounding_mistakes
 from fsdp_conformance.references.single_process import Order, single_process_histories
 from fsdp_conformance.scenarios.scenario import Scenario, scenario_from_json
 from fsdp_conformance.workload.definition import Regime, Workload
@@ -54,8 +55,8 @@ class Prepared:
     histories: tuple[dict[str, TrainingHistory], ...]
     """By rank: the histories by source. In low precision, there is one source."""
     exact: bool = False
-    rounds: bool = False
-    """In low precision: there is one history, and no noise."""
+    rounds: Plan | None = None
+    """The plan of a training in low precision: there is one history, and no noise."""
 
     def of_rank(self, rank: int) -> References:
         """The references as a rank uses them."""
@@ -66,11 +67,18 @@ class Prepared:
             rank=rank,
             world_size=len(self.histories),
             histories=self.histories[rank],
-            exact=self.exact or self.rounds,
-            rounds=self.rounds,
+            exact=self.exact or self.rounds is not None,
+            rounds=self.rounds is not None,
+            roundings=partial(self._roundings, rank),
             dtypes=dtypes_of(model),
             local=local_names(self.workload, dict(model.named_parameters())),
         )
+
+    def _roundings(self, rank: int) -> list[tuple[str, TrainingHistory]]:
+        if self.rounds is None:
+            return []
+        size = len(self.histories)
+        return list(rounding_mistakes(self.workload, self.regime, self.rounds, rank=rank, world_size=size))
 
 
 class Trained(NamedTuple):
@@ -89,7 +97,7 @@ def prepare(example: Example) -> Prepared:
     if example.plan.param_dtype is not None:
         rounded = rounding_histories(workload, regime, example.plan, world_size=size)
         histories = tuple({EXPECTED: history.without_norms()} for history in rounded)
-        return Prepared(workload=workload, regime=regime, histories=histories, rounds=True)
+        return Prepared(workload=workload, regime=regime, histories=histories, rounds=example.plan)
     exact = demands_bitwise(workload, regime, size)
     orders = orders_for(size, regime, exact=exact)
     twins = single_process_histories(workload, regime, world_size=size, dtype=torch.float64)
@@ -155,7 +163,7 @@ def liveness(prepared: Prepared) -> float:
 
 def too_wide(prepared: Prepared) -> str | None:
     """The bound in which a fault could hide, in words; None if there is none."""
-    if prepared.exact or prepared.rounds:
+    if prepared.exact or prepared.rounds is not None:
         return None
     steps = range(len(prepared.of_rank(0).expected.steps))
     of_all_ranks = [
@@ -244,7 +252,7 @@ def shared(candidates: Sequence[Scenario], *, rank: int) -> Trained:
 
 def _to_send(prepared: Prepared) -> tuple[list[dict[str, Any]], bool, bool]:
     histories = [{name: packed(history) for name, history in of_rank.items()} for of_rank in prepared.histories]
-    return histories, prepared.exact, prepared.rounds
+    return histories, prepared.exact, prepared.rounds is not None
 
 
 def _received(example: Example, sent: tuple[list[dict[str, Any]], bool, bool]) -> Prepared:
@@ -254,7 +262,7 @@ def _received(example: Example, sent: tuple[list[dict[str, Any]], bool, bool]) -
         regime=example.regime,
         histories=tuple({name: unpacked(history) for name, history in of_rank.items()} for of_rank in histories),
         exact=exact,
-        rounds=rounds,
+        rounds=example.plan if rounds else None,
     )
 
 

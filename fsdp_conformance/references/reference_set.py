@@ -11,7 +11,7 @@ float32 references from the float64 one are the noise that `tolerance` derives i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -111,6 +111,8 @@ class References:
     """Comparisons are bitwise."""
     rounds: bool = False
     """The model computes in low precision. The dtype of its outputs, and of what is computed from them, is open."""
+    roundings: Callable[[], Iterable[tuple[str, TrainingHistory]]] = tuple
+    """The histories of engines that round elsewhere, each with the likely cause."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """Of every parameter and buffer of the newly built model."""
     local: frozenset[str] = frozenset()

@@ -132,7 +132,11 @@ class TorchFSDP1(TorchCheckpoints):
         # The inputs of a unit with its own dtype are not cast again when it is recomputed.
         {"precision": "bfloat16, one unit in float32", "checkpointing": "around blocks"},
         # ci/findings/torch-fsdp1/accumulates_in_the_compute_dtype.py
-        {"precision": "bfloat16, one unit in float32", "accumulation": "three, two deferred"},
+        *(
+            {"precision": precision, "accumulation": deferred}
+            for precision in ("bfloat16, reduced in float32", "bfloat16, one unit in float32")
+            for deferred in ("two, first deferred", "three, two deferred", "three, middle deferred", "kept gathered")
+        ),
         # Parameters that are not used get a gradient of zeros, so weight decay changes them.
         {"inputs": "detached", "optimizer": "adamw, fused"},
         # On one rank nothing is sharded, and gradients that a forward alone or no_sync precedes are not the model's.

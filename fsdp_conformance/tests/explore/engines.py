@@ -600,6 +600,12 @@ class ConvertsToTheFirstDtype(TorchFSDP2):
         return super().wrap(model, plan)
 
 
+class AccumulatesInTheComputeDtype(TorchFSDP1):
+    """FSDP1 itself: ci/findings/torch-fsdp1/accumulates_in_the_compute_dtype.py."""
+
+    name: ClassVar[str] = "accumulates-in-the-compute-dtype"
+
+
 class ReducesInTheSmallestDtype(Reference):
     """Gradients have passed through a buffer in the smallest of the parameters' dtypes."""
 

@@ -297,6 +297,11 @@ def test_wrong_only_with_one_value(name: str, axis: str, value: str, requirement
             {"dtypes": "one for each unit"},
             "rounded to float32",
         ),
+        (
+            "AccumulatesInTheComputeDtype",
+            {"precision": "bfloat16, reduced in float32", "accumulation": "two, first deferred"},
+            "accumulated in bfloat16",
+        ),
     ],
 )
 def test_the_cause_of_what_values_show(name: str, values: dict[str, str], cause: str) -> None:
