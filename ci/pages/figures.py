@@ -84,7 +84,10 @@ _ROW = rf"\| {_N} \| {_N} \| {_N} \| {_N} \| (R[R\d, to]*\d|none)(?= ?\|)"
 #: Words around figures, and the figures: one for each group of the pattern.
 FIGURES: Mapping[str, Callable[[re.Match[str]], tuple[str, ...]]] = {
     rf"{_N} requirements in {_N} cases": lambda _: (_requirements(), _size(CORE)),
-    rf"{_N} of {_N} cases were not run: R000": lambda _: (f"{len(load_profile(CORE).entries) - 1:,}", _size(CORE)),
+    # The output names three of them.
+    rf"{_N} of {_N} cases were not run: (?:R000\S+\s+){{3}}and {_N} more": lambda _: (
+        f"{len(load_profile(CORE).entries) - 1:,}", _size(CORE), f"{len(load_profile(CORE).entries) - 4:,}",
+    ),
     rf"one case out of {_N}\b": lambda _: (_size(CORE),),
     rf"the reference engine passes all {_N} cases": lambda _: (_size(COMPONENTS),),
     rf"`--profile {re.escape(COMPONENTS)}` \({_N} cases\)": lambda _: (_size(COMPONENTS),),
