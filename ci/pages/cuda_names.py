@@ -13,17 +13,17 @@ _PAGE = """\
 
 # Names of torch under simulated CUDA
 
-This table has every public name of `torch.cuda` and its modules, of `torch.distributed` and its modules, and the
-methods of tensors about CUDA: {number} names. With [simulated GPUs](simulated-cuda.md) or under
-[`sanitize --as-cuda`](sanitize.md),
+Look here to see whether a function that your code calls works without a GPU. This table has every public name of
+`torch.cuda` and its modules, of `torch.distributed` and its modules, and the tensor methods for CUDA: {number} names.
+With [simulated GPUs](simulated-cuda.md) or under [`sanitize --as-cuda`](sanitize.md),
 
 - {own} are *reimplemented* on the simulated device;
 - {torch} are *torch's*: its code runs unchanged, on top of other names and of the device's kernels, or they are data;
 - {refused} are *refused*: using one raises `NotSimulated`, with the reason;
 - {listed} are *listed*: they mean nothing here.
 
-A test compares the table with the installed torch. It fails if torch has a name that the table has not, if a name is
-not what the table says, if a refused name does not raise its reason, or if a function of `torch.cuda` that needs no
+A test compares the table with the installed torch. It fails if the table lacks one of torch's names, if a name is not
+what the table says, if a refused name does not raise its reason, or if a function of `torch.cuda` that needs no
 argument cannot be called.
 
 | module | own | torch's | refused | listed |

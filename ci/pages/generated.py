@@ -23,10 +23,11 @@ _REQUIREMENTS = """\
 
 # The requirements
 
-The contract has {number} requirements: {levels}. *MUST* applies to every engine. *MUST if declared* applies to
-engines that declare the [capability](capabilities.md); an engine that does not declare it must reject its use with an
-error ([R000](#r000)). *SHOULD* is measured and reported, but never prevents a certificate. {bound} of the requirements
-have cases so far.
+This page lists everything that the suite requires of an engine: look here for what a failed requirement asks for. The
+contract has {number} requirements: {levels}. *MUST* applies to every engine.
+*MUST if declared* applies to engines that declare the [capability](capabilities.md); an engine that does not declare it
+must reject its use with an error ([R000](#r000)). *SHOULD* is measured and reported, but never prevents a certificate.
+{bound} of the requirements have cases so far.
 
 `fsdp-conformance explain R003` prints the same text for one requirement, with the findings of your last run. The
 data is in `fsdp_conformance/contract/requirements.toml`, and the reasons for the wording are in
@@ -46,12 +47,12 @@ _CAPABILITIES = """\
 
 # Capabilities
 
-A capability is a flag with which an adapter declares what its engine offers. A case that needs an undeclared flag is
+With a capability flag, an adapter declares something that its engine offers. A case that needs an undeclared flag is
 UNSUPPORTED, not a failure. To declare flags, list them in `capabilities` or implement the optional method in the last
-column; to remove inherited ones, list them in `declines`.
+column; to remove inherited flags, list them in `declines`.
 
-{plain} of the {number} cases of `{core}` need no flag at all. The tables count the cases that name each flag; a
-case may name several, and runs only if all of them are declared. `fsdp-conformance list --not-run` shows which cases
+{plain} of the {number} cases of `{core}` need no flag at all. The tables count the cases that need each flag; a
+case may need several, and runs only if all of them are declared. `fsdp-conformance list --not-run` shows which cases
 your declarations leave out.
 
 *Asked by* says what happens without the flag. For *plan* and *method*, the case does not run, because there is no way
@@ -59,11 +60,11 @@ to ask for the feature. For *model*, the case runs anyway, because the model its
 either raise an error or get the right result.
 
 *Extension* is the part of a [certificate](reading-a-verdict.md#what-a-certificate-covers) that the flag's cases belong
-to. The base has {base} cases; they need no flag.
+to. The base has {base} cases, which need no flag.
 
-If the count is 0, no case names the flag, but it may still be used: `cpu_compute` by every case on the CPU, the
-`init_` flags and `any_accelerator` by every case on an accelerator, and `full_grads` and `full_buffers` wherever
-gradients and buffers are compared.
+A flag with a count of 0 may still be used: `cpu_compute` by every case on the CPU, the `init_` flags and
+`any_accelerator` by every case on an accelerator, and `full_grads` and `full_buffers` wherever gradients and buffers
+are compared.
 """
 
 _CAPABILITY_TABLE = """

@@ -15,25 +15,25 @@ _PAGE = """\
 
 # Scenarios: every pair of features
 
-Most defects that people report take two features that are each tested alone: offload with two backwards of one forward,
-freezing with mixed precision, a checkpoint after the learning rate has changed. So the suite has a model of what
-trainings differ in: {axes} axes with {values} values. The {rows} rows of the pair profile, which are the cases
-`R000/pairs-row...`, together contain each of the {pairs} pairs of values that are possible. [`explore`](exploring.md)
-draws from the same model, and prefers triples that nothing has covered.
+Most defects that people report need two features that were only tested separately: offload with two backwards of one
+forward, freezing with mixed precision, a checkpoint after the learning rate has changed. So the suite models the
+features of trainings as {axes} axes with {values} values. The cases `R000/pairs-row...`, {rows} rows, together contain
+each of the {pairs} possible pairs of values. [`explore`](exploring.md) draws from the same model, and prefers triples
+that nothing has covered. This page lists the axes, and the values that exclude each other.
 
     fsdp-conformance run --implementation my_engine.py:MyEngine --requirement R000
 
-Every row is judged by everything that can judge it: losses, outputs, gradients, parameters, buffers, optimizer state,
-norms and evaluations against unsharded training, bit for bit where that is possible; equality of the ranks; traffic
-and bytes held; random numbers, global settings and parameter objects that an engine must leave alone.
+Every row gets all checks that apply to it: losses, outputs, gradients, parameters, buffers, optimizer state, norms and
+evaluations are compared with unsharded training, bit for bit where that is possible; ranks must be equal; traffic and
+bytes held are bounded; and the engine must leave random numbers, global settings and parameter objects alone.
 
-Where nothing is sharded, a defect of two other values does not show. So a row with a value that hides others, as the
-tables below say, counts for the pairs of this value alone.
+Some values hide defects of others. For example, a defect in sharding cannot show if nothing is sharded. The tables
+below mark such values with *hides others*. A row with one of them counts only for the pairs of that value.
 
 An engine gets each row without the values that need a capability it does not declare. A pair that it does declare stays
 in the row, so all of its pairs are covered. If it refuses a combination, that is no failure, but the pairs of the row
 count as refused. The summary says how many pairs were covered. `fsdp-conformance explain R000/pairs-row20-ws2` shows
-what a row combines, and what of it the engine of the last run was asked for.
+what a row combines, and how much of that the engine of the last run was asked for.
 
 The cases `R000/fresh-...` and `R001/fresh-...` train scenarios that are
 [drawn for each run](how-it-works.md#the-ideas-behind-it).
@@ -43,13 +43,13 @@ An adapter can name combinations that its engine is known to get wrong, so that 
     class MyEngine(TorchAdapter):
         avoids = ({{"clipping": "2-norm", "offload": "CPU"}},)
 
-Its rows are then run without them. Such a row is UNSUPPORTED at best, so the scope `pairs` of the certificate is not
-passed, and the certificate lists what is avoided.
+Its rows then run without them. Such a row is UNSUPPORTED at best, so the certificate lists what is avoided, and
+does not include the scope `pairs`.
 
 ## Bundled adapters
 
-*Pairs* are those that an adapter can be asked for on the CPU, *in rows* those that its rows have, without what it
-avoids.
+*Pairs* counts the pairs that an adapter can be asked for on the CPU, *in rows* those that its rows contain, without the
+combinations that it avoids, and *avoids* these combinations.
 
 | adapter | pairs | in rows | avoids |
 |---|--:|--:|--:|
@@ -67,9 +67,9 @@ The first value of an axis is the plain one.
 """
 
 _CONFLICTS = """
-## Values that cannot be together
+## Values that exclude each other
 
-| of | and of | why |
+| value | excludes | why |
 |---|---|---|
 {rows}
 """

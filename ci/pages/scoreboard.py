@@ -38,13 +38,14 @@ _PAGE = """\
 
 # Scoreboard
 
-What the bundled engines' last runs show. [`ci/site`](extending.md#the-site) builds a site with all of it: every engine
-by every requirement, with filters, and a page for each engine and each requirement.
+This page shows how the bundled engines did in their last runs, and why cases failed. [`ci/site`](extending.md#the-site)
+builds a site with all results: every engine by every requirement, with filters, and a page for each engine and each
+requirement.
 
-A row is one adapter, which is one mode of an engine: DeepSpeed's three stages are three rows. It is not a certificate:
-[reading a verdict](reading-a-verdict.md) says what that needs. *Stale* counts cases of the run's profiles that it did
-not have, or that have changed since; their verdicts are left out below. To write the page from new runs, which replace
-those engines' former ones:
+A row is one adapter, which is one mode of an engine: DeepSpeed's three stages are three rows. A row is not a
+certificate: [reading a verdict](reading-a-verdict.md) says what that needs. *Stale* counts cases that were added to the
+run's profiles or changed since the run; their verdicts are left out below. To write the page from new runs, which
+replace the old ones of those engines:
 
 <!-- parsed: a run of the whole profile takes many minutes -->
 ```console
@@ -62,15 +63,15 @@ Runs of components are added to those of the same adapter with `ci/scoreboard --
 
 ## What fails, and why
 
-`ci/known-findings.toml` has an entry for every failed case, and the script that it names shows the defect without this
-package: `ci/findings/run` runs them all. An entry without a script is by design, or not settled yet. *Upstream* is the
-nearest thread that a search found.
+`ci/known-findings.toml` has an entry for every failed case. The script that an entry names shows the defect without
+this package; `ci/findings/run` runs all scripts. A failure without a script is by design, or not settled yet.
+*Upstream* is the closest issue or pull request that a search found.
 
 {failures}
 ## Who fails which requirement
 
-A case counts for every requirement that it binds, and a failure for those that its findings name. {rest} more
-requirements are failed by no engine here.
+A case counts for every requirement that it binds, and a failure for the requirements that its findings name. No engine
+here fails the other {rest} requirements.
 
 | requirement | cases | failed by |
 |---|--:|---|
