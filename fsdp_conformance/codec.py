@@ -51,7 +51,7 @@ def _of_base(value: Any, *, default: Callable[[Any], Any] | None) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if default is None:
-        raise TypeError(f"{type(value).__name__} has no form in JSON")
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON")
     return default(value)
 
 

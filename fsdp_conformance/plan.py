@@ -200,7 +200,9 @@ class Plan:
                     f"unit_dtypes must map units to bfloat16, float16 or float32, got ({unit!r}, {dtype!r})"
                 )
         if self.init_fn is not None and not self.meta_init:
-            problems.append("init_fn must be None without meta_init: it initialises modules on the meta device")
+            problems.append(
+                "init_fn must be None without meta_init: it initialises modules that were built on the meta device"
+            )
         if self.max_norm is not None and self.max_norm <= 0:
             problems.append(f"max_norm must be positive, got {self.max_norm}")
         if self.auto_wrap is not None and (self.units or self.auto_wrap.partition(":")[0] not in ("size", "class")):
@@ -232,7 +234,7 @@ class Plan:
         }
         if self.stages and any(others.values()):
             names = ", ".join(name for name, there in others.items() if there)
-            yield f"stages must be without {', '.join(others)}, got them with {names}"
+            yield f"stages must not be combined with {', '.join(others)}, got {names}"
 
     def dtype_of(self, unit: str) -> str | None:
         """The dtype that a unit (the root is "") computes in; None for that of its parameters."""

@@ -322,15 +322,15 @@ OPTIONS: dict[str, Option] = {option.name: option for option in (
     Option("report_dir", "--report", metavar="DIR", parse=_text, default=".fsdp-conformance/NAME-TIME",
            help="directory for the run file"),
     Option("ranks", "--ranks", metavar="KIND", choices=RANKS, default=DEFAULTS.ranks, same_in_pytest=True,
-           help="where ranks run: in fresh processes (processes), in threads (simulated: fast for large worlds, cannot "
-           "certify), or in the workers of torchrun (torchrun)"),
+           help="where ranks run: in fresh processes (processes), in threads (simulated: fast for large worlds, but "
+           "cannot certify), or in the workers of torchrun (torchrun)"),
     Option("backend", "--backend", metavar="NAME", default="cpu:gloo,cuda:nccl",
            help="make process groups with nccl alone, as `init_process_group('nccl')` does"),
     Option("slots_per_device", "--slots-per-device", metavar="N", parse=_count_or_auto,
            default=str(DEFAULTS.slots_per_device),
            help="how many cases may use a GPU at the same time, or `auto` for as many as fit in its memory"),
     Option("reuse_ranks", "--reuse-ranks", same_in_pytest=True,
-           help="keep ranks from case to case: fast, cannot certify"),
+           help="keep ranks alive from case to case: fast, but cannot certify"),
     Option("stress", "--stress", field="stress_seed", value=DEFAULT_SEED,
            help="provoke races in every case: late collectives, poisoned memory, a slow rank; cannot certify"),
     Option("stress_seed", "--stress-seed", metavar="N", parse=_seed, default=str(DEFAULT_SEED),
@@ -419,7 +419,7 @@ def _check_sharing(run: RunSettings, typed: Mapping[str, object]) -> Iterator[st
     if not run.share_devices:
         return
     if run.device not in SHAREABLE:
-        hint = ": on the CPU any number of ranks runs" if run.device == "cpu" else ""
+        hint = ": on the CPU any number of ranks can run" if run.device == "cpu" else ""
         yield f"device must be {' or '.join(SHAREABLE)} with share_devices, got {run.device!r}{hint}"
     if run.ranks != RANKS[0]:
         yield f"ranks must be {RANKS[0]!r} with share_devices, got {run.ranks!r}"
@@ -430,7 +430,7 @@ def _check_slots(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]
         return
     if run.device in ("cpu", SIMULATED):
         yield (
-            f"slots_per_device is for devices that ranks own, got device {run.device!r}, where any number of cases runs"
+            f"slots_per_device must be omitted with device {run.device!r}, where any number of cases can run at a time"
         )
     if run.share_devices:
         yield "slots_per_device must be omitted with share_devices, where no rank owns a device"
@@ -440,14 +440,14 @@ def _check_slots(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]
 
 def _check_workload(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:
     if run.workload and run.profile != OWN_MODEL:
-        yield f"profile must be omitted with workload, which has its own, {OWN_MODEL}, got {run.profile!r}"
+        yield f"profile must be omitted with workload, which always uses {OWN_MODEL}, got {run.profile!r}"
     if run.profile in (OWN_MODEL, _OWN_MODEL) and not run.workload:
         yield f"workload must be FILE:FUNCTION with the profile {OWN_MODEL}, got none"
 
 
 def _check_stress(run: RunSettings, typed: Mapping[str, object]) -> Iterator[str]:
     if "stress" in typed and run.ranks == "simulated":
-        yield "ranks must be processes with stress: simulated ranks take turns, and nothing is late"
+        yield "ranks must be processes with stress: simulated ranks take turns, so nothing can be late"
     for name in ("stress_seed", "stress_failure"):
         if name in typed and "stress" not in typed:
             yield f"{name} is for a stress run: add --stress, got {name}={typed[name]}"

@@ -515,7 +515,7 @@ class Adapter(ABC):
         hidden = sorted(names - parameters.keys())
         if hidden:
             raise Unsupported(
-                "frozen_dynamic", f"the wrapped model shows no parameter {hidden[0]!r} that can be frozen"
+                "frozen_dynamic", f"the wrapped model exposes no parameter {hidden[0]!r} that can be frozen"
             )
         for name, parameter in parameters.items():
             parameter.requires_grad_(name not in names)
@@ -529,7 +529,9 @@ class Adapter(ABC):
         names, parameters = list(names), self.parameters()
         hidden = [name for name in names if name not in parameters]
         if hidden:
-            raise Unsupported("orig_params", f"the wrapped model shows no parameter {hidden[0]!r} that has a gradient")
+            raise Unsupported(
+                "orig_params", f"the wrapped model exposes no parameter {hidden[0]!r} that has a gradient"
+            )
         for name in names:
             parameters[name].grad = None
 

@@ -294,7 +294,7 @@ def description_from_answer(answer: Mapping[str, Any]) -> AdapterDescription:
         try:
             return codec.typed(AdapterDescription, answer["description"])
         except ValueError as error:
-            raise AdapterError(f"what the adapter states of itself must have the documented types: {error}") from error
+            raise AdapterError(f"the adapter's declarations must have the documented types: {error}") from error
     if answer["error"] == "AdapterError":
         raise AdapterError(answer["problems"])
     raise AdapterNotFound(answer["message"])

@@ -127,8 +127,8 @@ def _avoided(adapter: type[Adapter]) -> Iterator[str]:
         # A row runs with its number of ranks, whatever else is left out of it.
         if unknown_items or plain or set(dict(values)) <= {"ranks"}:
             yield (
-                f"{adapter.__name__}.avoids must have dicts of axes and values of scenarios.axes that are not plain, "
-                f"and not ranks alone, got {', '.join(unknown_items or plain) or values!r}"
+                f"{adapter.__name__}.avoids must have dicts that map axes of scenarios.axes to values that are not "
+                f"plain, and name more than ranks, got {', '.join(unknown_items or plain) or values!r}"
             )
 
 

@@ -35,21 +35,21 @@ Writes the adapter with a `wrap` to fill in, tests/test_conformance.py, conforma
 
 _SANITIZE_NOTES = """\
 The script is started as torchrun would start it, once for each rank. It should use the device "sim" or the device of
-torch.accelerator; with --as-cuda it may also use "cuda" and "nccl". It needs no GPU, but a C++ compiler.
+torch.accelerator; with --as-cuda it may also use "cuda" and "nccl". It needs a C++ compiler, but no GPU.
 
 """
 
 _RECORD_NOTES = """\
-The command may be torchrun, a script that starts its ranks itself, or anything else that starts Python of this
-environment. The script is not edited, and computes what it computes without recording. Each rank writes a file. To
-compare two recordings, on any machine: fsdp-conformance parity DIR REFERENCE_DIR.
+The command may be torchrun, a script that starts its ranks itself, or anything else that starts this environment's
+Python. The script is not edited, and recording does not change what it computes. Each rank writes one file. To compare
+two recordings, on any machine: fsdp-conformance parity DIR REFERENCE_DIR.
 
 """
 
 _PARITY_NOTES = """\
 The script runs as torchrun would run it, and then once more with its sharding taken out: fully_shard and
-FullyShardedDataParallel replicate the model instead. A script that goes on from its own checkpoints must write them
-into a directory for each run: {run} in an argument is replaced by the run's name.
+FullyShardedDataParallel replicate the model instead. A script that resumes from its own checkpoints needs a separate
+directory for each run: write {run} in an argument, and it is replaced by the run's name.
 
 """
 
@@ -61,7 +61,8 @@ started.
 """
 
 _EXPLORE_NOTES = """\
-Only what the implementation declares is drawn. Examples run on simulated ranks; a failure is confirmed on processes.
+Only features that the implementation declares are drawn. Examples run on simulated ranks, and each failure is confirmed
+on processes.
 
 """
 
@@ -151,12 +152,13 @@ def named_implementation(parsed: argparse.Namespace) -> str | None:
     without: str | None = parsed.spec
     if without and is_id(without):
         raise UsageError(
-            f"the implementation cannot be {without}, which is a requirement or a case: name it after --case, and "
+            f"the implementation cannot be {without}, which is a requirement or a case: select it with --case, and "
             f"separate several by commas, such as --case R003,{as_id(without)}"
         )
     if None not in (without, with_option) and without != with_option:
         raise UsageError(
-            f"{parsed.command} takes one implementation, got {without} and --implementation {with_option}: name one"
+            f"{parsed.command} takes one implementation, got {without} and --implementation {with_option}: "
+            "name only one"
         )
     return without or with_option
 
@@ -219,7 +221,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     )  # fmt: skip
 
     _add_record(command("record", "run a command, and record what its processes train", notes=_RECORD_NOTES))
-    _add_parity(command("parity", "find where a sharded training first leaves the unsharded one", notes=_PARITY_NOTES))
+    _add_parity(
+        command("parity", "find where sharded training first differs from unsharded training", notes=_PARITY_NOTES)
+    )
 
     doctor = command("doctor", "check what this machine can and cannot run")
     _add_options(doctor, "device")
@@ -246,7 +250,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         "--requirements",
         dest="list_requirements",
         action="store_true",
-        help="list the requirements and their number of cases",
+        help="list the requirements and how many cases each has",
     )
     others.add_argument(
         "--capabilities", action="store_true", dest="list_capabilities", help="list the capability flags"
@@ -273,7 +277,9 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
     debug.add_argument("case", metavar="CASE", type=as_id, help="the id of a case, such as R001/exact-probe-ws2")
     _add_options(debug, *_OF_ONE_CASE)
     debug.add_argument("--rank", metavar="N", default="0", help="the rank that has the terminal (default: 0)")
-    debug.add_argument("--pdb", action="store_true", help="open pdb where this rank raises and should not")
+    debug.add_argument(
+        "--pdb", action="store_true", help="open pdb where this rank raises an exception that the case does not expect"
+    )
 
     replay = command("replay", "repeat a case of a run, and compare the verdicts")
     replay.usage = "%(prog)s [options] [RUN] CASE"
@@ -296,9 +302,9 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
         replay,
         "implementation",
         default=None,
-        help="the implementation (default: that of the run, if it is installed under its name)",
+        help="the implementation (default: the run's, if it was an installed name and not a file or a module)",
     )
-    _add_options(replay, "workload", help="the run's model, batches and loss, named again if it had its own")
+    _add_options(replay, "workload", help="the model, batches and loss; must be given again if the run had --workload")
 
 
 def _add_readers(command: Callable[..., Parser]) -> None:
@@ -325,7 +331,7 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     board.add_argument(
         "--coverage",
         action="store_true",
-        help="the whole contract instead: the cases of each requirement, and what every run shows of it",
+        help="show the whole contract instead: the cases of each requirement, and their results in every run",
     )
     _add_json(board, "the table")
     _add_profile_of_run(board)
@@ -347,8 +353,10 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     _add_json(compare, "the comparison")
     compare.add_argument("--force", action="store_true", help="compare different implementations or devices, too")
 
-    trend = command("trend", "show since when cases fail, and what became slower, over stored runs")
-    trend.add_argument("directory", metavar="DIR", help="where the run files are, in directories of any depth")
+    trend = command("trend", "show when cases began to fail and which became slower, across stored runs")
+    trend.add_argument(
+        "directory", metavar="DIR", help="the directory with the run files, in subdirectories of any depth"
+    )
     _add_json(trend, "the trends")
     trend.add_argument("--annotations", action="store_true", help="print only GitHub annotations of new failures")
 
@@ -356,15 +364,15 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     export.add_argument("run_file", metavar="RUN", help="a run file, or its directory")
     export.add_argument("--format", choices=FORMATS, required=True, help="what to write: " + ", ".join(FORMATS))
     export.add_argument("--case", action="append", metavar="GLOB", help="only these cases; may be repeated")
-    export.add_argument("-o", "--output", metavar="FILE", help="write to this file instead")
+    export.add_argument("-o", "--output", metavar="FILE", help="write to this file (default: to stdout)")
     _add_profile_of_run(export)
     known = export.add_mutually_exclusive_group()
     known.add_argument(
         "--expectations",
         metavar="FILE",
-        help=f"mark the failures of this list as known (default: {EXPECTATIONS}, if it is there)",
+        help=f"mark the failures in this list as known (default: {EXPECTATIONS}, if it exists)",
     )
-    known.add_argument("--no-expectations", action="store_true", help=f"ignore the {EXPECTATIONS} of this directory")
+    known.add_argument("--no-expectations", action="store_true", help=f"ignore {EXPECTATIONS} in this directory")
     export.set_defaults(baseline=None, fail_on=None)
 
 
@@ -382,13 +390,13 @@ def _add_run(parser: Parser) -> None:
         nargs="?",
         const="",
         metavar="RUN",
-        help="go on with a run that was interrupted, with its options and in its run file (default: the last run)",
+        help="continue an interrupted run in its run file, with its options (default: the last run)",
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report, one HTML page, to this file")
     parser.add_argument("--sign", metavar="KEY", help="sign the run file with this private Ed25519 key (PEM)")
     group = _add_expected(parser)
-    group.add_argument("--no-expectations", action="store_true", help=f"ignore the {EXPECTATIONS} of this directory")
-    _add_workers(parser, "pytest workers; `auto` fits the available devices")
+    group.add_argument("--no-expectations", action="store_true", help=f"ignore {EXPECTATIONS} in this directory")
+    _add_workers(parser, "number of pytest workers; `auto` fits the available devices")
     _add_suites(parser, default=None)
 
 
@@ -399,17 +407,18 @@ def _add_expected(parser: Parser) -> argparse._MutuallyExclusiveGroup:
         "--expectations",
         metavar="FILE",
         help="a list of known failures: exit with 0 if the run is exactly as expected, else with 1"
-        + (f" (default: {EXPECTATIONS}, if it is there)" if parser.prog.endswith(" run") else ""),
+        + (f" (default: {EXPECTATIONS}, if it exists)" if parser.prog.endswith(" run") else ""),
     )
     parser.add_argument(
         "--baseline",
         metavar="RUN",
-        help="an earlier run: report new, fixed, unchanged and missing; exit with 1 only for new and missing ones",
+        help="compare with an earlier run: report what is new, fixed, unchanged or missing; exit with 1 only if "
+        "something is new or missing",
     )
     parser.add_argument(
         "--fail-on",
         metavar="SEVERITIES",
-        help="exit with 1 only for failures that harm in these ways, and that are not known; separated by commas: "
+        help="exit with 1 only for failures that are not known and do one of these kinds of harm, separated by commas: "
         + ", ".join(f"{severity} ({severity.words})" for severity in Severity),
     )
     return group
@@ -472,25 +481,27 @@ def _add_sanitize(parser: Parser) -> None:
         "--reuse",
         choices=("exact", "worst-case"),
         default="exact",
-        help="what memory a new tensor may get: the one that it gets in this run, or any freed memory that a caching "
-        "allocator could choose; worst-case finds tensors that are freed too early (default: exact)",
+        help="which memory a new tensor may reuse: exact is the block that it gets in this run, worst-case is "
+        "any freed block that a caching allocator could choose, which finds tensors that are freed too early "
+        "(default: exact)",
     )
     parser.add_argument(
         "--ignore-implicit-syncs",
         action="store_true",
-        help="also report what is in order only because the host waits for a value: item(), nonzero, a blocking copy",
+        help="also report accesses that are ordered only because the host waits for a value: item(), nonzero, a "
+        "blocking copy",
     )
     parser.add_argument(
         "--ordering-only",
         action="store_true",
-        help="compute each kind of operation once, and leave out all later ones whose results are only numbers: large "
-        "models take a fraction of the time, and races do not depend on numbers",
+        help="compute each kind of operation once, and skip later ones whose results are only numbers: races do not "
+        "depend on them, and large models take a fraction of the time",
     )
     parser.add_argument(
         "--suppressions",
         metavar="FILE",
-        help="findings that are known: they are listed, and do not change the exit status; a line is KIND:PATTERN, "
-        "with a glob for the function or the file of any frame",
+        help="a file of known findings, which are listed but do not change the exit status: one KIND:PATTERN a line, "
+        "where PATTERN is a glob for the function or the file of any frame",
     )
     parser.add_argument(
         "--strict-suppressions", action="store_true", help="exit with 1 if a line of --suppressions matches nothing"
@@ -498,8 +509,8 @@ def _add_sanitize(parser: Parser) -> None:
     parser.add_argument(
         "--rank",
         metavar="N",
-        help="give this rank the terminal, so that breakpoint() in it can be used; the others pass over breakpoints, "
-        "and no deadline runs",
+        help="give this rank the terminal, so that breakpoint() works in it; the other ranks skip breakpoints, and "
+        "there is no time limit",
     )
     parser.add_argument("--timeout", metavar="S", default="600", help="end the ranks after S seconds (default: 600)")
     parser.add_argument("--json", metavar="FILE", help="also write the findings to a file")
@@ -550,22 +561,26 @@ def _add_parity(parser: Parser) -> None:
         "--reference-world-size", metavar="N", help="number of ranks of the reference (default: as many as the run)"
     )
     parser.add_argument("--output", metavar="DIR", help="keep the recordings in a new directory, with report.html")
-    parser.add_argument("--html", metavar="FILE", default="", help="write the comparison as a page")
+    parser.add_argument("--html", metavar="FILE", default="", help="also write the comparison as an HTML page")
     parser.add_argument(
-        "--nudged", metavar="DIR", help="with two recordings: one of the reference with nudged parameters"
+        "--nudged",
+        metavar="DIR",
+        help="with two recordings: a third one, of the reference with nudged parameters, to measure rounding",
     )
     parser.add_argument(
         "--collectives",
         action="store_true",
-        help="show collectives that differ, if both are sharded alike, also where nothing else does",
+        help="show collectives that differ even if nothing else does; needs two runs that are sharded alike",
     )
     parser.add_argument(
         "--no-values",
         action="store_true",
-        help="do not run both again up to the first difference to compare its tensors element by element",
+        help="skip the second pass, which runs both up to the first difference and compares its tensors by element",
     )
     parser.add_argument("--timeout", metavar="S", default="600", help="end each run after S seconds (default: 600)")
-    parser.add_argument("--strict-suspicions", action="store_true", help="exit with 1 if there is a suspicion (?)")
+    parser.add_argument(
+        "--strict-suspicions", action="store_true", help="exit with 1 for suspicions, too (marked with ?)"
+    )
     _add_script(parser)
 
 
@@ -576,7 +591,7 @@ def _add_explore(parser: Parser) -> None:
     budget.add_argument("--seconds", metavar="S", help="draw for S seconds (default: 600)")
     budget.add_argument("--max-examples", metavar="N", help="draw N examples instead")
     seeds = parser.add_mutually_exclusive_group()
-    seeds.add_argument("--seed", metavar="N", help="draw the examples of seed N (default: a new one each time)")
+    seeds.add_argument("--seed", metavar="N", help="draw the examples from seed N (default: a new seed each time)")
     seeds.add_argument("--derandomize", action="store_true", help="draw the same examples every time, for CI")
     _add_options(parser, "world_sizes", help="only these numbers of ranks")
     parser.add_argument("--save", metavar="DIR", help="write each failure as a test file for pytest into DIR")
@@ -586,9 +601,11 @@ def _add_explore(parser: Parser) -> None:
 
 
 def _add_selftest(parser: Parser) -> None:
-    parser.add_argument("--quick", action="store_true", help="one known-wrong engine of each class: two minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="run only one known-wrong engine of each class; takes two minutes"
+    )
     _add_json(parser, "the result")
-    _add_workers(parser, "workers; `auto`, the default, fits the cores")
+    _add_workers(parser, "number of workers; `auto`, the default, fits the cores")
     _add_suites(parser)
 
 
@@ -606,7 +623,10 @@ def _add_plan(parser: Parser) -> None:
     parser.add_argument("--world-size", metavar="N", required=True, help="number of ranks")
     parser.add_argument("--ranks-per-host", metavar="N", default="8", help="ranks on each host (default: 8)")
     parser.add_argument(
-        "--link", metavar="LINKS", default="nvlink+ib", help="within a host + between hosts (default: nvlink+ib)"
+        "--link",
+        metavar="LINKS",
+        default="nvlink+ib",
+        help="the links within a host + between hosts (default: nvlink+ib)",
     )
     parser.add_argument("--device", metavar="NAME", default="h100", help="a100, h100 or h200 (default: h100)")
     parser.add_argument("--memory", metavar="SIZE", help="memory of each rank, e.g. 80GiB (default: the device's)")

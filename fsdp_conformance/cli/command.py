@@ -54,7 +54,7 @@ def _run(parsed: argparse.Namespace) -> int:
         # `| head` has closed stdout; keep the interpreter from complaining about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if parsed.module not in _ONLY_PRINT:
-            messages.complain("stopped before the end, because the program that reads the output has ended")
+            messages.complain("stopped early, because the program that reads the output has exited")
         # Never 0, which would mean that everything has passed.
         return Status.CLOSED_PIPE
     except OSError as error:

@@ -33,5 +33,6 @@ def check_named(settings: RunSettings, given: Mapping[str, str | None], *, path:
     if unnamed:
         options = " ".join(f"{OPTIONS[name].flag} {shlex.quote(recorded[name])}" for name in unnamed)
         raise UsageError(
-            f"{path} is a run with {options}. Nothing is read or imported because a run file names it, so add {options}"
+            f"{path} is a run with {options}. No file or module is loaded just because a run file names it: "
+            f"add {options}"
         )

@@ -76,7 +76,7 @@ def resumed_run(arguments: argparse.Namespace) -> Resumed:
     }
     others = [OPTIONS[name].flag for name in given if name not in NAMES_CODE]
     if others:
-        problem = f"--resume goes on with the options of the run: leave out {', '.join(others)}"
+        problem = f"--resume takes its options from the run: leave out {', '.join(others)}"
         raise ConfigError([problem], where="run")
     path = report_dir.named_run(arguments.resume) if arguments.resume else last_run()
     if path is None:
@@ -84,7 +84,7 @@ def resumed_run(arguments: argparse.Namespace) -> Resumed:
     run = runfile.read(path)
     problems = [problem for problem in run.problems if _TORN not in problem] + run.misplaced
     if not _is_time(run.header.get("started")):
-        problems.append(f"it does not say when it started, but {run.header.get('started')!r}")
+        problems.append(f"it must say when it started, got {run.header.get('started')!r}")
     if problems:
         raise RunFileError(f"{path} cannot be continued: {'; '.join(problems)}")
     if run.footer is not None:
@@ -94,7 +94,7 @@ def resumed_run(arguments: argparse.Namespace) -> Resumed:
     for name in NAMES_CODE:
         flag, recorded, named = OPTIONS[name].flag, getattr(settings, name), given.get(name)
         if named not in (None, recorded):
-            raise UsageError(f"{path} is a run with {flag} {recorded}, so it cannot go on with {named}")
+            raise UsageError(f"{path} is a run with {flag} {recorded}, so it cannot be continued with {named}")
     return Resumed(run=run, settings=replace(settings, report_dir=str(path.parent)))
 
 

@@ -80,7 +80,11 @@ def adapter_of(spec: str, root: Path, problems: list[str]) -> Adapter | None:
             problems.append(f"the adapter's file must be a plain path below the repository's root, got {place!r}")
         path = PurePosixPath(place)
         adapter = Adapter(spec=f"{path}:{class_name}", path=str(path), class_name=class_name)
-        problems += [f"{path} is one of the other files: choose another adapter"] if adapter.path in OTHERS else []
+        problems += (
+            [f"{path} is one of the other files that init writes: choose another path"]
+            if adapter.path in OTHERS
+            else []
+        )
         return adapter if len(problems) == before else None
     words = place.split(".")
     if colon and not all(_is_name(word) for word in words):
@@ -94,7 +98,11 @@ def adapter_of(spec: str, root: Path, problems: list[str]) -> Adapter | None:
     hidden = [f"{parent}.py is a module, so {parent} cannot become a package" for parent in parents
               if (root / f"{parent}.py").is_file()]  # fmt: skip
     hidden += [f"{path} is a package, which would hide {path}.py"] if (root / path).is_dir() else []
-    hidden += [f"{path}.py is one of the other files: choose another adapter"] if f"{path}.py" in OTHERS else []
+    hidden += (
+        [f"{path}.py is one of the other files that init writes: choose another module"]
+        if f"{path}.py" in OTHERS
+        else []
+    )
     problems += hidden
     missing = tuple(str(parent) for parent in parents if not (root / parent).exists())
     adapter = Adapter(spec=spec, path=f"{path}.py", class_name=class_name, packages=missing)

@@ -22,14 +22,14 @@ FRESH = "fresh-"
 
 #: What a case can ask of the user's own model (--workload), each with what a model lacks that does not have it.
 OF_WORKLOAD = {
-    "own_workload": "no model of the user's: choose one with --workload",
+    "own_workload": "no model",
     "own_adam": "no optimizer called 'adam'",
     "own_meta": "no build_on_meta",
     "own_units": "no units",
     "own_frozen": "no frozen parameter",
     "own_tied": "no parameter that is used under two names",
-    "own_float32": "parameters in another dtype than float32",
-    "own_exact": "no exactness: its training rounds",
+    "own_float32": "parameters with a dtype other than float32",
+    "own_exact": "no exact arithmetic: its training rounds",
 }
 
 #: Environments that a case can ask for; the harness knows which are present.

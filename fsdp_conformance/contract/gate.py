@@ -114,12 +114,12 @@ def gate(
 def _lacks(case: Case, settings: RunSettings) -> str:
     """Why the case does not apply to the user's model; empty if it does."""
     lacking = [words for name, words in OF_WORKLOAD.items() if name in set(case.environment) - {*settings.workload_has}]
-    # Without a model there is nothing else to say of it.
-    return (
-        f"left out by --workload: it has {lacking[0] if not settings.workload else ', '.join(lacking)}"
-        if lacking
-        else ""
-    )
+    if not lacking:
+        return ""
+    if not settings.workload:
+        # Without a model there is nothing else to say of it.
+        return "left out: it trains a model of your own, which --workload chooses"
+    return f"left out by --workload: it has {', '.join(lacking)}"
 
 
 def declined_flags(case: Case, *, declared: Callable[[str], frozenset[str]], device: str) -> list[str]:

@@ -260,12 +260,12 @@ def _leave_out_values(own: OwnModel, leave_out: Callable[..., None]) -> None:
     if workload.build_on_meta is None:
         leave_out("the workload has no build_on_meta", "built")
     if workload.fuse is None:
-        leave_out("the workload has no fuse, by which its model raises", "exception")
+        leave_out("the workload has no fuse, which would make its model raise", "exception")
     if not measured.has_tensor_output:
-        leave_out("the output is no tensor", "derivatives", "of outputs")
+        leave_out("the output is not a tensor", "derivatives", "of outputs")
     if not measured.has_floating_input:
         leave_out(
-            "the first input is no floating-point tensor",
+            "the first input is not a floating-point tensor",
             "derivatives", "of inputs before a step", "of inputs after a backward",
         )  # fmt: skip
     if own.local_params():

@@ -51,7 +51,7 @@ def different_models(run: Run) -> Iterator[Finding]:
         yield _suspicion(
             "The ranks sharded different models",
             step=0,
-            first=f"rank {', '.join(map(str, differing))} had other values than rank 0 when the model was sharded",
+            first=f"rank {', '.join(map(str, differing))} differed from rank 0 when the model was sharded",
             likely="each rank has drawn its own initial values, so the model is made of pieces of several: seed all "
             "ranks alike before the model is built, or load one state afterwards",
             line=first_line(run),
@@ -187,7 +187,7 @@ def _unequal_means(run: Run) -> Iterator[Finding]:
             for (rank, backward), count in list(zip(backwards, counts, strict=True))[:_SHOWN]
         )
         yield _suspicion(
-            "The loss is averaged over each batch by itself, and the batches have other numbers of tokens",
+            "The loss is averaged over each batch by itself, and the batches have different numbers of tokens",
             step=step.number,
             first=f"targets that are not ignored · {shown}",
             likely="a token of a short batch counts more than one of a long batch: divide the sum by the number of "
@@ -231,10 +231,12 @@ def _different_replicas(run: Run) -> Iterator[Finding]:
                 likely = "gradients are not reduced, or ranks began with different values"
                 if kind == "Buffers":
                     likely = "each rank updates its own, as batch norm does: synchronise them, or save rank 0's"
+                others = len(tensors.differing) - 1
+                more = f" · and {others} more" if others else ""
                 yield _suspicion(
                     f"{kind} differ between ranks that should hold the same",
                     step=step.number,
-                    first=f"'{name}' · rank {', '.join(map(str, ranks))} · and {len(tensors.differing) - 1} more",
+                    first=f"'{name}' · rank {', '.join(map(str, ranks))}{more}",
                     likely=likely,
                     line=step.steps[0].line,
                 )

@@ -56,7 +56,7 @@ def _of_rank(mine: Mapping[Key, Collectives], theirs: Mapping[Key, Collectives])
         if wanted is None:
             other = next((name for name in missing if _is_one_of(missing[name], each)), None)
             if other is None:
-                yield f"{_words(each)} is there besides, {_amount(each)}"
+                yield f"{_words(each)} is extra, {_amount(each)}"
             else:
                 yield f"{_words(each)} instead of {_words(missing.pop(other))}, {_amount(each)}"
         elif (each.calls, each.nbytes) != (wanted.calls, wanted.nbytes):

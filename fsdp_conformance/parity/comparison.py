@@ -27,6 +27,7 @@ from fsdp_conformance.parity.vacuous import not_recorded, nothing_to_compare
 from fsdp_conformance.parity.words import (
     both_settings,
     instead,
+    missing_and_extra,
     named_with_ties,
     number_of_tensors,
     of_own_optimizer,
@@ -243,7 +244,7 @@ class _Comparing:
         for kind, tensors in (("gradient", step.unclipped), ("parameter", step.parameters)):
             for name, why in tensors.incomplete.items():
                 yield Finding(
-                    title=f"A {kind} cannot be put together",
+                    title=f"A {kind} cannot be put together from the ranks' parts",
                     whose=Whose.RUN,
                     step=step.number,
                     first=f"{kind} · '{name}' · {why}",
@@ -271,7 +272,7 @@ class _Comparing:
         drawing = next((forward for forward in expected.training_forwards(0) if forward.draws), None)
         if self._is_whole_batch and drawing is not None:
             yield Finding(
-                title="The model draws random numbers, and one process draws others for the whole batch",
+                title="The model draws random numbers, and one process draws different ones for the whole batch",
                 whose=Whose.RUN,
                 step=expected.number,
                 first=f"micro-batch {drawing.number} · {' and '.join(drawing.draws)}",
@@ -371,12 +372,12 @@ class _Comparing:
             lost = lost_by_script(self.run, self.reference, step.number)
             name, verb = (missing[0], "is missing") if missing else (extra[0], "should not be there")
             yield Finding(
-                title="Other parameters have gradients",
+                title="Different parameters have gradients",
                 whose=self._whose_gradients(step, expected) if lost is None else Whose.SCRIPT,
                 step=step.number,
                 first=f"the gradient of '{name}' {verb}",
                 likely="" if lost is None else lost[0],
-                evidence=(f"{len(missing)} are missing and {len(extra)} are there besides, of {len(others)}",),
+                evidence=missing_and_extra(len(missing), len(extra), len(others)),
                 line=step.backward_line if lost is None else lost[1],
             )
         beyond = list(self._beyond("gradient", TENSORS["gradient"], step.number, values, others))
@@ -385,7 +386,7 @@ class _Comparing:
         name, value, wanted, bound = beyond[0]
         if self._agree_after_backward(step, expected, [item[0] for item in beyond]):
             yield Finding(
-                title="The gradients agree after the backward, and no longer once the script has changed them",
+                title="The gradients agree after the backward, but not after the script has changed them",
                 whose=Whose.SCRIPT,
                 step=step.number,
                 first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
@@ -478,7 +479,7 @@ class _Comparing:
         (norm, limit, line), (expected_norm, expected_limit, _) = mine, theirs
         if limit != expected_limit:
             yield Finding(
-                title="The gradients are clipped to another norm",
+                title="The gradients are clipped to a different norm",
                 is_exact=True,
                 whose=Whose.SCRIPT,
                 step=step.number,
@@ -633,8 +634,8 @@ class _Comparing:
             starts = [_first_group(run.steps[number]).get("initial_lr") for run in (self.run, self.reference)]
             if starts[0] is not None and starts[0] == starts[1]:
                 return (
-                    f"both begin with {short(starts[0])}: the scheduler is stepped another number of times, or is "
-                    "made for another number of steps"
+                    f"both begin with {short(starts[0])}: the scheduler is stepped a different number of times, or "
+                    "is made for a different number of steps"
                 )
         return why_scaled(difference, self.run.world_size)
 
@@ -642,7 +643,7 @@ class _Comparing:
         difference = self._setting_difference(number)
         if difference is not None:
             yield Finding(
-                title="The optimizer has other settings",
+                title="The optimizer has different settings",
                 is_exact=True,
                 whose=Whose.SCRIPT,
                 step=number,

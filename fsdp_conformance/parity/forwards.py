@@ -111,7 +111,7 @@ def _finding(number: int, marks: Mapping[int, Mark]) -> Finding:
         step=number,
         first=f"{names[0]} ran a forward that {names[1]} did not · {odd}",
         likely="a forward of a sharded model communicates, so every rank must run it: evaluate on all ranks",
-        evidence=(f"{names[1]} ran another one instead · {others[0]}",),
+        evidence=(f"{names[1]} ran a different one instead · {others[0]}",),
         line=marks[ranks[odd][0]].line,
         is_exact=True,
     )

@@ -9,7 +9,7 @@ from fsdp_conformance.parity.alone import different_models, first_line
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import relative
 from fsdp_conformance.parity.runs import Run, TrainingStep
-from fsdp_conformance.parity.words import named_with_ties, number_of_tensors, size_of_difference
+from fsdp_conformance.parity.words import missing_and_extra, named_with_ties, number_of_tensors, size_of_difference
 from fsdp_conformance.recordings.events import Forward
 from fsdp_conformance.recordings.fingerprint import Whole
 
@@ -75,7 +75,7 @@ def _initial(run: Run, reference: Run, number: int) -> Iterator[Finding]:
             title="The initial values differ between ranks",
             whose=Whose.EITHER if is_trained else Whose.SCRIPT,
             step=step.number,
-            first=f"{named_with_ties(alone[0], tied)} · rank {ranks} has other values than rank 0",
+            first=f"{named_with_ties(alone[0], tied)} · rank {ranks} differs from rank 0",
             likely=_NOT_EQUAL if is_trained else _OWN_BUFFERS,
             evidence=number_of_tensors(len(alone), len(others.values)),
             line=first_line(run),
@@ -117,7 +117,7 @@ def _frozen(run: Run, reference: Run) -> Iterator[Finding]:
         is_frozen = other[0] in mine
         here = "frozen" if is_frozen else "trained"
         yield Finding(
-            title="Other parameters are frozen",
+            title="Different parameters are frozen",
             whose=Whose.SCRIPT,
             step=step.number,
             first=f"{named_with_ties(other[0], tied)} is {here} here, and not in the reference",
@@ -156,13 +156,13 @@ def _members(run: Run, reference: Run, number: int) -> Iterator[Finding]:
             "module any more"
         )
     yield Finding(
-        title="The optimizer has other parameters",
+        title="The optimizer has different parameters",
         is_exact=True,
         whose=Whose.SCRIPT,
         step=step.number,
         first=f"'{missing[0]}' is missing" if missing else f"'{extra[0]}' should not be there",
         likely=likely,
-        evidence=(f"{len(missing)} are missing and {len(extra)} are there besides, of {len(theirs)}",),
+        evidence=missing_and_extra(len(missing), len(extra), len(theirs)),
         line=step.steps[0].line,
     )
 

@@ -141,7 +141,7 @@ def _first_difference(step: TrainingStep, other: TrainingStep, run: Run, referen
                     shapes = [list(item.value.shape) if item is not None else "none" for item in (mine, theirs)]
                     seen = f" · shape {shapes[0]} instead of {shapes[1]}" if shapes[0] != shapes[1] else ""
                     return f"rank {rank} · micro-batch {forward.number} · argument {name}{seen}"
-    return "another number of micro-batches or ranks"
+    return "a different number of micro-batches or ranks"
 
 
 def _hashes(step: TrainingStep, rank: int) -> Iterator[tuple[str, ...]]:

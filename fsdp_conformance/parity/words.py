@@ -73,6 +73,13 @@ def number_of_tensors(count: int, total: int) -> tuple[str, ...]:
     return (f"{count} of {total} tensors differ",)
 
 
+def missing_and_extra(missing: int, extra: int, total: int) -> tuple[str, ...]:
+    """Evidence: how many of `total` expected parameters are missing, and how many others there are."""
+    words = [f"{missing} of {total} {'is' if missing == 1 else 'are'} missing"] * bool(missing)
+    words += [f"{extra} {'is' if extra == 1 else 'are'} extra"] * bool(extra)
+    return (", and ".join(words),)
+
+
 def short(value: object) -> str:
     """A setting, short."""
     return f"{value:g}" if isinstance(value, float) else str(value)

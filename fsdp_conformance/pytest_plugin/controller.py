@@ -108,7 +108,9 @@ class Controller:
                     self._stopped_by = self._stopped_by or case["id"]
                 recorder.case(items.record_from(record))
             elif report.when == "teardown" and report.failed:
-                recorder.note(f"{case['id']}: its teardown failed, so it may have left anything behind", refuses=True)
+                recorder.note(
+                    f"{case['id']}: its teardown failed, so processes or files may be left over", refuses=True
+                )
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str) -> None:
@@ -120,7 +122,7 @@ class Controller:
             if case is None:
                 recorder.note(f"{crashitem}: the pytest worker died before the case began", refuses=True)
             else:
-                reason = "the pytest worker died during this case; ranks are its children"
+                reason = "the pytest worker itself died during this case, not one of its ranks"
                 recorder.case(unjudged.unjudged(case, reason))
 
     @pytest.hookimpl(tryfirst=True)
@@ -163,7 +165,7 @@ class Controller:
             count = 1 + len(group.others)
             write(f"{headline(group.first)}   {group.first.case}" + (f" and {count - 1} more" if count > 1 else ""))
         if groups:
-            write(f"all of a case: {explain_command(groups[0].first, str(self.recorder.path))}")
+            write(f"everything about a case: {explain_command(groups[0].first, str(self.recorder.path))}")
         if self.error is not None:
             write(f"ABORTED: {self.error}", red=True)
         elif self.certificate is None:

@@ -134,7 +134,9 @@ def _read_rank(path: Path) -> RankRecording:
     end: End | None = None
     for number, content in _lines(path):
         if begin is None and content.get("format") != FORMAT:
-            raise ValueError(f"its format must be {FORMAT}, got {content.get('format')!r}: record it with this version")
+            raise ValueError(
+                f"its format must be {FORMAT}, got {content.get('format')!r}: record it again with this version"
+            )
         kind = KINDS.get(content.pop("event", ""))
         if kind is None or (kind is Begin) is (begin is not None) or end is not None:
             raise ValueError(f"line {number} has an event that does not belong there")

@@ -129,7 +129,7 @@ def whole(parts: Sequence[Fingerprint]) -> tuple[Whole, list[int]]:
             differing.append(index)
     numel, held = math.prod(first.shape), sum(part.elements for part in regions.values())
     if held != numel:
-        raise Incomplete(f"its {numel} elements must be in the ranks' parts once, got {held}")
+        raise Incomplete(f"its {numel} elements must be in the ranks' parts exactly once, got {held}")
     sketches = [part.numbers() for part in regions.values()]
     return (
         Whole(

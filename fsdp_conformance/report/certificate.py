@@ -269,12 +269,14 @@ def _another_subject(record: CaseRecord, run: RunFile) -> list[str]:
     adapter = implementation.get("identity")
     problems = []
     if record.adapter != adapter and (record.adapter or record.verdict in CERTIFIABLE or is_excused(record)):
-        problems.append(f"it is on the adapter {record.adapter[:12] or 'of no name'}, the header on {adapter!s:.12}")
+        problems.append(
+            f"it was judged on the adapter {record.adapter[:12] or 'of no name'}, but the header names {adapter!s:.12}"
+        )
     if record.verdict is not Verdict.PASS:
         return problems
     stated = {"torch": environment.get("torch"), "adapter": adapter}
     problems += [
-        f"its ranks loaded {name} {str(record.environment.get(name))[:12]}, the header says {str(expected)[:12]}"
+        f"its ranks loaded {name} {str(record.environment.get(name))[:12]}, but the header says {str(expected)[:12]}"
         for name, expected in stated.items()
         if record.environment.get(name) != expected
     ]
@@ -426,13 +428,13 @@ def _run_problems(run: RunFile) -> list[str]:
         problems.append(f"incomplete: {some(run.unfinished(), _NAMED)} started but did not finish")
     often = [case for case, count in Counter(run.interrupted).items() if count > 1]
     if often:
-        problems.append(f"{some(often, _NAMED)} began more than twice, because the run was ended each time")
+        problems.append(f"{some(often, _NAMED)} began more than twice, because the run was stopped each time")
     if settings.get("workload"):
         problems.append(f"{_PRIVATE} --workload {settings['workload']}: the model is the user's, not of this suite")
     if settings.get("reuse_ranks") or any(record.ranks == "reused" for record in run.records):
         problems.append("incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case")
     if settings.get("share_devices") or any(record.ranks == SHARED_DEVICES for record in run.records):
-        problems.append(f"{_SHARING} nothing is shown of one device per rank, nor of their backend")
+        problems.append(f"{_SHARING} the run says nothing about ranks with a device each, or about their backend")
     if settings.get("ranks") == "simulated":
         problems.append("incomplete: simulated ranks do not exercise a real backend")
     if settings.get("stress_seed") is not None or any(stress.MEASUREMENT in item.measurements for item in run.records):
@@ -571,9 +573,9 @@ def _remarks(run: RunFile) -> list[str]:
         if getattr(settings, name) != getattr(DEFAULTS, name)
     ]
     if run.parts:
-        again = f"; begun again: {', '.join(run.interrupted)}" if run.interrupted else ""
+        again = f"; started again: {', '.join(run.interrupted)}" if run.interrupted else ""
         times = "once" if len(run.parts) == 1 else f"{len(run.parts)} times"
-        remarks.append(f"the run was ended {times} and continued (--resume){again}")
+        remarks.append(f"the run was stopped {times} and continued (--resume){again}")
     if settings.deadline_scale != 1.0:
         remarks.append(f"deadlines were multiplied by {settings.deadline_scale:g}")
     if settings.backend:

@@ -69,7 +69,7 @@ def _conclusion(then: CaseRecord, again: Sequence[CaseRecord]) -> Iterator[str]:
     kinds = Counter(record.verdict for record in again)
     if 0 < failed < times:
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in kinds.items())
-        yield f"flaky: {verdicts}. A race, or uninitialised memory: try `run --stress --case {then.case}`"
+        yield f"flaky: {verdicts}. A race, or uninitialized memory: try `run --stress --case {then.case}`"
     elif failed and has_failed(then):
         yield (
             f"probably deterministic: it failed {failed} of {times} times"

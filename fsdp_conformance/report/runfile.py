@@ -207,7 +207,7 @@ def _bytes_of(path: Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise RunFileError(f"the run file must be a regular file, got {path}, which is none")
+                raise RunFileError(f"the run file must be a regular file, got {path}, which is not one")
             return file.read()
     except OSError as error:
         raise RunFileError(f"the run file {path} cannot be read: {error.strerror or error}") from error

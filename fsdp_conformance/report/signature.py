@@ -47,8 +47,8 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
         key = _key(path, "--sign", "a private key", lambda data: load_pem_private_key(data, password=None))
     except TypeError as error:
         raise UsageError(
-            f"--sign takes a private key without a passphrase, but the key in {path} is encrypted: write one that is "
-            f"not with openssl pkey -in {path} -out KEY"
+            f"--sign takes a private key without a passphrase, but the key in {path} is encrypted: write an "
+            f"unencrypted copy with openssl pkey -in {path} -out KEY"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise _not_ed25519(path, "--sign", key)

@@ -131,8 +131,8 @@ def added(former: Tally, later: Tally) -> Tally:
         before, now = getattr(former, key), getattr(later, key)
         if key != "suite" and before != now:
             raise UsageError(
-                f"{key} must be that of the runs that {later.name} has, {before}, to be added to them, got {now}. "
-                "Run all cases again, and let them take the place of the former ones."
+                f"{key} must be {before}, as in the runs of {later.name} so far, got {now}. "
+                "Run all cases again, and replace those runs."
             )
     values: dict[str, Any] = {name: getattr(former, name) for name in former.__dataclass_fields__}
     cases = dict(sorted({**former.cases, **later.cases}.items()))

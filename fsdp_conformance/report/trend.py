@@ -257,7 +257,7 @@ def _failing_lines(failing: Failing) -> list[str]:
     if not failing.last_pass:
         return [*lines, f"  never passed; first seen {failing.since}"]
     lines.append(f"  first failed {failing.since}, last passed {failing.last_pass}")
-    changed = ", ".join(failing.changed) or "no version: look for chance, or at the machine"
+    changed = ", ".join(failing.changed) or "no version: the cause may be chance, or the machine"
     return [*lines, f"  changed between them: {changed}"]
 
 

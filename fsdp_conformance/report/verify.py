@@ -113,7 +113,7 @@ def _missing(run: RunFile) -> str:
     running = f", and {', '.join(run.unfinished())} had begun" if run.unfinished() else ""
     cases = (run.header.get("profile") or {}).get("cases", "?")
     return (
-        f"the run was ended before its end: {len(run.records)} of {cases} cases have a verdict{running}. "
+        f"the run did not finish: {len(run.records)} of {cases} cases have a verdict{running}. "
         "`run --resume` continues it"
     )
 

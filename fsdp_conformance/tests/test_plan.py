@@ -39,8 +39,8 @@ def test_a_field_needs_its_flag(fields: dict[str, Any], flag: str) -> None:
         ({"stages": ("a", "b", "a")}, "stages must be separate submodules, got a, b, a"),
         ({"stages": ("a", "a.b")}, "stages must be separate submodules, got a, a.b"),
         ({"stages": ("", "b")}, "stages must be separate submodules, got , b"),
-        ({"stages": ("a", "b"), "local_units": ("a.c",)}, "got them with local_units"),
-        ({"stages": ("a", "b"), "param_dtype": "bfloat16"}, "got them with param_dtype"),
+        ({"stages": ("a", "b"), "local_units": ("a.c",)}, "got local_units"),
+        ({"stages": ("a", "b"), "param_dtype": "bfloat16"}, "got param_dtype"),
     ],
 )
 def test_impossible_plans(fields: dict[str, Any], problem: str) -> None:

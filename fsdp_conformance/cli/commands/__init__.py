@@ -6,7 +6,7 @@ The commands, a module each: `main` takes the parsed arguments and returns the e
     smoke           check the adapter by itself
     sanitize        run a training script on the simulated accelerator
     record          run a command, and record what its processes train
-    parity          find where a sharded training first leaves the unsharded one
+    parity          find where sharded training first differs from unsharded training
     plan            find out how to shard a model, from a cost model
     doctor          check what this machine can run
     explore         draw models, configurations and schedules, and shrink what fails

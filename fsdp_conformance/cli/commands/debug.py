@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
     if bound.case.is_own and not settings.workload:
         raise ConfigError([f"{bound.case.id} trains your own model: add --workload FILE:FUNCTION"], where="debug")
     if settings.workload and not bound.case.is_own:
-        problem = f"--workload is for cases of the profile {OWN_MODEL}, got {bound.case.id}, which trains its own model"
+        problem = f"--workload is for cases of the profile {OWN_MODEL}, got {bound.case.id}, which has its own"
         raise ConfigError([problem], where="debug")
     settings = with_workload(settings, fork=True)
     from fsdp_conformance.harness.order import Debugged

@@ -50,7 +50,7 @@ _SHARING = (
     "rank; streams, kernels and the allocator are real; nothing is certified"
 )
 _SIMULATED_SHARING = (
-    "each rank simulates the same single device, which shows engines that take their rank for the number of their "
+    "every rank simulates the same single device, which exposes engines that use their rank as the index of their "
     "device; nothing is certified"
 )
 

@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"\n{docs.see(docs.requirement(arguments.name) if is_requirement else docs.VERDICT)}")
     if path is None:
         print()
-        messages.say(f"no results: there is no earlier run in {DEFAULT_ROOT / LAST}; name another one with --report")
+        messages.say(f"no results: there is no run in {DEFAULT_ROOT / LAST}; name one with --report")
     return Status.CERTIFIED
 
 

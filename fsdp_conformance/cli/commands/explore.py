@@ -143,7 +143,7 @@ def _sum_up(counts: dict[str, Any], failures: list[dict[str, Any]]) -> None:
     unconfirmed = len(failures) - confirmed
     print(f"\n{summary(counts, width=screen_width())}")
     if counts["fails_always"]:
-        print("stopped early: the plainest example fails, so there is nothing that a drawn one could show")
+        print("stopped early: even the plainest example fails, so the other examples would show nothing new")
     if unconfirmed:
         print(f"{messages.plural(unconfirmed, 'failure')} on simulated ranks only, not confirmed on processes")
     if not _judged(counts):

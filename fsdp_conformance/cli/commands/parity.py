@@ -1,5 +1,5 @@
 """
-`fsdp-conformance parity`: where a sharded training first leaves the unsharded one, and whose fault that is.
+`fsdp-conformance parity`: where sharded training first differs from unsharded training, and whose fault that is.
 
 The script runs as it is, then the reference, each recorded. Only if they are not equal bit for bit does the reference
 run twice more: once to see whether it is deterministic, and once with its parameters nudged, to see how far rounding
@@ -229,7 +229,7 @@ class _Runs:
         )
         if lingering.is_over() and keep is None:
             self._terminal.say(
-                f"{name}: the script had ended on all ranks, but their processes still ran {LINGER_S:g} s later"
+                f"{name}: the script ended on all ranks, but their processes were still running {LINGER_S:g} s later"
             )
         ended = f"it was ended after {self._order.timeout_s:g} s (--timeout)" if status is None else f"status {status}"
         if status and (killed.words or errors):
@@ -241,12 +241,14 @@ class _Runs:
             if status != 0:
                 hint = ""
                 if sharding != "kept":
-                    hint = ". A script that needs its parameters to be sharded needs another one as --reference"
-                raise ScriptFailed(f"{name} failed before it had trained: {ended}; its output is above{hint}") from None
+                    hint = ". If the script needs sharded parameters, name an unsharded script with --reference"
+                raise ScriptFailed(
+                    f"{name} failed before it trained a step: {ended}; its output is above{hint}"
+                ) from None
             raise UsageError(f"{name}: {error.problems[0]}") from None
         if status != 0 and name != "run":
             self.failure = self.failure or f"{name} failed: {ended}; its output is above"
-        short = f"; {ended}: what it had trained until then is compared" if status != 0 else ""
+        short = f"; {ended}: only the steps before that are compared" if status != 0 else ""
         self._terminal.say(f"{name}: {elapsed(began)}{short}")
         return recording
 
@@ -283,7 +285,7 @@ def _not_deterministic(again: Comparison) -> Finding:
         first=first,
         likely="the generators are not seeded, or an operation adds up in any order: seed them in every process, and "
         "call torch.use_deterministic_algorithms(True)",
-        evidence=("two runs of the same command differ, so that nothing can be said of a third one",),
+        evidence=("two runs of the same command differ, so a difference in a third run would prove nothing",),
         line=seen.line if seen is not None else "",
     )
 
@@ -350,7 +352,9 @@ def _order(arguments: argparse.Namespace, words: list[str]) -> tuple[Order, Reco
                     f"{arguments.reference!r}"
                 )
     if arguments.nudged:
-        problems.append("--nudged is for the comparison of two recordings: parity nudges the reference itself")
+        problems.append(
+            "--nudged is only for comparing two recordings: with a script, parity makes the nudged run itself"
+        )
     if problems:
         raise ConfigError(problems, where="parity")
     order = Order(

@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
         if status == 0:
             raise error
         why = f"was ended after {timeout_s:g} s (--timeout)" if status is None else f"ended with status {status}"
-        messages.complain(f"the command {why} before it had trained")
+        messages.complain(f"the command {why} before it trained a step")
         return Status.SCRIPT_FAILED
     ranks, steps = messages.plural(run.world_size, "rank"), messages.plural(len(run.steps), "step")
     messages.say(f"recorded {steps} of {ranks} in {directory}, {elapsed(began)}", directory)

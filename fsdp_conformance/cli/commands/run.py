@@ -212,7 +212,7 @@ def _check_adapter(
     for text in problems[:_SHOWN]:
         messages.say(f"smoke: {text}")
     if problems:
-        messages.say("  it may be the adapter or the engine:")
+        messages.say("  the cause may be in the adapter or in the engine; to run this check alone:")
         print(f"    {command}", flush=True)
 
 

@@ -127,7 +127,7 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
         problems.append(f"--rank must be a rank, from 0 to {world_size - 1}, got {foreground}")
     memory = _bytes(arguments.memory, problems) if arguments.memory is not None else None
     if arguments.ordering_only and arguments.mode == "poison":
-        problems.append("give either --ordering-only or --mode poison: NaN does not flow where nothing is computed")
+        problems.append("give either --ordering-only or --mode poison: NaN cannot spread where nothing is computed")
     if arguments.suppressions is not None and arguments.mode != "record":
         problems.append(
             f"give either --suppressions or --mode {arguments.mode}: ranks do not know which findings are suppressed"
@@ -164,12 +164,12 @@ def _only_simulated(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     """The options that were given although a GPU does not have them, each with the reason."""
     hooks_do_not = "torch's hooks do not say how large memory is when it is allocated"
     options = (
-        ("--as-cuda", arguments.as_cuda, "on GPUs, the script's devices are what they are"),
+        ("--as-cuda", arguments.as_cuda, "'cuda' already means the GPUs of this machine"),
         ("--devices", arguments.devices is not None, "processes that the script starts are not traced"),
-        ("--mode poison", arguments.mode == "poison", "results of a GPU are not changed"),
-        ("--memory", arguments.memory is not None, "a GPU has the memory that it has"),
+        ("--mode poison", arguments.mode == "poison", "results on a GPU are never changed"),
+        ("--memory", arguments.memory is not None, "a real GPU has a fixed amount of memory"),
         ("--reuse worst-case", arguments.reuse == "worst-case", hooks_do_not),
-        ("--ordering-only", arguments.ordering_only, "a GPU computes everything"),
+        ("--ordering-only", arguments.ordering_only, "on a GPU, every operation is computed"),
     )
     return [(name, why) for name, is_given, why in options if is_given]
 

@@ -265,7 +265,7 @@ def _locked(path: Path) -> Iterator[int]:
             if time.monotonic() > deadline:
                 raise EnvironmentUnavailable(
                     f"another process has been compiling the simulated accelerator for more than {DEADLINE_S} s "
-                    f"[{path}]"
+                    f"[{path}]. End that process, and try again."
                 )
             time.sleep(_POLL_S)
         yield descriptor

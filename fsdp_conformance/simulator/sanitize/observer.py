@@ -133,7 +133,7 @@ class Observer:
             problem = f"nprocs must be at most --world-size ({self.order.world_size}), got {nprocs}"
             instead = f"with --world-size 1 --devices {nprocs} the script starts its processes itself"
             raise ConfigError([f"{problem}; {instead}"], where="torch.multiprocessing.spawn")
-        self.notes["torch.multiprocessing.spawn starts no processes: each rank runs its part in its own"] = None
+        self.notes["torch.multiprocessing.spawn starts no processes: each rank runs its part in its own process"] = None
         if self._rank < nprocs:
             fn(self._rank, *args)
         self._num_spawned += 1

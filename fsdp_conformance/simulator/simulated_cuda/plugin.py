@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail the run if a line of --hazard-suppressions matches nothing: for runs of all tests",
     )
-    parser.addini("hazard_suppressions", "the file of --hazard-suppressions, from the ini file's directory on")
+    parser.addini("hazard_suppressions", "the file of --hazard-suppressions, relative to the ini file's directory")
 
 
 @pytest.hookimpl(tryfirst=True)

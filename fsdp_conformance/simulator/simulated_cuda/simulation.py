@@ -173,7 +173,7 @@ def begin(num_devices: int, *, checks: bool, as_cuda: bool = True, options: Chec
     if _first_num_devices and num_devices > _first_num_devices:
         # autograd has started its threads, one for each device.
         raise ConfigError(
-            [f"a process cannot have more simulated GPUs than at first ({_first_num_devices}), got {num_devices}"],
+            [f"a process cannot have more simulated GPUs than it began with ({_first_num_devices}), got {num_devices}"],
             where="simulated GPUs",
         )
     if not build.is_built():

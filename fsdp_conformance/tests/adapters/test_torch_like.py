@@ -80,7 +80,7 @@ def test_gradients_of_flat_parameters_can_be_dropped_together() -> None:
     flat.sum().backward()
 
     with pytest.raises(
-        Unsupported, match="the wrapped model shows no parameter 'weight' that has a gradient"
+        Unsupported, match="the wrapped model exposes no parameter 'weight' that has a gradient"
     ) as caught:
         adapter.drop_grads(["weight"])
     assert caught.value.capability == "orig_params"

@@ -131,7 +131,7 @@ def test_explain_tells_a_requirement_with_its_source(suite: mini_suite.MiniSuite
     assert result.status == 0
     for expected in ("requires", "source", "look at", "R001/probe-ws{1,2,4}   3 cases"):
         assert expected in result.out
-    assert result.last_line.startswith("no results: there is no earlier run in .fsdp-conformance/last")
+    assert result.last_line.startswith("no results: there is no run in .fsdp-conformance/last")
 
 
 def test_the_machine_is_judged_before_anything_is_started(suite: mini_suite.MiniSuite) -> None:

@@ -126,7 +126,7 @@ def test_a_norm_of_this_ranks_shard_is_the_mistake_of_the_script(script: Path) -
     run = said("parity", str(script), "own norm")
 
     assert run.status == 1, run.output
-    assert "✗ The gradients agree after the backward, and no longer once the script has changed them" in run.output
+    assert "✗ The gradients agree after the backward, but not after the script has changed them" in run.output
     assert "whose     the script" in run.output
     assert "clipped by a norm of this rank's shard alone" in run.output
     number = SCRIPT.splitlines().index("                shard.mul_((0.01 / norm).clamp(max=1.0))") + 1
@@ -165,7 +165,7 @@ def test_a_suspicion_fails_where_it_should(tmp_path: Path) -> None:
         (["--world-size", "two", "train.py"], "--world-size must be from 1 to 127, got two"),
         (["--timeout", "-1", "train.py"], "--timeout must be a positive number of seconds, got '-1'"),
         (["--reference", "none.py", "train.py"], "--reference must be a script with its arguments, a recording, or"),
-        (["--nudged", ".", "train.py"], "--nudged is for the comparison of two recordings"),
+        (["--nudged", ".", "train.py"], "--nudged is only for comparing two recordings"),
         (["."], "'.' is a directory"),
         ([".", "."], "it has no recording"),
     ],
@@ -255,7 +255,7 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     run = answered("record", "--output", str(tmp_path / "out"), "--timeout", "0.5", "--", "sleep", "600")
 
     assert run.status == 5, run.output
-    assert "the command was ended after 0.5 s (--timeout) before it had trained" in run.output
+    assert "the command was ended after 0.5 s (--timeout) before it trained a step" in run.output
 
 
 #: The model computes its loss, a mean over its rank's tokens; the ranks have other numbers of them.

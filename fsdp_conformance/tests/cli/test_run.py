@@ -531,7 +531,7 @@ def test_an_interrupted_run_goes_on(suite: mini_suite.MiniSuite, tmp_path: Path)
     for more, message in (
         ((), "add --implementation mine.py"),
         (("--implementation", "mine.py"), f"add --profile {suite.profile_path}"),
-        (("--implementation", "other.py", *profile), "it cannot go on with other.py"),
+        (("--implementation", "other.py", *profile), "it cannot be continued with other.py"),
         (("--implementation", "mine.py", *profile, "--stress"), "leave out --stress"),
     ):
         refused = resumed(*more)
@@ -546,7 +546,9 @@ def test_an_interrupted_run_goes_on(suite: mini_suite.MiniSuite, tmp_path: Path)
     result = resumed("--implementation", "mine.py", *profile)
     left = runfile.read(file)
     assert (result.status, left.problems + left.misplaced) == (1, []), result.output
-    assert f"the run was ended once and continued (--resume); begun again: {begun}" in result.out.replace("\n    ", " ")
+    assert f"the run was stopped once and continued (--resume); started again: {begun}" in result.out.replace(
+        "\n    ", " "
+    )
     cases = [line for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()) if line["type"] == "case"]
     assert cases[: len(before)] == before
     assert len({case["case"] for case in cases}) == len(cases) == 7

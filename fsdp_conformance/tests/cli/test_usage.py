@@ -199,7 +199,7 @@ def test_a_closed_pipe_is_no_verdict() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
 
     assert done.returncode == 141
-    assert "stopped before the end, because the program that reads the output has ended" in done.stderr
+    assert "stopped early, because the program that reads the output has exited" in done.stderr
 
 
 def test_a_file_that_is_no_run_file_is_refused(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def test_the_model_stays_as_it_is() -> None:
 
     of_model = [(axis.name, value.name) for axis in SPACE.axes if axis.area == "model" for value in axis.values[1:]]
     assert set(of_model) < gone.keys()
-    assert gone["exception", "in forward"] == "the workload has no fuse, by which its model raises"
-    assert gone["derivatives", "of inputs before a step"] == "the first input is no floating-point tensor"
+    assert gone["exception", "in forward"] == "the workload has no fuse, which would make its model raise"
+    assert gone["derivatives", "of inputs before a step"] == "the first input is not a floating-point tensor"
     assert gone["built", "on meta"] == "the workload has no build_on_meta"
     assert ("sharding", "hybrid") not in gone
     assert ("checkpoints", "loaded later") not in gone

@@ -20,7 +20,7 @@ from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.tests.parity.trainings import as_rank
 
-UNEVEN = "The loss is averaged over each batch by itself, and the batches have other numbers of tokens"
+UNEVEN = "The loss is averaged over each batch by itself, and the batches have different numbers of tokens"
 CLIPPED = "The gradients are clipped before they are unscaled"
 
 #: The loss of a rank from its mean cross-entropy, its number of targets and that of all ranks.

@@ -48,7 +48,7 @@ def _compared(recording: Recording, *collectives: Collectives, factor: float = 2
         ((GATHER, SCATTER), "all_reduce SUM float32 of ranks 0, 1 is missing, 1 call with 4 B"),
         (
             (GATHER, SCATTER, NORM, replace(NORM, dtype="float64", nbytes=8)),
-            "all_reduce SUM float64 of ranks 0, 1 is there besides, 1 call with 8 B",
+            "all_reduce SUM float64 of ranks 0, 1 is extra, 1 call with 8 B",
         ),
         (
             (GATHER, replace(SCATTER, dtype="bfloat16", nbytes=16), NORM),
@@ -67,7 +67,7 @@ def test_the_collective_that_differs_is_evidence(
     """The finding is the difference in the settings; the collective stands below it."""
     comparison = _compared(trained, *collectives)
 
-    assert comparison.findings[0].title == "The optimizer has other settings"
+    assert comparison.findings[0].title == "The optimizer has different settings"
     assert any(f"collectives of rank 0 in step 0: {words}" in line or words in line for line in comparison.collectives)
     assert set(comparison.collectives) <= set(comparison.findings[0].evidence)
 

@@ -490,5 +490,6 @@ def test_a_scheduler_of_another_length_is_named(tmp_path: Path) -> None:
     comparison = compared(Script(optimizer=warming_up(3)), tmp_path, Script(optimizer=warming_up(4)))
 
     assert comparison.findings[0].likely == (
-        "both begin with 0.1: the scheduler is stepped another number of times, or is made for another number of steps"
+        "both begin with 0.1: the scheduler is stepped a different number of times, or is made for a different number "
+        "of steps"
     )

@@ -84,18 +84,18 @@ def first_finding(mine: Make, theirs: Make, directory: Path) -> Finding:
     [
         (
             with_its_own_buffer, make, Whose.SCRIPT, "The initial values differ between ranks",
-            "'bias' · rank 1 has other values than rank 0", "FSDP2 does not",
+            "'bias' · rank 1 differs from rank 0", "FSDP2 does not",
         ),
         (
             lambda rank: make(rank, seed=rank), make, Whose.EITHER, "The initial values differ between ranks",
-            "'first.weight' · rank 1 has other values than rank 0", "nothing has given all of them those of rank 0",
+            "'first.weight' · rank 1 differs from rank 0", "nothing has given all of them those of rank 0",
         ),
         (
-            make, frozen, Whose.SCRIPT, "Other parameters are frozen",
+            make, frozen, Whose.SCRIPT, "Different parameters are frozen",
             "'first.weight' is trained here, and not in the reference", "from before the model was sharded",
         ),
         (
-            frozen, make, Whose.SCRIPT, "Other parameters are frozen",
+            frozen, make, Whose.SCRIPT, "Different parameters are frozen",
             "'first.weight' is frozen here, and not in the reference", "",
         ),
         (

@@ -501,7 +501,7 @@ def test_a_worker_that_dies_is_the_suites_error(suite: MiniSuite) -> None:
 
     assert (record.verdict, record.reason) == (
         Verdict.ERROR_SUITE,
-        "the pytest worker died during this case; ranks are its children",
+        "the pytest worker itself died during this case, not one of its ranks",
     )
     assert len(result.verdicts) == 7
     assert result.certificate["reasons"] == ["ERROR_SUITE: R001/probe-ws2"]

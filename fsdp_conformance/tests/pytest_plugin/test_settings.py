@@ -96,7 +96,7 @@ def test_stress_has_a_seed() -> None:
         ({"stress": True, "stress_seed": "-1"}, "stress_seed must be a non-negative integer, got '-1'"),
         (
             {"stress": True, "ranks": "simulated"},
-            "ranks must be processes with stress: simulated ranks take turns, and nothing is late",
+            "ranks must be processes with stress: simulated ranks take turns, so nothing can be late",
         ),
         (
             {"ranks": "simulated", "device": "cuda"},
@@ -107,7 +107,7 @@ def test_stress_has_a_seed() -> None:
         ),
         (
             {"share_devices": True},
-            "device must be cuda or sim with share_devices, got 'cpu': on the CPU any number of ranks runs",
+            "device must be cuda or sim with share_devices, got 'cpu': on the CPU any number of ranks can run",
         ),
         (
             {"backend": "nccl"},
@@ -127,7 +127,7 @@ def test_stress_has_a_seed() -> None:
         ),
         (
             {"slots_per_device": "2"},
-            "slots_per_device is for devices that ranks own, got device 'cpu', where any number of cases runs",
+            "slots_per_device must be omitted with device 'cpu', where any number of cases can run at a time",
         ),
         (
             {"slots_per_device": "2", "device": "cuda", "share_devices": True},

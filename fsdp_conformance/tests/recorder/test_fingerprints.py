@@ -163,8 +163,8 @@ def test_replicas_count_once_and_must_be_equal() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([(0, 4)], "its 9 elements must be in the ranks' parts once, got 4"),
-        ([(0, 6), (3, 9)], "its 9 elements must be in the ranks' parts once, got 12"),
+        ([(0, 4)], "its 9 elements must be in the ranks' parts exactly once, got 4"),
+        ([(0, 6), (3, 9)], "its 9 elements must be in the ranks' parts exactly once, got 12"),
         ([], "no rank has recorded it"),
     ],
 )

@@ -20,8 +20,8 @@ from fsdp_conformance.verdict import Verdict
 PARITY, SHARDS = "R001/probe-ws2", "R188/probe-ws2"
 
 SHARED = (
-    "incomplete: --share-devices, so ranks shared devices and communicated over gloo: nothing is shown of one device "
-    "per rank, nor of their backend"
+    "incomplete: --share-devices, so ranks shared devices and communicated over gloo: the run says nothing about ranks "
+    "with a device each, or about their backend"
 )
 
 #: R001 and R188 are mandatory and need nothing: the base. R093 is of level C: an extension. R070 is of level S.

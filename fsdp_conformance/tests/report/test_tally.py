@@ -114,7 +114,7 @@ def test_a_run_of_something_else_is_not_added(key: str, tmp_path: Path) -> None:
     """Its results would be taken for the former engine's."""
     former = tally([ran(tmp_path)], PROFILE)
 
-    with pytest.raises(UsageError, match=rf"{key} must be that of the runs that .* has, .*, to be added .* got other"):
+    with pytest.raises(UsageError, match=rf"{key} must be .*, as in the runs of .* so far, got other"):
         added(former, replace(former, **{key: "other"}))  # type: ignore[arg-type]
 
 

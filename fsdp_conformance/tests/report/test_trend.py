@@ -86,7 +86,7 @@ def test_since_when_it_fails(outcomes: str, new: bool, runs: int, passed: bool) 
 
 def test_without_a_change_of_versions_it_may_be_chance() -> None:
     """The text says that there is nothing to show."""
-    assert "no version: look for chance" in trend.text(nights(".F"))
+    assert "no version: the cause may be chance" in trend.text(nights(".F"))
     assert "never passed" in trend.text(nights("FF"))
 
 

@@ -134,9 +134,7 @@ def test_an_aborted_run_does_not_verify(tmp_path: Path, profile: Profile) -> Non
     path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
     result = verify(path, profile)
 
-    assert result.discrepancies == (
-        "the run was ended before its end: 2 of 2 cases have a verdict. `run --resume` continues it",
-    )
+    assert result.discrepancies == ("the run did not finish: 2 of 2 cases have a verdict. `run --resume` continues it",)
     assert (len(result.run.records), result.status) == (2, 1)
 
 

@@ -153,7 +153,7 @@ def test_blocks_nest() -> None:
         with pytest.raises(ConfigError, match="has 2 simulated GPUs already"), simulated_cuda(1):
             pass
         assert len(outer.take_hazards()) == 1
-    with pytest.raises(ConfigError, match=r"more simulated GPUs than at first \(2\), got 3"), simulated_cuda(3):
+    with pytest.raises(ConfigError, match=r"more simulated GPUs than it began with \(2\), got 3"), simulated_cuda(3):
         pass
     with simulated_cuda(1):
         assert torch.cuda.device_count() == 1
