@@ -267,7 +267,7 @@ def test_what_a_flat_layout_hides_cannot_be_frozen() -> None:
 
     adapter = _set_up(Flat(), nn.Linear(2, 1))
 
-    with pytest.raises(Unsupported, match="shows no parameter 'weight' that can be frozen"):
+    with pytest.raises(Unsupported, match="exposes no parameter 'weight' that can be frozen"):
         adapter.set_requires_grad(["weight"])
     adapter.set_requires_grad([])
 

@@ -160,9 +160,9 @@ def test_code_that_only_the_file_names_is_not_imported(tmp_path: Path, monkeypat
     path = _run(tmp_path, implementation="engines/mine.py", workload="my model.py:build")
     asked = "--implementation engines/mine.py --workload 'my model.py:build'"
 
-    with pytest.raises(UsageError, match=f"so add {asked}$"):
+    with pytest.raises(UsageError, match=f"names it: add {asked}$"):
         replay.main(parse(["replay", path, _CASE]))
-    with pytest.raises(UsageError, match=r"so add --workload 'my model.py:build'$"):
+    with pytest.raises(UsageError, match=r"names it: add --workload 'my model.py:build'$"):
         replay.main(parse(["replay", path, _CASE, "--implementation", "torch-ddp"]))
 
     words = (path, _CASE, "--implementation", "torch-ddp", "--workload", "other.py:build")
