@@ -20,7 +20,7 @@ Checks, each of which returns a CheckResult:
     checkpoint          state dicts and what was loaded: names, values, storage, hooks (R109, R139, R144-R150)
     streams             races between streams (R074, R075, R138)
     overlap             communication beside computation (R080)
-    bystanders          random numbers, global settings and the user's parameters (R189)
+    bystanders          what an engine must not change: random numbers, settings, the user's parameters (R189)
     growth              what steps leave behind: tensors, hooks, process groups, threads (R039, R189)
     traffic_bound       an upper bound of a step's traffic that holds for any schedule (R068)
 

@@ -1,10 +1,10 @@
 """
-Things that an engine has no business with: random numbers, global settings of torch, the user's parameters.
+State that an engine must not change: random numbers, global settings of torch, the user's parameters.
 
     surroundings   the state of a process that training must not change; `left_alone` compares two such states
     settings       the part of it that wrapping must not change either
     Attached       parameters as user code sees them after wrapping: objects, dtypes, flags, a note of the user's
-    replaced       functions of torch and its optimizers that are no longer those of before
+    replaced       functions of torch and its optimizers that have been replaced
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOTE = "note_of_the_user"
 
 
 def surroundings() -> dict[str, str]:
-    """The state of this process that training must not change, by name, in words that can be compared."""
+    """The state of this process that training must not change, by name, as text that can be compared."""
     state = {
         "torch's random numbers": random_state(),
         "Python's random numbers": _digest(repr(random.getstate()).encode()),
@@ -57,7 +57,7 @@ def settings() -> dict[str, str]:
 def left_alone(
     before: Mapping[str, str], after: Mapping[str, str], *, rank: int, step: int | None, requirement: str
 ) -> CheckResult:
-    """The surroundings after a step are those from before it; without a step, those after wrapping."""
+    """The surroundings after a step are the same as before it. Without a step, `after` is from after wrapping."""
     tally = Tally("surroundings", requirement, rank=rank)
     for name, value in before.items():
         if name in after:
@@ -105,16 +105,16 @@ def torch_functions() -> dict[str, Any]:
 
 
 def replaced(before: Mapping[str, Any]) -> list[str]:
-    """The functions of `before` that are others now, by name."""
-    now = torch_functions()
-    return [name for name, function in before.items() if now.get(name) is not function]
+    """The names of the functions in `before` that have been replaced since."""
+    current = torch_functions()
+    return [name for name, function in before.items() if current.get(name) is not function]
 
 
 def _functions() -> Iterator[tuple[str, Any]]:
     for name, kind in vars(torch.optim).items():
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
             yield f"torch.optim.{name}", kind
-            # What torch itself wraps on first use is the attribute of the function, not of the class.
+            # Not `step`: torch itself wraps it in the class when the first optimizer of the class is made.
             yield from ((f"torch.optim.{name}.{key}", vars(kind).get(key)) for key in ("__init__", "zero_grad"))
     for place, owner in (
         ("torch", torch), ("torch.nn.functional", nn.functional), ("torch.nn.Module", nn.Module),

@@ -8,7 +8,7 @@ Oracles for state dicts and checkpoints: names, values, storage, and whether a r
     silent                  no collective was issued
     Footprint, unchanged    what reading a model must leave as it was: hooks, attributes, bytes
 
-None of them calls an engine: they read what a case hands them.
+None of them calls an engine: they read what a case passes to them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fsdp_conformance.workload.definition import Workload
 
 _PHASE = "checkpoint"
 
-#: What wrappers put into names. `module` is not here: users call their own submodules that.
+#: Parts of names that wrappers add. `module` is not here: users call their own submodules that.
 WRAPPER_PARTS = frozenset(
     {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module", "_fpw_module", "_flat_param"}
 )
@@ -44,18 +44,18 @@ WRAPPER_PARTS = frozenset(
 #: multiply and add), and where a shard begins decides which loop an element is in.
 ULPS_PER_STEP = 4
 
-#: From the actual and the expected tensor to the likely cause.
+#: Returns the likely cause of a difference, given the actual and the expected tensor.
 _Explained = Callable[[Tensor, Tensor], str | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """How a training was resumed: its differences are explained from that."""
+    """How a training was resumed, so that its differences can be explained."""
 
     workload: Workload
     optimizer: str
     built: Workload | None = None
-    """The training that loads; None: `workload`."""
+    """The workload of the training that loads; None if it is `workload`."""
 
 
 def same_state_dict(
@@ -72,8 +72,8 @@ def same_state_dict(
     """
     The state dict has exactly these names, and whole tensors of these dtypes, shapes and values, in any order.
 
-    `moment` says in findings when it was taken; `ulps` allows rounding, see `ULPS_PER_STEP`. The cause of a difference
-    is read from the training that is `known`.
+    `moment` says in findings when it was taken; `ulps` allows rounding, see `ULPS_PER_STEP`. `known` is the training at
+    that moment, from which the likely cause of a difference is found.
     """
     tally = Tally("state dict", requirement, rank=rank)
     where: dict[str, Any] = {"phase": _PHASE, "step": step}
@@ -100,7 +100,7 @@ def same_optimizer_state(
     """
     The optimizer's state dict has the same parameters, values and groups, under original names.
 
-    The order of groups counts, and that of names within a group does not: engines are free in it.
+    The order of groups counts. The order of names within a group does not: engines may choose it.
     """
     tally = Tally("optimizer state dict", requirement, rank=rank)
     where: dict[str, Any] = {"phase": _PHASE, "step": step}
@@ -119,19 +119,26 @@ def same_optimizer_state(
                 _compare_value(
                     tally, state_of_parameters[name][key], expected_state[name][key], what, ulps, here, cause
                 )
-    groups, named = state.get("param_groups", []), expected["param_groups"]
-    same_number = len(groups) == len(named)
-    likely = None if same_number else merged_groups(groups, named)
-    tally.compare(same_number, "number of groups", expected=len(named), got=len(groups), likely=likely, **where)
-    for index, (group, right) in enumerate(zip(groups, named, strict=False)):
+    groups, expected_groups = state.get("param_groups", []), expected["param_groups"]
+    same_number = len(groups) == len(expected_groups)
+    likely = None if same_number else merged_groups(groups, expected_groups)
+    tally.compare(
+        same_number, "number of groups", expected=len(expected_groups), got=len(groups), likely=likely, **where
+    )
+    for index, (group, expected_group) in enumerate(zip(groups, expected_groups, strict=False)):
         what = f"group {index} of the optimizer{when}"
-        _compare_names(tally, dict.fromkeys(group["params"]), dict.fromkeys(right["params"]), what, where)
-        _compare_names(tally, group, right, f"settings of {what}", where)
-        for key in sorted((right.keys() & group.keys()) - {"params"}):
-            same = _plain(group[key]) == _plain(right[key])
+        _compare_names(tally, dict.fromkeys(group["params"]), dict.fromkeys(expected_group["params"]), what, where)
+        _compare_names(tally, group, expected_group, f"settings of {what}", where)
+        for key in sorted((expected_group.keys() & group.keys()) - {"params"}):
+            same = _plain(group[key]) == _plain(expected_group[key])
             likely = None if same or known is None else SavedState(known).settings(index, group, key)
             tally.compare(
-                same, f"{key} of {what}", expected=_plain(right[key]), got=_plain(group[key]), likely=likely, **where
+                same,
+                f"{key} of {what}",
+                expected=_plain(expected_group[key]),
+                got=_plain(group[key]),
+                likely=likely,
+                **where,
             )
     return tally.result()
 
@@ -163,13 +170,17 @@ def same_continuation(
             _compare_value(tally, record.params.get(name), value, "parameter", 0.0, here)
     result = tally.result()
     if result.findings and run.steps:
-        known = None
+        moment = None
         if resumption is not None and any(record.step == run.steps[0].step - 1 for record in uninterrupted.steps):
             workload, optimizer = resumption.workload, resumption.optimizer
             built = resumption.built or workload
-            known = moment_of_save(uninterrupted, workload, optimizer, run.steps[0].step, built=built)
-        loaded = _loaded(run, uninterrupted, requirement, known)
-        result.findings = loaded + result.findings if loaded else _explained(result.findings, run, uninterrupted, known)
+            moment = moment_of_save(uninterrupted, workload, optimizer, run.steps[0].step, built=built)
+        load_findings = _loaded(run, uninterrupted, requirement, moment)
+        result.findings = (
+            load_findings + result.findings
+            if load_findings
+            else _explained(result.findings, run, uninterrupted, moment)
+        )
     return result
 
 
@@ -190,7 +201,7 @@ def _loaded(
 def _explained(
     findings: Sequence[Finding], run: TrainingHistory, uninterrupted: TrainingHistory, known: Moment | None
 ) -> list[Finding]:
-    """The findings; those of parameters in the first step that differs say what was wrong with the optimizer."""
+    """The findings; in the first step that differs, those of parameters say what was wrong with the optimizer."""
     step = findings[0].step
     if known is None or step is None or len(known.states) < step + 2:
         return list(findings)
@@ -298,9 +309,9 @@ def unmoved(
 def silent(records: Sequence[CollectiveRecord], *, requirement: str, rank: int, during: str) -> CheckResult:
     """No collective was issued."""
     tally = Tally("silence", requirement, rank=rank)
-    seen = [record.line() for record in records]
+    lines = [record.line() for record in records]
     tally.compare(
-        not seen, f"collectives during {during}", expected="none", got="; ".join(seen[:4]) or "none", phase=_PHASE
+        not lines, f"collectives during {during}", expected="none", got="; ".join(lines[:4]) or "none", phase=_PHASE
     )
     return tally.result()
 
@@ -337,17 +348,17 @@ class Footprint:
 
 def footprint(module: nn.Module | None, held: Mapping[str, Sequence[Tensor]]) -> Footprint:
     """The hooks of a module, if the implementation shows one, and the bytes that the rank holds."""
-    counted: dict[str, int] = {}
+    counts: dict[str, int] = {}
     if module is not None:
         for each in module.modules():
             for registry, hooks in vars(each).items():
                 if registry.endswith("hooks") and isinstance(hooks, dict):
-                    counted[registry] = counted.get(registry, 0) + len(hooks)
+                    counts[registry] = counts.get(registry, 0) + len(hooks)
         for parameter in module.parameters():
             for registry in (f"_{kind}_hooks" for kind in ("backward", "post_accumulate_grad")):
                 hooks = getattr(parameter, registry, None) or {}
-                counted[f"{registry} of parameters"] = counted.get(f"{registry} of parameters", 0) + len(hooks)
-    return Footprint(counted, {kind: _storage_bytes(tensors) for kind, tensors in held.items()})
+                counts[f"{registry} of parameters"] = counts.get(f"{registry} of parameters", 0) + len(hooks)
+    return Footprint(counts, {kind: _storage_bytes(tensors) for kind, tensors in held.items()})
 
 
 def unchanged(before: Footprint, after: Footprint, *, requirement: str, rank: int, reading: str) -> CheckResult:

@@ -128,7 +128,7 @@ def reduced_once(history: TrainingHistory, workload: Workload, plan: Plan, *, re
     """
     A step of one micro-batch reduces no gradient more than once, by bytes (R135). Each unit runs once per forward.
 
-    That each is reduced at all is for parity to show: an engine may do so where its collectives cannot be seen.
+    Parity shows that each is reduced at all: an engine may do that where its collectives cannot be seen.
     """
     tally = Tally("reduced once", requirement, rank=history.rank)
     units = owning_units(workload, plan).shared
@@ -150,22 +150,22 @@ def eval_collectives(history: TrainingHistory, workload: Workload, *, requiremen
     """
     A forward in eval mode under no_grad reduces nothing and gathers each parameter at most once, by bytes (R066).
 
-    No collective at all is right, too, and counts as one thing that was compared.
+    No collective at all passes, too, and counts as one element that was compared.
     """
     if not history.eval_outputs:
         raise SuiteError("eval outputs: expected at least 1, got 0 [eval_collectives]: the regime has no evaluation")
     tally = Tally("collectives in eval", requirement, rank=history.rank)
     records = [record for record in history.collectives if record.phase == "eval" and len(record.group) > 1]
-    reduced, gathered, compared = of(records, *REDUCING), of(records, *GATHERING), max(len(records), 1)
+    reduced, gathered, elements = of(records, *REDUCING), of(records, *GATHERING), max(len(records), 1)
     expect_count(
-        tally, "reductions in eval", reduced, details=lines(reduced), elements=compared,
+        tally, "reductions in eval", reduced, details=lines(reduced), elements=elements,
         step=_first_step(reduced), phase="eval",
     )  # fmt: skip
     forwards = len(history.eval_outputs)
     once = int(ONCE * padded_bytes(owning_units(workload).shared, history.world_size))
     expect_bytes(
         tally, f"parameters gathered by {forwards} evaluations", gathered, most=once * forwards,
-        details="each should be gathered once", elements=compared, step=_first_step(gathered), phase="eval",
+        details="each should be gathered once", elements=elements, step=_first_step(gathered), phase="eval",
     )  # fmt: skip
     return tally.result()
 
@@ -175,9 +175,17 @@ def no_collectives(history: TrainingHistory, *, requirement: str) -> CheckResult
     tally = Tally("no collectives", requirement, rank=history.rank)
     for step in history.steps:
         for phase in (*TRAINING, "eval"):
-            seen = [record for record in history.collectives if (record.step, record.phase) == (step.step, phase)]
+            collectives = [
+                record for record in history.collectives if (record.step, record.phase) == (step.step, phase)
+            ]
             expect_count(
-                tally, f"collectives in {phase}", seen, details=lines(seen), elements=1, step=step.step, phase=phase
+                tally,
+                f"collectives in {phase}",
+                collectives,
+                details=lines(collectives),
+                elements=1,
+                step=step.step,
+                phase=phase,
             )
     return tally.result()
 
@@ -278,11 +286,11 @@ def wire_volume(
     """
     All-gathers receive, and reduce-scatters send, the bytes of the parameters plus at most the declared padding (R068).
 
-    A pass over all parameters is ideally P bytes, where P is their size in the dtype of computation for gathers and in
-    that of the reduction for reductions; at most P with dim 0 of each parameter padded
-    to a multiple of the shard group, times 1 + `padding`. A forward is one pass of gathers, a backward at most one, and
-    a step one pass of reductions (of trainable parameters), unless micro-batches multiply them. Other ops carry at most
-    the padding; under hybrid sharding all-reduces carry one more shard's worth.
+    A pass over all parameters ideally takes P bytes, where P is their size in the dtype of computation for gathers, and
+    in that of the reduction for reductions. It takes at most 1 + `padding` times P with dim 0 of each parameter padded
+    to a multiple of the shard group. A forward is one pass of gathers, a backward at most one, and a step one pass of
+    reductions (of trainable parameters), unless micro-batches multiply them. Other ops carry at most the padding; under
+    hybrid sharding all-reduces carry one more shard's worth.
     """
     if plan.sharding not in (Sharding.FULL, Sharding.HYBRID) or plan.replicas == world_size > 1:
         raise SuiteError(
@@ -298,7 +306,7 @@ def wire_volume(
     most = padded_bytes(units, group_size, dtype=computed) * (1 + padding)
     most_trained = padded_bytes(units, group_size, trainable_only=True, dtype=reduced) * (1 + padding)
     trainable = owning_units(workload, plan).trainable
-    seen: dict[str, float] = {}
+    ratios: dict[str, float] = {}
     for step in steady_steps(history):
         records = in_step(history, step.step)
         passes = len(step.losses)
@@ -323,12 +331,12 @@ def wire_volume(
             expect_bytes(
                 tally, what, calls, least=least, most=limit, step=step.step, phase=phase, ratio=ratio, likely=likely
             )
-        seen = {
+        ratios = {
             "forward": nbytes(forward) / ideal,
             "backward": nbytes(backward) / ideal,
             "reduce": nbytes(scattered) / ideal_trained,
         }
-    return tally.result(measurements={"wire volume over ideal": seen, "parameter bytes": ideal})
+    return tally.result(measurements={"wire volume over ideal": ratios, "parameter bytes": ideal})
 
 
 def _why_more(
@@ -446,10 +454,10 @@ def _stays_gathered(plan: Plan) -> bool:
 
 
 def _judge_rule(tally: Tally, rule: _Rule, step: StepRecord, records: list[CollectiveRecord]) -> None:
-    seen = [record for record in of(records, rule.op) if record.phase in rule.phases]
+    collectives = [record for record in of(records, rule.op) if record.phase in rule.phases]
     phase = rule.phases[0] if len(rule.phases) == 1 else "reduce"
     what = f"{rule.op.value} in {phase}" if len(rule.phases) == 1 else rule.op.value
-    expect_count(tally, what, seen, least=rule.least, most=rule.most, step=step.step, phase=phase)
+    expect_count(tally, what, collectives, least=rule.least, most=rule.most, step=step.step, phase=phase)
 
 
 def _judge_rest(
@@ -473,7 +481,7 @@ def _judge_rest(
 def _instead_of_scattering(
     records: list[CollectiveRecord], other: list[CollectiveRecord], units: OwningUnits
 ) -> str | None:
-    """All-reduces that carry the gradients, where nothing is scattered."""
+    """The likely cause if all-reduces carry the gradients and nothing is scattered, else None."""
     summed = gradient_reductions(of(other, Op.ALL_REDUCE))
     trained = parameter_bytes(units.shared, trainable_only=True)
     if not trained or of(records, Op.REDUCE_SCATTER) or nbytes(summed) < trained:

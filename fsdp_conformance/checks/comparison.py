@@ -65,7 +65,7 @@ def compare(got: Tensor, expected: Tensor, bound: Bound) -> Difference | None:
 
 
 def numbers(got: float, expected: float) -> tuple[str, str]:
-    """Both values, with enough digits to tell any two float32 values apart, and these two in any case."""
+    """Both values as text, with enough digits to tell any two float32 values apart, and always these two."""
     digits = 9 if f"{got:.9g}" != f"{expected:.9g}" else 17
     return f"{got:.{digits}g}", f"{expected:.{digits}g}"
 

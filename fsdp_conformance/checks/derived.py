@@ -42,7 +42,7 @@ def with_derived_gradients(
     history: TrainingHistory, references: References
 ) -> tuple[TrainingHistory, References] | None:
     """
-    The history and the references with gradients that are derived alike; None if the regime does not permit it.
+    The history and the references, both with derived gradients; None if the regime does not permit it.
 
     A parameter without a gradient in the references has none here if it does not change.
     """
@@ -84,7 +84,7 @@ def _derived(
 ) -> TrainingHistory:
     """A copy of the history whose gradients are derived; names that it does not have throughout are left out."""
     states = [history.initial_params, *(record.params for record in history.steps)]
-    moved: dict[str, Tensor] = {}
+    last_changes: dict[str, Tensor] = {}
     steps = []
     for record, (before, after), missing in zip(history.steps, pairwise(states), absent, strict=True):
         grads: Gradients = {}
@@ -96,7 +96,7 @@ def _derived(
                 # SGD neither moves a parameter without a gradient nor ages its momentum.
                 grads[name] = change.to(value.dtype) if bool(change.any()) else None
                 continue
-            grads[name] = (change - rule.momentum * moved.get(name, torch.zeros_like(change))).to(value.dtype)
-            moved[name] = change
+            grads[name] = (change - rule.momentum * last_changes.get(name, torch.zeros_like(change))).to(value.dtype)
+            last_changes[name] = change
         steps.append(replace(record, grads=grads))
     return replace(history, steps=steps)

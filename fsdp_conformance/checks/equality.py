@@ -19,10 +19,10 @@ from fsdp_conformance.history.training import TrainingHistory
 
 def digest(tensor: Tensor) -> str:
     """SHA-256 over dtype, shape and bytes. The sign of zero counts, and so do the bits of NaN."""
-    held = tensor.detach().cpu().contiguous()
-    hashed = hashlib.sha256(f"{held.dtype} {tuple(held.shape)}".encode())
-    hashed.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return hashed.hexdigest()
+    on_cpu = tensor.detach().cpu().contiguous()
+    sha256 = hashlib.sha256(f"{on_cpu.dtype} {tuple(on_cpu.shape)}".encode())
+    sha256.update(on_cpu.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def parameter_digests(history: TrainingHistory, *, exclude: Collection[str] = ()) -> dict[str, str]:
@@ -49,13 +49,13 @@ def schedule_digests(history: TrainingHistory) -> dict[str, str]:
     """
     digests = {}
     for step in history.steps:
-        hashed = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for record in in_step(history, step.step, *TRAINING, "eval"):
             if record.op in POINT_TO_POINT:
                 continue
             entry = (record.phase, record.op.value, record.reduce_op, record.nbytes, record.dtype, len(record.group))
-            hashed.update(f"{entry}\n".encode())
-        digests[f"schedule step {step.step}"] = hashed.hexdigest()
+            sha256.update(f"{entry}\n".encode())
+        digests[f"schedule step {step.step}"] = sha256.hexdigest()
     return digests
 
 

@@ -181,9 +181,9 @@ def _judge_presence(
         (shard_group(rank, world, plan.replicas), "shard group"),
         (replica_group(rank, world, plan.replicas), "replica group"),
     ):
-        seen = [record for record in of(records, *REDUCING, *EXCHANGING) if record.group in (group, whole)]
+        reductions = [record for record in of(records, *REDUCING, *EXCHANGING) if record.group in (group, whole)]
         tally.compare(
-            bool(seen) or len(group) == 1, f"gradients reduced over the {what} {_text(group)}",
+            bool(reductions) or len(group) == 1, f"gradients reduced over the {what} {_text(group)}",
             expected="all", got="none", step=step.step, phase="reduce",
             likely=f"ranks of the {what} train independently",
         )  # fmt: skip

@@ -33,7 +33,7 @@ LARGE = 512
 #: How often garbage is collected at most: an engine may make new garbage whenever some is collected.
 _COLLECTIONS = 5
 
-#: Seconds after which what threads have held is free. What grows has grown for good after that.
+#: Seconds after which threads have freed what they held. Anything that is still there counts as growth.
 SETTLES_S = 2.0
 
 #: Dicts of a module that hold hooks.
@@ -84,7 +84,7 @@ class Held:
 
 @contextmanager
 def youngest_alone() -> Iterator[None]:
-    """A context in which objects from before it are neither looked at nor collected: that takes a tenth of the time."""
+    """A context in which the garbage collector ignores all older objects. It takes a tenth of the time then."""
     gc.freeze()
     try:
         yield
@@ -131,12 +131,12 @@ def _storages(objects: Iterable[Any]) -> tuple[dict[int, int], set[int]]:
         elif _is_own(each):
             roots.append(each)
     own: dict[int, int] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     while roots:
         each = roots.pop()
-        if id(each) in seen:
+        if id(each) in visited:
             continue
-        seen.add(id(each))
+        visited.add(id(each))
         if isinstance(each, Tensor):
             _note(each, own)
         else:
@@ -162,7 +162,7 @@ def _is_own(each: Any) -> bool:
 
 
 def _parts(each: Any) -> list[Any]:
-    """The objects inside one of the suite's, as far as they are the suite's."""
+    """The objects inside a container or an object of the suite; none for any other object."""
     if isinstance(each, Mapping):
         return list(each.values())
     if isinstance(each, (list, tuple, set, frozenset)):

@@ -85,12 +85,12 @@ def _compare(
         ours, theirs = got.get(name), expected.get(name)
         if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and ours.shape == theirs.shape:
             same = torch.equal(ours, theirs)
-            seen = f"differences of up to {(ours.double() - theirs.double()).abs().max().item():.3g}"
+            shown = f"differences of up to {(ours.double() - theirs.double()).abs().max().item():.3g}"
         else:
             same = ours is theirs
-            seen = f"{_described(ours)} and {_described(theirs)}"
+            shown = f"{_described(ours)} and {_described(theirs)}"
         tally.compare(
-            same, kind, expected=f"the same bits with {what}", got=seen, elements=0 if ours is None else ours.numel(),
+            same, kind, expected=f"the same bits with {what}", got=shown, elements=0 if ours is None else ours.numel(),
             step=step, phase=phase, fqn=name, bound="bitwise",
         )  # fmt: skip
 

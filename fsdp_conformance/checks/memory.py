@@ -188,8 +188,8 @@ def nothing_full_after_backward(
     it declares to keep buffers for, which it may allocate when they are first needed.
     """
     bytes_of = sizes(workload, plan, world_size=world_size)
-    own = bytes_of.full if plan.sharding is Sharding.OPTIM else bytes_of.shard
-    bound = int(own * (1 + padding)) + buffers * bytes_of.largest + SCALARS
+    gradients = bytes_of.full if plan.sharding is Sharding.OPTIM else bytes_of.shard
+    bound = int(gradients * (1 + padding)) + buffers * bytes_of.largest + SCALARS
     tally = Tally("bytes after backward", "R035", rank=history.rank)
     figures = backward_growth(history)
     for step, grown in enumerate(figures.values()):
@@ -198,7 +198,7 @@ def nothing_full_after_backward(
             "growth from the previous step to the end of backward", expected=f"at most {bound} B",
             got=f"{grown} B", step=step, phase="backward",
             details=f"a shard of the gradients has {bytes_of.shard} B, the largest unit {bytes_of.largest} B in full",
-            likely=_whole_after_backward(grown, own, bytes_of) if grown > bound else None,
+            likely=_whole_after_backward(grown, gradients, bytes_of) if grown > bound else None,
         )  # fmt: skip
     return tally.result(measurements=figures)
 
@@ -374,12 +374,12 @@ def held_throughout(
     total: Mapping[str, int],
 ) -> CheckResult:
     """
-    From wrap to the last step, a rank holds what the plan leaves it, wherever it does (R033, R035, R039).
+    From wrap to the last step, a rank holds no more than the plan allows, on device and host (R033, R035, R039).
 
-    Counted is everything that was allocated since before setup, whoever refers to it: on the device by its allocator,
-    on the host, pinned or not, by the kernel. The host may hold as much as the device where it is the device, or where
-    parameters are offloaded to it, then with room for gradients from the start; elsewhere one copy of the shards, on
-    its way from or to the device.
+    Everything counts that was allocated since before setup, whoever refers to it. The device's allocator counts on the
+    device, and the kernel on the host, pinned memory or not. The host may hold as much as the device if it is the
+    device, or if parameters are offloaded to it, then with room for gradients from the start. Otherwise it may hold one
+    copy of the shards, on its way from or to the device.
 
     `total` are `held_figures` of all ranks together: an engine may give whole parameters to ranks, however unevenly.
     """
@@ -390,28 +390,28 @@ def held_throughout(
     if plan.device != "cpu" and plan.offload != "off":
         wrapped = allowed[Point.SETUP]
         on_host = {**allowed, Point.SETUP: Allowance(bytes=wrapped.bytes + staged.bytes, why=f"{wrapped.why}, twice")}
-    unseen = ON_HOST if plan.device == "cpu" else BESIDE_DEVICE
+    overhead = ON_HOST if plan.device == "cpu" else BESIDE_DEVICE
     tally = Tally("bytes held throughout", "R033", rank=history.rank)
     figures = held_figures(history)
-    looks: dict[tuple[str, Point], list[tuple[bool, MemoryMark, int]]] = {}
+    marks_by_place: dict[tuple[str, Point], list[tuple[bool, MemoryMark, int]]] = {}
     bounds: dict[tuple[str, Point], Allowance] = {}
     for place, mark, name, held in _held(history):
         allowance = (allowed if place == "device" else on_host)[mark.point]
-        bound = allowance.bytes + (SCALARS if place == "device" else unseen)
+        bound = allowance.bytes + (SCALARS if place == "device" else overhead)
         bounds[place, mark.point] = replace(allowance, bytes=bound)
         is_right = held <= bound or total.get(name, held) <= world_size * bound
-        looks.setdefault((place, mark.point), []).append((is_right, mark, held))
-    for (place, point), seen in looks.items():
+        marks_by_place.setdefault((place, mark.point), []).append((is_right, mark, held))
+    for (place, point), marks in marks_by_place.items():
         bound, why = bounds[place, point].bytes, bounds[place, point].why
         figures[f"{place}, {point.value}, at most"] = bound
-        wrong = [(mark, held) for is_right, mark, held in seen if not is_right]
-        first, held = wrong[0] if wrong else seen[-1][1:]
+        wrong = [(mark, held) for is_right, mark, held in marks if not is_right]
+        first, held = wrong[0] if wrong else marks[-1][1:]
         tally.compare(
             not wrong, f"held on the {place} after {'wrapping' if point is Point.SETUP else point.value}",
             expected=f"at most {bound} B", got=f"{held} B at {_when(first)}",
-            details=f"too much {len(wrong)} of {len(seen)} times; {why}; the whole model has {of.full} B",
+            details=f"too much {len(wrong)} of {len(marks)} times; {why}; the whole model has {of.full} B",
             requirement=_OF_POINT[point], step=first.step, phase="init" if point is Point.SETUP else point.value,
-            elements=len(seen),
+            elements=len(marks),
             likely=_copies(held - bound, of.full),
         )  # fmt: skip
     return tally.result(measurements=figures)
@@ -419,7 +419,7 @@ def held_throughout(
 
 def no_leak(history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int) -> CheckResult:
     """
-    Memory on the host, of this process and of those that it has started, does not grow for ever (R039).
+    Memory on the host, of this process and of those that it has started, does not keep growing (R039).
 
     A cache stops growing once it is full, and a leak does not. So the bytes are compared after every third step, and
     growth in each of these periods, by a quarter of a shard or more, is a leak.
@@ -471,7 +471,7 @@ def _when(mark: MemoryMark) -> str:
 
 
 def _copies(excess: int, full: int) -> str | None:
-    """So many copies of the model, if they are at least one."""
+    """The likely cause if the excess is at least one copy of the model, else None."""
     copies = round(excess / full, 1)
     return (
         f"as many bytes as {copies} copies of the model are held beside what the plan leaves" if copies >= 1 else None
@@ -566,7 +566,11 @@ def _whole_after_forward(grown: int, bound: int, bytes_of: Sizes, activations: A
 
 
 def _whole_after_backward(grown: int, own: int, bytes_of: Sizes) -> str | None:
-    """Beside the shards, or in their place; a unit's parameters have as many bytes as its gradients."""
+    """
+    The likely cause: units in full, beside the shards or in their place; else None.
+
+    A unit's parameters have as many bytes as its gradients.
+    """
     for excess in (grown - own, grown):
         which = amounts.units_held(excess, bytes_of.units, slack=SCALARS)
         if which is None and abs(excess - bytes_of.full) <= SCALARS:
@@ -578,7 +582,11 @@ def _whole_after_backward(grown: int, own: int, bytes_of: Sizes) -> str | None:
 
 
 def _more_units(excess: int, bytes_of: Sizes) -> str | None:
-    """The bound has room for the largest units, so that a whole one above it is one more."""
+    """
+    The likely cause if the excess is as large as a unit, else None.
+
+    The bound has room for the largest units, so a whole unit above it is one unit too many.
+    """
     more = excess // bytes_of.largest
     if not 1 <= more < len(bytes_of.units):
         return None
@@ -586,7 +594,7 @@ def _more_units(excess: int, bytes_of: Sizes) -> str | None:
 
 
 def _left_over(history: TrainingHistory, held: int) -> str | None:
-    """All that the model held after its last step, or a part of it; gradients had been dropped by then."""
+    """The likely cause: all that the model held after its last step is left, or a part. Gradients are gone by then."""
     if abs(held - _above_base(history, _marks(history, Point.STEP)[-1])) <= SCALARS:
         return f"the whole model stays: {held} B are as many as it held after its last step"
     names = {"params": "the parameters", "optim": "the optimizer's state"}

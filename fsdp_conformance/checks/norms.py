@@ -39,9 +39,9 @@ def norm_by_hand(
     for record, norm in zip(history.steps, expected, strict=True):
         got = None if record.grad_norm is None else record.grad_norm.double().item()
         holds = got is not None and abs(got - norm) <= bound * norm
-        shown, wanted = ("none", f"{norm:.9g}") if got is None else numbers(got, norm)
+        text_got, text_expected = ("none", f"{norm:.9g}") if got is None else numbers(got, norm)
         tally.compare(
-            holds, "total norm", expected=wanted, got=shown,
+            holds, "total norm", expected=text_expected, got=text_got,
             step=record.step, phase="step", bound="bitwise" if exact else f"{bound:.2g} of the norm",
             ratio=got / norm if got is not None and norm else None,
         )  # fmt: skip

@@ -44,8 +44,8 @@ def execution_order(history: TrainingHistory, workload: Workload, plan: Plan, *,
         scattered = of(in_step(history, step.step, "backward"), Op.REDUCE_SCATTER)
         for phase, records, expected in (("forward", forward, order), ("backward", scattered, backwards)):
             what = "all-gathers" if phase == "forward" else "reduce-scatters"
-            seen = _owners(records, units, history.world_size)
-            got = [name for name in dict.fromkeys(seen) if name]
+            owners = _owners(records, units, history.world_size)
+            got = [name for name in dict.fromkeys(owners) if name]
             tally.compare(
                 got == expected, f"order of {what}", expected=_text(expected), got=_text(got),
                 elements=max(len(records), 1), step=step.step, phase=phase, call=sites(records),
@@ -65,8 +65,10 @@ def steady_schedule(history: TrainingHistory, *, requirement: str, validation: b
     usual = in_step(history, steps[0].step)
     for step in steps[1:]:
         records = in_step(history, step.step)
-        more, less = Counter(map(_kind, records)), Counter(map(_kind, usual))
-        changed = {kind: more[kind] - less[kind] for kind in more | less if more[kind] != less[kind]}
+        kinds, usual_kinds = Counter(map(_kind, records)), Counter(map(_kind, usual))
+        changed = {
+            kind: kinds[kind] - usual_kinds[kind] for kind in kinds | usual_kinds if kinds[kind] != usual_kinds[kind]
+        }
         tally.compare(
             not changed, "collectives", expected=f"the {len(usual)} of step {steps[0].step}", got=len(records),
             details=_changes(changed), elements=len(records), step=step.step,
@@ -103,7 +105,7 @@ def gathered_units(
     records: Iterable[CollectiveRecord], workload: Workload, plan: Plan, *, world_size: int
 ) -> list[str]:
     """
-    The unit below the root that each all-gather belongs to, in order, told by its size; the root's are left out.
+    The unit below the root that each all-gather belongs to, in order, recognised by its size; the root's are left out.
 
     Raises SuiteError if two units cannot be told apart.
     """
@@ -113,7 +115,7 @@ def gathered_units(
 
 
 def _enter(entered: list[str], unit: str, module: nn.Module, args: object) -> None:
-    """A forward pre-hook, once its first two arguments are bound."""
+    """Note that a unit was entered: a forward pre-hook, once its first two arguments are bound."""
     entered.append(unit)
 
 

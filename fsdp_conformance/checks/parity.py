@@ -132,12 +132,12 @@ def parity(
     results: list[CheckResult] = []
     diverged: dict[str, int] = {}
     for kind in _ORDER:
-        seen = _seen(kind, history, references)
-        if seen is None:
+        sides = _seen(kind, history, references)
+        if sides is None:
             continue
-        judge = _Judge(kind, *seen, replaced.get(kind), none_or_zero=none_or_zero, diverged=diverged)
+        judge = _Judge(kind, *sides, replaced.get(kind), none_or_zero=none_or_zero, diverged=diverged)
         result = judge.result()
-        if seen[0] is not history:
+        if sides[0] is not history:
             # What a rounded change shows less of, the parameters themselves show in the next comparison.
             result.inconclusive = None
             result.notes.append("gradients are not exposed: they were derived from the changes of the parameters")
@@ -248,7 +248,7 @@ def _applies(kind: Kind, history: TrainingHistory, references: References) -> bo
 
 
 def _seen(kind: Kind, history: TrainingHistory, references: References) -> tuple[TrainingHistory, References] | None:
-    """The two sides of a kind: the history and the references, both with derived gradients, or nothing."""
+    """The two sides to compare, with derived gradients if those are not exposed; None if a side cannot be seen."""
     if _applies(kind, history, references):
         return history, references
     if kind is Kind.GRADIENT and _has_values(references.expected, kind):
@@ -260,7 +260,7 @@ def _has_values(history: TrainingHistory, kind: Kind) -> bool:
     return any(values(history, kind, step) for step in range(len(history.steps)))
 
 
-#: A difference that was found, as the function that explains it.
+#: A difference that was found, as a function that explains it and returns the finding.
 _Unexplained = Callable[[], Finding]
 
 
@@ -390,12 +390,12 @@ class _Judge:
         return partial(self._differs, step, name, self.kind, _described(got), _described(expected), likely=likely)
 
     def _likely_none(self, step: int, name: str, got: Tensor | None, expected: Tensor | None) -> str | None:
-        own = self.references.contributions()[self.history.rank][step]
+        contributions = self.references.contributions()[self.history.rank][step]
         return causes.likely_none(
             got,
             expected,
             trainable=self.references.expected.requires_grad.get(name, True),
-            used=any(micro.get(name) is not None for micro in own),
+            used=any(micro.get(name) is not None for micro in contributions),
         )
 
     def _dtype(self, name: str, expected: Tensor) -> torch.dtype:
@@ -403,7 +403,7 @@ class _Judge:
         if not expected.is_floating_point():
             return expected.dtype
         of_the_model: torch.dtype = getattr(torch, self.references.workload.dtype)
-        # What was read of a parameter, or taken of a state dict, has its name first.
+        # Values that were read, or taken from a state dict, are named like "0.weight, read 1".
         return self.references.dtypes.get(name.rpartition(", ")[0] or name, of_the_model)
 
     def _difference(
@@ -476,11 +476,14 @@ class _Judge:
 
     def _of_gradient(self, likely: str | None) -> str | None:
         """The cause of a wrong gradient. Words and numbers assume a mean over the ranks; the user may have a sum."""
-        named = causes_in(likely)
-        if not self.references.regime.sums or not named:
+        named_causes = causes_in(likely)
+        if not self.references.regime.sums or not named_causes:
             return likely
-        kept = [name for name in named if not name.startswith("divided by ")]
-        of_sum = ["averaged instead of summed" if name == causes.AVERAGED_TWICE else name for name in kept or named]
+        other_causes = [name for name in named_causes if not name.startswith("divided by ")]
+        of_sum = [
+            "averaged instead of summed" if name == causes.AVERAGED_TWICE else name
+            for name in other_causes or named_causes
+        ]
         return f"{', or '.join(of_sum)}: the user has gradients summed over the ranks"
 
     def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> causes.Evidence:
@@ -506,7 +509,7 @@ class _Judge:
             world_size=1 if local else references.world_size,
             rank=0 if local else self.history.rank,
             micro_batches=references.regime.micro_batches,
-            # A loss scale that stays is none of an earlier step.
+            # A loss scale that has not changed is not a stale one.
             previous=None if self.kind is Kind.LOSS_SCALE else earlier.get(name),
             contributions=[by_rank[self.history.rank]] if by_rank is not None and local else by_rank,
             others={
@@ -543,7 +546,7 @@ class _Judge:
         return torch.cat(held), torch.cat(right)
 
     def _supposed(self, step: int, name: str) -> Iterable[tuple[str, Tensor]]:
-        """The value as it would be with one mistake in the step."""
+        """For each mistake that the step may have: a phrase, and the value as it would be."""
         if self.kind is Kind.LOSS:
             return supposed_losses(self.references, step, int(name.rpartition(" ")[2]))
         if self.kind is Kind.NORM:

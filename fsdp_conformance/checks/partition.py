@@ -2,9 +2,9 @@
 The sharding witness: tells sharded from replicated training by the bytes that ranks hold.
 
 Parity cannot do this: an engine that silently falls back to replicated training is at parity in every step. The bytes
-give it away, because unsharded optimizer state has the size of the whole model's. Traffic is no witness: what carries
-gradients and parameters, and when, is the engine's business, and where batches differ between ranks, parity shows that
-they have arrived.
+give it away, because unsharded optimizer state has the size of the whole model's. Traffic shows less: an engine may
+choose what carries gradients and parameters, and when. Where batches differ between ranks, parity shows that they have
+arrived.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _passes(plan: Plan, group_size: int, *, regathers: bool) -> tuple[float, flo
 
 def shard_group_size(history: TrainingHistory, plan: Plan, *, world_size: int) -> int:
     """
-    Over how many ranks a parameter is sharded.
+    The number of ranks over which a parameter is sharded.
 
     An engine's default may be hybrid; then it is the size of the largest group that all-gathers run over.
     """
@@ -208,7 +208,7 @@ def _limit(history: TrainingHistory, plan: Plan, kind: str, group_size: int) -> 
 
 
 def _params_are_sharded(history: TrainingHistory, plan: Plan, group_size: int) -> bool:
-    """Promised by the plan, or held by an engine's default."""
+    """True if the plan promises to shard parameters, or an engine's default does so."""
     if plan.sharding is Sharding.DEFAULT:
         return history.held_bytes.get("params", 0) <= _limit(history, plan, "params", group_size)
     return "params" in SHARDED_KINDS[plan.sharding]

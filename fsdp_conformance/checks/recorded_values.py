@@ -23,7 +23,7 @@ from fsdp_conformance.recordings.files import Recording
 _WRONG = 1e-2
 #: ... and by more than this part of the largest element.
 _ROUNDING = 1e-6
-#: Tensors that are tried for a cause.
+#: The number of tensors in which a cause is looked for.
 _MOST = 8
 
 
@@ -158,8 +158,8 @@ def _wrong_in(got: Tensor, expected: Tensor) -> Tensor:
     """The elements that are wrong."""
     apart = (got - expected).abs()
     finite = apart.nan_to_num(nan=math.inf, posinf=math.inf)
-    known = finite[finite.isfinite()]
-    largest = float(known.max()) if known.numel() else 0.0
+    finite_values = finite[finite.isfinite()]
+    largest = float(finite_values.max()) if finite_values.numel() else 0.0
     scale = float(expected.abs().nan_to_num(0.0, 0.0, 0.0).max()) if expected.numel() else 0.0
     return finite > max(_WRONG * largest, _ROUNDING * scale)
 

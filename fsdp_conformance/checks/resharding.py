@@ -1,5 +1,5 @@
 """
-Are parameters resharded between steps? Seen from the outside: what a rank gave up, it must gather again.
+Checks from the outside that parameters are resharded between steps: what a rank has freed, it must gather again.
 
 For implementations that cannot tell whether a unit holds full parameters (`Adapter.unit_is_unsharded`). Memory that is
 held although the parameters are gathered again does not show here.

@@ -60,7 +60,7 @@ class CheckResult:
         self.count.elements += elements
 
     def demand_comparisons(self, where: str) -> CheckResult:
-        """Itself, or NothingCompared: an oracle that compared nothing proves nothing."""
+        """Return itself. Raises NothingCompared if nothing was compared, because that proves nothing."""
         if self.count.comparisons == 0:
             raise NothingCompared(f"comparisons: expected at least 1, got 0 [{self.check}, {where}]")
         return self

@@ -100,14 +100,14 @@ def same_undisturbed(observed: TrainingHistory, undisturbed: TrainingHistory, re
     finding, for the first value that differs.
     """
     tally = Tally("undisturbed run", requirement, rank=observed.rank)
-    differs = None
+    difference = None
     for label, where, usual, other in _ends_of(observed, undisturbed):
         equal = other is not None and torch.equal(usual, other)
         tally.expect(True, "", elements=usual.numel())
-        if not equal and differs is None:
-            differs = label, where, usual, other
-    if differs is not None:
-        label, where, usual, other = differs
+        if not equal and difference is None:
+            difference = label, where, usual, other
+    if difference is not None:
+        label, where, usual, other = difference
         tally.expect(
             False,
             f"{label} of a run that never waits for the device: expected that of the observed run, "

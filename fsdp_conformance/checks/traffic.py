@@ -66,10 +66,10 @@ def gradient_reductions(records: Iterable[CollectiveRecord]) -> list[CollectiveR
     An all-reduce beside reduce-scatters belongs to hybrid sharding and carries the same gradients again; one of
     integers is bookkeeping. An exchange in forward carries no gradients.
     """
-    seen = list(records)
-    return of(seen, Op.REDUCE_SCATTER) or [
+    traffic = list(records)
+    return of(traffic, Op.REDUCE_SCATTER) or [
         record
-        for record in seen
+        for record in traffic
         if "float" in record.dtype
         and (record.op in REDUCING or (record.op in EXCHANGING and record.phase in ("backward", "step")))
     ]
@@ -128,5 +128,5 @@ def _compare(
     tally: Tally, holds: bool, what: str, records: Sequence[CollectiveRecord], *, elements: int | None = None,
     **where: Any,
 ) -> None:  # fmt: skip
-    looked_at = max(len(records), 1) if elements is None else elements
-    tally.compare(holds, what, elements=looked_at, call=sites(records), **where)
+    num_elements = max(len(records), 1) if elements is None else elements
+    tally.compare(holds, what, elements=num_elements, call=sites(records), **where)

@@ -55,8 +55,8 @@ def at_most(
     requirement: str,
 ) -> CheckResult:
     """
-    In no step more bytes are gathered or reduced than it needs: clipping and the optimizer gather at most one pass,
-    each evaluation gathers one, and nothing is reduced in eval. `needs` is called with a step.
+    No step gathers or reduces more bytes than it needs: clipping and the optimizer gather at most one pass, each
+    evaluation gathers one, and nothing is reduced in eval. `needs` is called with a step.
 
     One pass over the parameters is their bytes in the dtype of computation, each padded to a multiple of the shard
     group, plus the declared padding, and each parameter aligned to `alignment` bytes. A reduction is one pass over the
@@ -81,8 +81,8 @@ def at_most(
         # A rank that sends to itself has a peer that receives.
         received = [call for call in of(calls, *GATHERING) if call.op is not Op.RECV]
         # In backward, an all-to-all may bring parameters, or gradients that are then added.
-        either = [call for call in received if call.op is Op.ALL_TO_ALL and call.phase == "backward"]
-        gathered = [call for call in received if call not in either]
+        exchanged = [call for call in received if call.op is Op.ALL_TO_ALL and call.phase == "backward"]
+        gathered = [call for call in received if call not in exchanged]
         scattered, summed = of(calls, Op.REDUCE_SCATTER, Op.REDUCE), of(calls, Op.ALL_REDUCE)
         most_summed = trained * reductions
         if scattered and plan.replicas > 1:
@@ -102,33 +102,33 @@ def at_most(
             for_eval = [call for call in gathered if call.phase == "eval"]
             most_for_eval = one_pass * needed.evaluations + ahead * bool(needed.evaluations)
             bounds.append(("gathered by evaluations", for_eval, most_for_eval, needed.evaluations))
-        if either:
+        if exchanged:
             both = one_pass * passes + trained * reductions
             bounds.append(
-                ("gathered and reduced in the step", [*gathered, *scattered, *either], both, passes + reductions)
+                ("gathered and reduced in the step", [*gathered, *scattered, *exchanged], both, passes + reductions)
             )
-        for what, seen, ideal, times in bounds:
-            got, most = nbytes(seen), int(ideal) + SMALL * len(units) * (times + 1) + gaps * times
+        for what, bound_calls, ideal, times in bounds:
+            got, most = nbytes(bound_calls), int(ideal) + SMALL * len(units) * (times + 1) + gaps * times
             tally.compare(
                 got <= most, what, expected=f"at most {most} B", got=f"{got} B",
                 details=f"{passes} passes over {int(one_pass)} B, {reductions} reductions of {int(trained)} B",
-                elements=max(len(seen), 1), step=step, call=sites(seen) if got > most else None,
+                elements=max(len(bound_calls), 1), step=step, call=sites(bound_calls) if got > most else None,
                 likely="gradients are all-reduced as a whole, although each rank needs only its shard"
-                if whole and seen is summed else None,
+                if whole and bound_calls is summed else None,
             )  # fmt: skip
         if counts:
             by_passes = [call for call in gathered if call.phase != "step"]
             more = "a unit is reduced more than once for a backward"
             more += ", or frozen parameters are reduced" if len(training) < len(units) else ""
-            for op, made, most, likely in (
+            for op, issued, most, likely in (
                 ("all-gathers", by_passes, passes * _collectives(units) + bool(needed.evaluations), None),
                 ("reduce-scatters", scattered, reductions * _collectives(training), more),
             ):
-                is_more = len(made) > most
+                is_more = len(issued) > most
                 tally.compare(
-                    not is_more, f"{op} in the step", expected=f"at most {most}", got=str(len(made)),
+                    not is_more, f"{op} in the step", expected=f"at most {most}", got=str(len(issued)),
                     details=f"{passes} passes over {len(units)} units, {reductions} reductions of {len(training)}",
-                    elements=max(len(made), 1), step=step, call=sites(made) if is_more else None,
+                    elements=max(len(issued), 1), step=step, call=sites(issued) if is_more else None,
                     likely=likely if is_more else None,
                 )  # fmt: skip
     return tally.result()

@@ -57,7 +57,7 @@ class Delay(Fault):
 
 class CollectiveDelay(CollectiveFault, Delay):
     """
-    Late for a collective: before every `every`-th `op` of training on the given ranks. `op=None` is any collective.
+    A delay before every `every`-th `op` of training on the given ranks. `op=None` stands for any collective.
 
     Collectives of the phases setup and observe are not training, and are not delayed.
     """
@@ -76,7 +76,7 @@ class CollectiveDelay(CollectiveFault, Delay):
         self._met = 0
 
     def before(self, record: CollectiveRecord, group: ProcessGroup) -> None:
-        """Strike if the collective is one of these."""
+        """Strike if the collective is one that it delays, and if it is its turn."""
         if not self._concerns(record) or not self._strikes_here():
             return
         if self._met % self.every == 0:
@@ -85,7 +85,7 @@ class CollectiveDelay(CollectiveFault, Delay):
 
     @property
     def need(self) -> str:  # type: ignore[override]
-        """The collectives, and where."""
+        """The collectives that the engine must issue, and the phases that do not count."""
         ops = ", ".join(sorted(self.ops)) if len(self.ops) < len(Op) else "collectives"
         return f"the engine must issue {ops} while it is installed, outside of the phases {_QUIET} of the log"
 
@@ -95,7 +95,7 @@ class CollectiveDelay(CollectiveFault, Delay):
         return frozenset(Op) if self.op is None else frozenset({self.op})
 
     def unmet(self, rank: int, records: Iterable[CollectiveRecord]) -> dict[str, frozenset[Op]]:
-        """Itself, if it is silent and the engine issued none of its collectives in training."""
+        """Its description with its ops, if it is silent and the engine issued none of those in training."""
         met = any(self._concerns(record) for record in records)
         return {} if met else dict.fromkeys(self.silent(rank), self.ops)
 
@@ -114,7 +114,8 @@ class CollectiveDelay(CollectiveFault, Delay):
 
 class ReductionDelay(CollectiveDelay):
     """
-    Late for every collective that reduces, and for all-to-alls, after which a rank may add by itself.
+    A delay before every collective that reduces, and before all-to-alls, because a rank may add up their outputs
+    itself.
 
     The engine chooses which of them carry gradients.
     """
@@ -134,10 +135,10 @@ class ReductionDelay(CollectiveDelay):
 
 class PointDelay(Delay):
     """
-    Late at a point of the training loop: after the loss, or before the optimizer step.
+    A delay at a point of the training loop: after the loss, or before the optimizer step.
 
-    A loop that neither calls `at` for this point nor labels its phases is late whenever torch begins a backward pass,
-    or an optimizer makes a step.
+    If the loop neither calls `at` for this point nor labels its phases, the delay comes whenever torch begins a
+    backward pass, or an optimizer makes a step.
     """
 
     need = "call backward() and step() of a torch optimizer while it is installed, or its at(point, step) in the loop"
@@ -178,7 +179,7 @@ class PointDelay(Delay):
 
 class FreeDelay(Delay):
     """
-    Late before a unit's parameters are freed, in forward and in backward.
+    A delay before a unit's parameters are freed, in forward and in backward.
 
     `fqn` names a module inside the unit, ideally its last one. The delay comes before that module's computation in
     forward and before its gradients in backward, so that a device's kernels still read the parameters when the host has
@@ -209,8 +210,8 @@ class FreeDelay(Delay):
         module = modules[self.fqn]
         self._prepared = True
 
-        # Functions, not bound methods: a deep copy of the model copies the object of a bound method, and would count in
-        # that copy of the fault.
+        # Functions, not bound methods: a deep copy of the model would copy the object of a bound method, too, and then
+        # strikes would be counted in a copy of this fault.
         def before_forward(_module: nn.Module, _args: Any) -> None:
             self._meet()
 

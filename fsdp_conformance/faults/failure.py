@@ -1,8 +1,9 @@
 """
-A rank that fails: it raises, exits, is killed or stopped, or one of its collectives fails. Once, at a drawn place.
+A rank that fails: it raises, exits, is killed or stopped, or one of its collectives fails. It fails once, at a random
+place.
 
-Unlike the other faults it does change what a correct implementation does: training cannot go on without a rank. What
-must hold then is that the failure is seen for what it is, and that every other rank ends, too (`judge.drill`).
+Unlike the other faults it does change what a correct implementation does: training cannot go on without a rank. The run
+must then report this failure as the first one, and every other rank must end, too (`judge.drill`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fsdp_conformance.faults.recorded import CollectiveFault
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.stress import EXIT_CODE, Failure
 
-#: It strikes at one of this many first collectives of training, so that most engines reach it in their first steps.
+#: The rank fails at one of its first so many collectives of training, which most engines issue in their first steps.
 _PLACES = 6
 
 
@@ -34,7 +35,7 @@ class InjectedFailure(Exception):
 
 
 class FailedWork(Work):
-    """A collective that the backend took, and that fails."""
+    """The work of a collective that the backend accepted, and that fails."""
 
     def __init__(self, inner: Work, message: str) -> None:
         super().__init__()
@@ -42,15 +43,15 @@ class FailedWork(Work):
         self._error = DistBackendError(message)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Raise."""
+        """Raises DistBackendError with the message."""
         raise self._error
 
     def is_completed(self) -> bool:
-        """It is over."""
+        """True: it has failed."""
         return True
 
     def is_success(self) -> bool:
-        """It failed."""
+        """False: it has failed."""
         return False
 
     def exception(self) -> Any:
@@ -58,14 +59,14 @@ class FailedWork(Work):
         return self._error
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that raises the same, also in C++, where `set_exception` would be a value."""
+        """A future that raises the same error, also in C++, which would take one from `set_exception` for a value."""
 
         def fail(_: torch.futures.Future[Any]) -> None:
             raise self._error
 
-        begun: torch.futures.Future[Any] = torch.futures.Future()
-        failed: torch.futures.Future[Any] = begun.then(fail)
-        begun.set_result(None)
+        trigger: torch.futures.Future[Any] = torch.futures.Future()
+        failed: torch.futures.Future[Any] = trigger.then(fail)
+        trigger.set_result(None)
         return failed
 
 
@@ -73,8 +74,8 @@ class FailingRank(CollectiveFault):
     """
     One rank fails at one of its first collectives of training.
 
-    It leaves a line in the file `trace` first: a rank that is gone cannot report. The same seed and case fail at the
-    same place.
+    Before that it writes the place to the file `trace`, because a rank that is gone cannot report. The same seed and
+    case fail at the same place.
     """
 
     need = f"the engine must issue {_PLACES} collectives of training while it is installed"
@@ -106,7 +107,7 @@ class FailingRank(CollectiveFault):
     def wrap_work(
         self, record: CollectiveRecord, work: Work, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
     ) -> Work:
-        """Let the chosen collective fail."""
+        """Return a work that fails for the chosen collective, and `work` for all others."""
         return FailedWork(work, f"stress: the backend failed in {record.op}") if record is self._fails else work
 
     def describe(self) -> str:

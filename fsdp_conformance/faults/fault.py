@@ -2,10 +2,10 @@
 A fault: an object that can be installed, disturbs a rank, and can be removed without a trace.
 
 A fault changes when things happen, but never the results of a correct implementation. It counts how often it struck
-(`fired`), because a fault that never strikes proves nothing. One that cannot strike makes itself able to when it is
-installed, or raises ConfigError; one that has not struck where it should have raises when it is removed. A loop that
-judges silence itself removes faults with `must_have_struck=False`: `silent(rank)` names the faults that should have
-struck and did not, and `unmet(rank, records)` those of them that had no collective to strike.
+(`fired`), because a fault that never strikes proves nothing. When it is installed, it sets up what it needs to strike,
+or raises ConfigError. When it is removed, it raises ConfigError if it should have struck and has not. A loop that
+judges this itself removes faults with `must_have_struck=False`: `silent(rank)` names the faults that should have struck
+and did not, and `unmet(rank, records)` those of them that had no collective to strike.
 
 A training loop makes these calls, in this order:
 
@@ -102,7 +102,7 @@ class Fault(ABC):
         """Called with the model when it is built, before the implementation wraps it."""
 
     def at(self, point: str, step: int) -> None:
-        """Called at each of POINTS."""
+        """Called when the loop reaches one of POINTS in a step."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -125,8 +125,8 @@ class Fault(ABC):
 
     def unmet(self, rank: int, records: Iterable[CollectiveRecord]) -> dict[str, frozenset[Op]]:
         """
-        Descriptions of those silent faults that had nothing to strike among a run's collectives, with the ops that they
-        strike: the engine communicates by other means. Any other silence is a mistake in the plan.
+        Descriptions of the silent faults that had nothing to strike among `records`, the collectives of a run, with the
+        ops that they strike: the engine communicates by other means. Any other silent fault is a mistake in the plan.
         """
         return {}
 
@@ -150,7 +150,7 @@ class Fault(ABC):
 
 
 def _rank() -> int:
-    """This rank, also before the default group is made and after it has been destroyed, if it runs a case."""
+    """The number of this rank. Without a default group it is the case's, and 0 if there is no case either."""
     if dist.is_initialized():
         return dist.get_rank()
     run = context.current().run
@@ -178,12 +178,12 @@ class FaultSet(Fault):
         return sum(fault.fired for fault in self.faults)
 
     def prepare(self, model: nn.Module) -> None:
-        """Prepare each."""
+        """Prepare each member."""
         for fault in self.faults:
             fault.prepare(model)
 
     def at(self, point: str, step: int) -> None:
-        """Pass the point on to each."""
+        """Pass the point on to each member."""
         for fault in self.faults:
             fault.at(point, step)
 
@@ -204,7 +204,7 @@ class FaultSet(Fault):
         return [sentence for fault in self.faults for sentence in fault.inert(rank)]
 
     def unmet(self, rank: int, records: Iterable[CollectiveRecord]) -> dict[str, frozenset[Op]]:
-        """Those of its members."""
+        """The unmet faults among its members."""
         records = list(records)
         operations: dict[str, frozenset[Op]] = {}
         for fault in self.faults:
@@ -228,6 +228,6 @@ class FaultSet(Fault):
             raise
 
     def _detach(self) -> None:
-        # The set judges for all of them.
+        # Not `must_have_struck`: `remove` of the set judges all members together.
         for fault in reversed(self.faults):
             fault.remove(must_have_struck=False)

@@ -1,14 +1,14 @@
 """
 Asynchronous collectives that complete as late as a backend may complete them, and out of order.
 
-A collective that the code under test issues asynchronously is kept back. The backend gets it when this rank next waits
+A collective that the code under test issues asynchronously is held back. The backend gets it when this rank next waits
 for anything in a process group, so that a rank that waits always has its own part under way; collectives of a group
-are handed over in the order of their issue. Its outputs arrive with its own `wait()`, whatever was waited for before,
-or with a barrier of its group.
+are handed over in the order of their issue. Its outputs arrive when its own `wait()` is called, no matter what was
+waited for before, or at a barrier of its group.
 
-Whoever asks for a future instead of waiting (DDP's reducer) gets one that a thread completes after a drawn delay, so
-that futures complete out of order. The thread also hands over what has been kept back for long: a rank may wait for its
-peers in a way that is invisible here, such as a store.
+A caller that takes a future instead of waiting (DDP's reducer) gets one that a thread completes after a random delay,
+so that futures complete out of order. The thread also hands over what has been held back for long: a rank may wait for
+its peers in a way that is invisible here, such as a store.
 
 Everything else is passed on as it is: synchronous calls, messages between two ranks, tensors of other devices than the
 CPU, and what a backend may reject at the call, such as sparse tensors.
@@ -40,8 +40,8 @@ from fsdp_conformance.harness.recording.process_group import DROPS_PYTHON_WORKS
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.stress import Provocation
 
-#: What gloo can do, for any arguments that it does not reject at the call: a backend says there what it cannot do, so
-#: what it may reject is passed on at once. Names as in `collective_calls.METHODS`.
+#: The methods that can be held back. A backend raises at the call for what it cannot do, so anything that gloo may
+#: reject is passed on at once. Names as in `collective_calls.METHODS`.
 _METHODS = frozenset(
     {
         "allgather", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced",
@@ -58,14 +58,15 @@ _DTYPES = frozenset(
 #: The longest delay of a future.
 _FUTURE_S = 0.005
 
-#: How long a collective is kept back if the rank waits for nothing. Engines issue and reuse within microseconds; a rank
-#: that waits elsewhere pays it once.
+#: How long a collective is held back if the rank waits for nothing. Engines reuse a buffer within microseconds of the
+#: issue; a rank that waits by other means loses this time once.
 _KEPT_BACK_S = 1.0
 
 _NO_TIMEOUT = timedelta(0)
 
 
-#: When, the collective's number and itself, and what sets off the future, if anybody asked for one.
+#: The time when it is due, the collective's number, the collective, and the future that triggers the caller's one (None
+#: if no caller took a future).
 _Promise = tuple[float, int, PendingCollective, "torch.futures.Future[Any] | None"]
 
 
@@ -86,11 +87,11 @@ class LateCollectives(RecordedFault):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._kept: list[tuple[float, PendingCollective]] = []
-        """Not started, in the order of issue, with the time of the issue."""
+        """Collectives that are held back, in the order of issue, with the time of the issue."""
         self._open: dict[int, PendingCollective] = {}
-        """Not finished, by number."""
+        """Collectives that have not finished, by number."""
         self._promised: list[_Promise] = []
-        """A heap of what completes without a wait, by time."""
+        """A heap of the collectives that complete without a wait; the one that is due first is on top."""
         self._number = 0
         self._thread: threading.Thread | None = None
 
@@ -99,7 +100,7 @@ class LateCollectives(RecordedFault):
         return f"late completion of asynchronous collectives on {self._ranks_phrase()}"
 
     def issue(self, collective: Collective) -> Work | None:
-        """Keep it back if that is possible, else pass it on."""
+        """Hold the collective back if that is possible, else pass it on. Returns the work for its caller."""
         outputs = collective.traffic.outputs
         if in_engine() and any(is_poisoned(output) for output in outputs if output.device.type == "cpu"):
             self._strike(Provocation.NEW)
@@ -145,10 +146,10 @@ class LateCollectives(RecordedFault):
         return pending
 
     def _pass_on(self, collective: Collective) -> Work | None:
-        """The rank may wait now, so its other collectives must be under way."""
+        """Issue it now. The call may wait for other ranks, so what is held back must start first."""
         self._start_all()
         if collective.traffic.op is Op.BARRIER:
-            # A barrier of gloo waits for everything that the group was given before.
+            # A barrier of gloo waits for all collectives that the group was given before.
             with self._lock:
                 before = [each for each in self._open.values() if each.collective.group is collective.group]
             for pending in before:
@@ -178,7 +179,7 @@ class LateCollectives(RecordedFault):
                     self._strike(Provocation.OVERTAKEN)
 
     def _drop(self, number: int) -> None:
-        """The Work has no holder any more. A future may still complete it; otherwise time does."""
+        """Called when the Work is garbage: unless a future completes the collective, the thread does after a while."""
         with self._changed:
             pending = self._open.get(number)
             if pending is not None and not any(each is pending for _, _, each, _ in self._promised):
@@ -189,13 +190,13 @@ class LateCollectives(RecordedFault):
             self._finish(pending, _NO_TIMEOUT)
             return list(pending.outputs)
 
-        begun: torch.futures.Future[Any] = torch.futures.Future()
+        trigger: torch.futures.Future[Any] = torch.futures.Future()
         with self._changed:
             due = time.monotonic() + self._lot.uniform(0, _FUTURE_S)
-            heapq.heappush(self._promised, (due, pending.number, pending, begun))
+            heapq.heappush(self._promised, (due, pending.number, pending, trigger))
             self._changed.notify()
         # An exception of the callback is an error of this future in C++ too; one of `set_exception` is a value there.
-        return begun.then(complete)
+        return trigger.then(complete)
 
     # The thread.
 
@@ -208,9 +209,9 @@ class LateCollectives(RecordedFault):
         """Complete futures when they are due, and start what was kept back for long."""
         while (due := self._next_due()) is not None:
             self._start_all()
-            for _, _, pending, begun in due:
-                if begun is not None:
-                    begun.set_result(None)
+            for _, _, pending, trigger in due:
+                if trigger is not None:
+                    trigger.set_result(None)
                 else:
                     # No code waits for it.
                     with contextlib.suppress(Exception):
@@ -236,6 +237,7 @@ class LateCollectives(RecordedFault):
         log().issuer = self.issue
 
     def _detach(self) -> None:
+        # New collectives go to the backend directly from here on; the thread ends when it has completed the old ones.
         log().issuer = Collective.issue
         self._start_all()
         with self._changed:

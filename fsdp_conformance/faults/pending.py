@@ -27,9 +27,9 @@ class PendingCollective:
     """
     One collective between its issue and its completion.
 
-    With `reads_late` the backend gets the inputs as they are when it starts, else as they were at the issue. An input
-    that shares memory with an output must be read at the issue, because the output is poisoned then; or else a tensor
-    that is both, of an in-place collective, keeps its value until the start and is poisoned then.
+    With `reads_late` the backend gets the inputs as they are at the start, otherwise as they were at the issue. Outputs
+    are poisoned at the issue, so an input that shares memory with an output must be read at the issue. The exception is
+    a tensor that is both input and output: with `reads_late` it keeps its value until the start and is poisoned then.
 
     Not safe for threads: `LateCollectives` calls it under its lock, except for `wait_for_backend`.
     """
@@ -39,7 +39,7 @@ class PendingCollective:
         self.number = number
         self.reads_late = reads_late
         self.work: Work | None = None
-        """The backend's, once started."""
+        """The backend's work, once started."""
         self.error: BaseException | None = None
         """The exception that the backend raised at the start."""
         self.finished = False
@@ -53,12 +53,12 @@ class PendingCollective:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The caller's."""
+        """The caller's input tensors."""
         return self.collective.traffic.inputs
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The caller's."""
+        """The caller's output tensors."""
         return self.collective.traffic.outputs
 
     @property
@@ -87,7 +87,7 @@ class PendingCollective:
             self.error = error
 
     def wait_for_backend(self, timeout: timedelta) -> None:
-        """Raises what the backend raises."""
+        """Wait for the backend, with its own timeout if `timeout` is zero. Raises what the backend raises."""
         if self.error is not None:
             raise self.error
         if self.work is not None:
@@ -153,7 +153,7 @@ class LateWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Never at the first call; after that, when the backend says so."""
+        """False at the call that starts it; after that, what the backend says. Delivers the results when it is True."""
         if not self._pending.started:
             self._start()
             return False
@@ -165,11 +165,11 @@ class LateWork(Work):
         return done
 
     def is_success(self) -> bool:
-        """As the backend says, once it has it."""
+        """What the backend says; False before the start."""
         return self._pending.work is not None and self._pending.work.is_success()
 
     def exception(self) -> Any:
-        """As the backend says, once it has it."""
+        """The exception of the backend, or None."""
         return self._pending.work.exception() if self._pending.work is not None else self._pending.error
 
     def result(self) -> list[Tensor]:

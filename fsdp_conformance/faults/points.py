@@ -32,7 +32,7 @@ def watch(watcher: Watcher) -> None:
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Call it no more."""
+    """Stop calling `watcher`."""
     _watchers.remove(watcher)
     if not _watchers and _step_hook is not None:
         torch.autograd.backward = _backward
@@ -40,7 +40,7 @@ def unwatch(watcher: Watcher) -> None:
 
 
 def _announced_backward(*args: Any, **kwargs: Any) -> None:
-    """torch's, which `Tensor.backward` calls, too."""
+    """Announce the point and call torch's function. `Tensor.backward` calls this one, too."""
     _announce("after_loss")
     _backward(*args, **kwargs)
 

@@ -1,13 +1,13 @@
 """
-Poison: values that no correct implementation reads, in outputs that are not there yet and in unowned memory.
+Poison: values that no correct implementation reads, in outputs that have not arrived and in memory that is not in use.
 
     poison(tensor)      NaN, and the largest value of an integer dtype
     is_poisoned         whether a tensor looks like new memory that torch has filled
     PoisonedMemory      a fault: bytes that are freed, and bytes by which a storage grows, are overwritten
 
-Memory is seen where a storage is resized, which is how torch's sharded engines free parameters and bring them back. New
-tensors are filled by torch itself, which does that only while deterministic algorithms are on, as in most ranks; where
-they are off, they are on with warnings alone while the fault is installed.
+Memory is overwritten when a storage is resized, which is how torch's sharded engines free parameters and bring them
+back. New tensors are filled by torch itself, but only while deterministic algorithms are on, as in most ranks. Where
+they are off, the fault turns them on with `warn_only` while it is installed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _BYTE = 0xFF
 
 
 def uncounted(_: Provocation) -> None:
-    """For a fault whose strikes are not counted by their kind."""
+    """Count nothing: for a fault outside a stress run, whose strikes are not counted by their kind."""
 
 
 def in_engine() -> bool:
-    """True if the code under test is running, and not the suite's own. Stress is for the former alone."""
+    """True if the code under test is running, and not the suite's own: only the former is stressed."""
     run = context.current().run
     return run is None or run.part is Part.ENGINE
 
@@ -102,11 +102,11 @@ class PoisonedMemory(Fault):
         deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
         def resize_(storage: torch.UntypedStorage, size: Any) -> Any:
-            """torch's, between two fills."""
+            """Call torch's method, and overwrite the bytes that it frees or adds."""
             before, after = storage.nbytes(), int(size)
             # Memory that is shared or mapped belongs to others, too.
-            concerned = storage.device.type == "cpu" and storage.resizable() and not storage.is_shared()
-            if not (concerned and self._strikes_here() and in_engine()):
+            is_private = storage.device.type == "cpu" and storage.resizable() and not storage.is_shared()
+            if not (is_private and self._strikes_here() and in_engine()):
                 return resize(storage, size)
             if after < before:
                 ctypes.memset(storage.data_ptr() + after, _BYTE, before - after)
@@ -120,7 +120,7 @@ class PoisonedMemory(Fault):
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
 
     def _detach(self) -> None:
-        # The original is inherited.
+        # torch's method is inherited from a base class, so it is back when this attribute is gone.
         del torch.UntypedStorage.resize_
         deterministic.fill_uninitialized_memory = self._filled_before  # type: ignore[attr-defined]
         if not self._deterministic_before:

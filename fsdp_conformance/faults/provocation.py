@@ -6,8 +6,8 @@ The faults of a stress run for each rank of a case, drawn from its seed and the 
         ...
     provocation.strikes    how often each of `stress.Provocation` struck on this rank
 
-The same seed gives the same lots, and the ranks agree on which of them is slow. On another device than the CPU only the
-slow rank strikes: there, the order of streams is what a case provokes.
+The same seed draws the same numbers, and the ranks agree on which of them is slow. On another device than the CPU only
+the slow rank strikes: there, the order of streams is what a case provokes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Provoked(FaultSet):
         )
 
     def inert(self, rank: int) -> list[str]:
-        """A sentence if none of its members has struck. What one of them can strike depends on engine and device."""
+        """A sentence if none of its members has struck. Which of them can depends on engine and device."""
         return super().inert(rank) if self.fired == 0 else []
 
     def _strike(self, provocation: Provocation) -> None:

@@ -1,8 +1,8 @@
 """
 Faults that strike at collectives, for which the process groups must be recorded.
 
-If there is no default group yet, such a fault has the groups recorded that are made while it is installed. A group that
-exists already cannot be changed, since models and meshes hold it, so the fault raises.
+If there is no default group yet, the groups that are made while such a fault is installed are recorded. A group that
+exists already cannot be replaced, since models and meshes refer to it, so the fault raises ConfigError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RecordedFault(Fault):
                 raise ConfigError([problem], where=type(self).__name__)
         elif not process_group.records_new_groups():
             process_group.register_recording_backend(device_in_use())
-            # A rank ends with its test. Simulated ranks share the setting.
+            # Not undone in a rank, whose process ends with its test, nor in simulated ranks, which share the setting.
             self._unregisters = context.current().run is None and rank_scheduler.current() is None
 
     def _detach(self) -> None:

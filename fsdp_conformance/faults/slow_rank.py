@@ -1,4 +1,4 @@
-"""A rank that is slow now and then: by lot, it sleeps before a collective."""
+"""A rank that is slow now and then: it sleeps before collectives that are drawn at random."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SlowRank(CollectiveFault):
         self._count = strike
 
     def before(self, record: CollectiveRecord, group: ProcessGroup) -> None:
-        """Sleep, if the lot says so."""
+        """Sleep if a random number says so, but not too often in one case."""
         if self._strikes_here() and in_engine() and self.fired < _MOST and self._lot.random() < _CHANCE:
             self._fired += 1
             self._count(Provocation.SLOW)

@@ -1,5 +1,5 @@
 """
-The verdict on a case in which a rank was made to fail: is the failure seen for what it is, and does every rank end?
+The verdict on a case in which a rank was made to fail: is the failure reported as what it is, and does every rank end?
 
 Four things must hold, whatever the case would have found:
 
@@ -21,11 +21,11 @@ from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit, Rank
 from fsdp_conformance.stress import EXIT_CODE, STRUCK, SWALLOWED, Failure
 from fsdp_conformance.verdict import Verdict
 
-#: Whose sentence says that other ranks end in bounded time, and that exceptions arrive unchanged.
+#: The requirement that other ranks end in bounded time, and that exceptions arrive unchanged.
 REQUIREMENT = "R160"
 CHECK = "injected failure"
 
-#: How a rank ends that was made to fail, and a part of what is said about it.
+#: How a rank that was made to fail ends, and a part of the sentence that describes it.
 _EXPECTED = {
     Failure.RAISE: (Ending.RAISED, "stress: told to raise"),
     Failure.COLLECTIVE: (Ending.RAISED, "stress: the backend failed"),
@@ -46,10 +46,10 @@ def drilled(
     alive: Sequence[int],
 ) -> CaseRecord:
     """
-    The record with the verdict on the failure in place of that on the case.
+    Return `record` with the verdict on the failure in place of the verdict on the case.
 
-    `rank` was made to fail at `where`, and `alive` are the ranks whose processes are still there. Without a place the
-    failure never struck, and the verdict on the case stands.
+    `rank` was made to fail at `where`, and `alive` are the ranks whose processes are still there. If `where` is empty,
+    the failure never struck, and the verdict on the case stands.
     """
     record.measurements[STRUCK] = where
     if not where:

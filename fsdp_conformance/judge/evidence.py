@@ -1,9 +1,9 @@
 """
 The part of the ranks' reports that a record keeps, and whether its verdict follows from that.
 
-A run file can be edited, so a verdict that would do an implementation good is derived again from the record's
-evidence, by the function that derived it in the run. Verdicts against it need no proof: adding them gains nothing. One
-of them does it good, too: the failure of a recommendation, which counts as a remark.
+A run file can be edited, so a verdict in favour of an implementation is derived again from the record's evidence, by
+the function that derived it in the run. Verdicts against it need no proof: adding them gains nothing. The exception is
+the failure of a recommendation: it counts as a remark, so it is in the implementation's favour.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def is_excused(record: CaseRecord) -> bool:
     The case must be one of a recommendation: a case of a mandatory requirement has other things to show. Its findings
     must name recommendations that it binds.
     """
-    known = load().requirements
-    levels = {name: known[name].level for name in record.requirements if name in known}
-    named = {finding.requirement for finding in record.findings}
+    requirements = load().requirements
+    levels = {name: requirements[name].level for name in record.requirements if name in requirements}
+    violated_requirements = {finding.requirement for finding in record.findings}
     return (
         record.verdict is Verdict.FAIL
-        and bool(named)
+        and bool(violated_requirements)
         and levels.get(record.requirements[0]) is Level.SHOULD
-        and all(levels.get(name) is Level.SHOULD for name in named)
+        and all(levels.get(name) is Level.SHOULD for name in violated_requirements)
     )
 
 
@@ -63,7 +63,7 @@ def contradictions(
     record: CaseRecord, case: Case, *, declared: Callable[[str], frozenset[str]], settings: RunSettings
 ) -> list[str]:
     """
-    Why the verdict of a record does not follow from the rest of it; empty if it does, or if it does not matter.
+    Return the reasons why a record's verdict does not follow from the rest of it; empty if it does, or need not.
 
     `declared` returns the implementation's flags on a type of device, and `settings` are those of the run.
     """
@@ -71,7 +71,7 @@ def contradictions(
         # A rank that was made to fail has no report, and a stress run certifies nothing.
         return []
     problems: list[str] = []
-    # Ranks that lose a peer are what a refusal leads to.
+    # Only a PASS must be without consequences: where ranks refuse, others lose a peer.
     number = len(record.findings) + (len(record.consequences) if record.verdict is Verdict.PASS else 0)
     if number and record.verdict in CERTIFIABLE:
         problems.append(f"{record.verdict} with {number} finding{'s' if number > 1 else ''}")
@@ -108,7 +108,7 @@ def _of_ranks(record: CaseRecord, case: Case, device: str, declared: Callable[[s
     if missing:
         problems.append(f"{record.verdict} after it ran, but {', '.join(missing)} is not declared")
     by_rank = {report.rank: report for report in record.evidence}
-    again = judge(
+    rejudged = judge(
         case,
         Observed(
             reports=[by_rank.get(rank) for rank in range(case.world_size)],
@@ -119,29 +119,29 @@ def _of_ranks(record: CaseRecord, case: Case, device: str, declared: Callable[[s
     )
     if len(by_rank) != len(record.evidence) or set(by_rank) - set(range(case.world_size)):
         problems.append(f"reports of ranks {sorted(report.rank for report in record.evidence)}")
-    if again.verdict is not record.verdict:
-        problems.append(f"stated {record.verdict}, but its evidence yields {again.verdict}: {again.reason}")
-    elif record.verdict is Verdict.FAIL and _sentences(again) != _sentences(record):
+    if rejudged.verdict is not record.verdict:
+        problems.append(f"stated {record.verdict}, but its evidence yields {rejudged.verdict}: {rejudged.reason}")
+    elif record.verdict is Verdict.FAIL and _sentences(rejudged) != _sentences(record):
         problems.append("its findings are not those of its ranks")
     for name in (UNDECLARED, INAPPLICABLE):
-        stated, derived = record.measurements.get(name, []), again.measurements.get(name, [])
+        stated, derived = record.measurements.get(name, []), rejudged.measurements.get(name, [])
         if stated != derived:
             problems.append(f"stated that {_listed(stated)} is {name}, but its evidence yields {_listed(derived)}")
-    strange = sorted({fault for report in record.evidence for fault in report.unmet} - set(case.faults))
-    if strange:
-        problems.append(f"a fault never struck that the case does not have: {'; '.join(strange)}")
+    unplanned_faults = sorted({fault for report in record.evidence for fault in report.unmet} - set(case.faults))
+    if unplanned_faults:
+        problems.append(f"a fault never struck that the case does not have: {'; '.join(unplanned_faults)}")
     for name in ("comparisons", "elements"):
-        stated, counted = getattr(record, name), getattr(again, name)
+        stated, counted = getattr(record, name), getattr(rejudged, name)
         if stated != counted:
             problems.append(f"stated {stated} {name}, but its ranks made {counted}")
-    if record.verdict is again.verdict is Verdict.PASS:
+    if record.verdict is rejudged.verdict is Verdict.PASS:
         problems += _of_comparisons(record, case)
     return problems
 
 
 def shutdown_problems(record: CaseRecord) -> list[str]:
     """
-    How ranks of a case that passed ended badly after they had reported.
+    Return a note for each rank that ended badly after it had reported, if the case passed.
 
     The reason is unknown, and it may be the implementation: enough for a note, too little for a certificate.
     """
@@ -161,8 +161,8 @@ def _of_processes(record: CaseRecord, settings: RunSettings) -> list[str]:
     silent = [end.rank for end in record.exits if not end.reported]
     if silent and record.verdict is Verdict.PASS:
         problems.append(f"PASS, but no report of rank {_listed(silent)} had arrived")
-    chosen = {"seed": settings.seed, "num_threads": settings.num_threads}
-    for name, value in chosen.items():
+    settings_of_run = {"seed": settings.seed, "num_threads": settings.num_threads}
+    for name, value in settings_of_run.items():
         if record.environment.get(name, value) != value:
             problems.append(f"its {name} was {record.environment[name]!r}, but that of the run {value}")
     if record.environment.get("start") == "reused" and not settings.reuse_ranks:
@@ -177,7 +177,7 @@ def _of_processes(record: CaseRecord, settings: RunSettings) -> list[str]:
 
 
 def _of_comparisons(record: CaseRecord, case: Case) -> list[str]:
-    """How a record shows less than the suite's own runs of the case, which the contract keeps."""
+    """Problems of a record with fewer checks than the suite's own runs of the case, as the contract has them."""
     if not record.elements:
         return ["no rank compared an element of anything"]
     minimum: Minimum | None = minimum_of(case)
@@ -187,14 +187,14 @@ def _of_comparisons(record: CaseRecord, case: Case) -> list[str]:
         # A combination may be refused; then the only thing to see is that all ranks refuse it.
         return []
     problems = []
-    # What a case compares besides depends on whether the engine refuses.
+    # Which other checks a case makes depends on whether the engine refuses.
     checks = {REFUSAL: minimum.checks[REFUSAL]} if REFUSAL in minimum.checks else minimum.checks
     for name, ranks in checks.items():
-        made = [count for report in record.evidence if (count := report.checks.get(name)) is not None]
-        made = [count for count in made if count.comparisons > 0]
-        if len(made) < ranks:
-            problems.append(f"{len(made)} ranks made the check {name!r}, which {ranks} ranks must make")
-        elif not any(count.elements for count in made):
+        counts = [count for report in record.evidence if (count := report.checks.get(name)) is not None]
+        counts = [count for count in counts if count.comparisons > 0]
+        if len(counts) < ranks:
+            problems.append(f"{len(counts)} ranks made the check {name!r}, which {ranks} ranks must make")
+        elif not any(count.elements for count in counts):
             problems.append(f"the check {name!r} compared no element")
     return problems
 

@@ -32,12 +32,12 @@ def sorted_and_folded(
     """
     numbered = [(index, finding) for report in reports for index, finding in enumerate(report.findings)]
     numbered += [(0, finding) for finding in digests]
-    ranks: dict[Finding, list[int]] = {}
+    ranks_by_finding: dict[Finding, list[int]] = {}
     for _, finding in sorted(numbered, key=lambda item: _place(*item)):
-        seen = ranks.setdefault(replace(finding, rank=None), [])
-        if finding.rank is not None and finding.rank not in seen:
-            seen.append(finding.rank)
-    folded = [_folded(finding, sorted(seen), world_size) for finding, seen in ranks.items()]
+        ranks = ranks_by_finding.setdefault(replace(finding, rank=None), [])
+        if finding.rank is not None and finding.rank not in ranks:
+            ranks.append(finding.rank)
+    folded = [_folded(finding, sorted(ranks), world_size) for finding, ranks in ranks_by_finding.items()]
     return folded[:MAX_FINDINGS], max(0, len(folded) - MAX_FINDINGS)
 
 
@@ -77,9 +77,9 @@ def _digest_finding(case: Case, label: str, by_digest: dict[str, list[int]], rep
     name, step, fqn = _parse_label(label)
     sides = " | ".join(f"{ranks_in_words(ranks)} {digest[:12]}" for digest, ranks in groups)
     message, likely = f"{label} differs between ranks: {sides}", None
-    unlike = _first_unlike(reports, agreeing[0], differing[0]) if name == "schedule" else None
-    if unlike is not None:
-        index, right, wrong = unlike
+    difference = _first_unlike(reports, agreeing[0], differing[0]) if name == "schedule" else None
+    if difference is not None:
+        index, right, wrong = difference
         message = (
             f"collective {index} differs between ranks: expected {right or 'none'} as on {ranks_in_words(agreeing)}, "
             f"got {wrong or 'none'} on {ranks_in_words(differing)}"
@@ -110,7 +110,7 @@ def _parse_label(label: str) -> tuple[str, int | None, str | None]:
 
 
 def _digest_requirement(case: Case, label: str, reports: Sequence[RankReport]) -> str:
-    """The requirement of the longest matching prefix; by default the case's own."""
+    """The requirement of the longest prefix of `label` that has one; by default the case's own."""
     demands = {prefix: requirement for report in reports for prefix, requirement in report.digest_requirements.items()}
     prefixes = [prefix for prefix in demands if label.startswith(prefix)]
     return demands[max(prefixes, key=len)] if prefixes else case.requirements[0]

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from fsdp_conformance.outcome.records import RankError, RankExit, RankReport
 
-#: What the referee raises where a rank has not shown what its body asks for.
+#: The errors of a referee whose rank has not sent what the body asks for, or has sent something invalid.
 _ENDED = "fsdp_conformance.harness.observations.ObservationsEnded"
 _INVALID = "fsdp_conformance.harness.observations.ObservationsInvalid"
 
-#: How its text ends for a rank that has shown nothing yet: only then may it lack something of the machine.
+#: The end of that message for a rank that has sent nothing yet. Only such a rank may say that the machine lacks
+#: something.
 _SHOWN_NOTHING = "before it had sent observation 0"
 
 
@@ -42,18 +43,19 @@ def refereed_report(report: RankReport | None, judgement: RankReport | None, end
     if error is not None and error.kind == _INVALID:
         return _with_error(merged, replace(error, blame="implementation"))
     if error is None and report.error is not None:
-        # The body has ended here, and nothing of the suite runs after it on a rank: whoever is blamed there has no say.
+        # The referee has judged the whole body, and no code of the suite runs after it on a rank. So the error is the
+        # implementation's, whoever the report blames.
         return _with_error(merged, replace(report.error, blame="implementation"))
     return merged
 
 
 def has_ended_early(error: RankError) -> bool:
-    """True if the referee only says that a rank has shown nothing more."""
+    """True if the referee's error only says that a rank has sent no more observations."""
     return error.kind == _ENDED
 
 
 def without_directory(report: RankReport | None, why: str) -> RankReport | None:
-    """The report of a rank after which the directory of its case is not as it was: the referee can judge nothing."""
+    """The report of a rank whose case's directory was changed: the referee can judge nothing. None if it made none."""
     if report is None:
         return None
     text = f"a rank has changed the directory of its case, so that nothing can be judged: {why}"

@@ -258,15 +258,19 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding
 
 
 def _who_raised(evidence: Evidence, headline: RankEnding) -> str | None:
-    """The ranks that raised: the same exception everywhere comes from the configuration or the step."""
+    """
+    A phrase that says which ranks raised, or None.
+
+    If every rank raises the same exception, the cause is the configuration or the step.
+    """
     errors = {report.rank: report.error for report in evidence.reports if report.error is not None}
     raised = {rank: error for rank, error in errors.items() if kind_of_error(error) is Ending.RAISED}
     size = evidence.case.world_size
     if headline.error is None or size == 1:
         return None
     if len(raised) == size:
-        same = len({(error.kind, first_line(error.message)) for error in raised.values()}) == 1
-        return "every rank raised: the same exception" if same else "every rank raised: not all the same exception"
+        is_same = len({(error.kind, first_line(error.message)) for error in raised.values()}) == 1
+        return "every rank raised: the same exception" if is_same else "every rank raised: not all the same exception"
     if list(raised) == [headline.rank]:
         return f"only rank {headline.rank} raised: the others lost it as a peer, or had gone on"
     return None
@@ -276,13 +280,13 @@ def _judge_refusal(record: CaseRecord, evidence: Evidence, rank: int, error: Ran
     """A refusal is right if the case asks for a flag that is not declared, and if every rank refuses."""
     text, flag = first_line(error.message), error.capability
     trained = [report.rank for report in evidence.reports if report.error is None]
-    optional = flag is not None and flag in CAPABILITIES and flag not in evidence.declared
+    is_optional = flag is not None and flag in CAPABILITIES and flag not in evidence.declared
     requirement = evidence.case.requirements[0]
     if trained:
         requirement = LOUD_REFUSAL
         message = f"rank {rank} refused ({text}), but {ranks_in_words(trained)} went on training: all ranks must refuse"
     elif (evidence.undeclared and (flag is None or flag in evidence.undeclared)) or (
-        evidence.level == "C" and optional
+        evidence.level == "C" and is_optional
     ):
         names = [flag] if flag is not None else list(evidence.undeclared)
         record.measurements[UNDECLARED] = names
@@ -305,11 +309,11 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
         if record.findings:
             record.notes.append(f"{len(record.findings)} findings were kept, but the references behind them disagree")
         decided(record, Verdict.INCONCLUSIVE, f"rank {inconclusive[0].rank}: {inconclusive[0].inconclusive}")
-    elif (telling := headline_of(record)) is not None:
+    elif (headline := headline_of(record)) is not None:
         if evidence.undeclared:
-            telling = _silent(telling, evidence.undeclared)
-            record.findings.insert(0, telling)
-        decided(record, Verdict.FAIL, telling.sentence())
+            headline = _silent(headline, evidence.undeclared)
+            record.findings.insert(0, headline)
+        decided(record, Verdict.FAIL, headline.sentence())
     elif any(report.not_run is not None for report in evidence.reports):
         _judge_not_run(record, evidence.reports)
     elif any(report.unmet for report in evidence.reports):
@@ -358,9 +362,11 @@ def _judge_unmet(record: CaseRecord, reports: Sequence[RankReport]) -> None:
     """
     for report in reports:
         for fault, ops in report.unmet.items():
-            seen = [(other.rank, line) for other in reports for line in other.schedule if _is_one_of(line, ops)]
-            if seen:
-                rank, line = seen[0]
+            matching_lines = [
+                (other.rank, line) for other in reports for line in other.schedule if _is_one_of(line, ops)
+            ]
+            if matching_lines:
+                rank, line = matching_lines[0]
                 reason = f"{fault} never struck, although rank {rank} issues {line}"
                 decided(record, Verdict.ERROR_SUITE, reason)
                 return
@@ -378,7 +384,7 @@ def _is_one_of(line: str, ops: Sequence[str]) -> bool:
 
 
 def _compared_nothing(reports: Sequence[RankReport]) -> str:
-    """Which rank or which check compared nothing, or ""."""
+    """A sentence that names a rank or a check that compared nothing, or ""."""
     for report in reports:
         if not sum(count.comparisons for count in report.checks.values()):
             return f"rank {report.rank} made no comparison"

@@ -1,5 +1,5 @@
 """
-The indisputable reference: the full model on every rank, and an explicit all-reduce of its gradients.
+The simplest reference with collectives: the full model on every rank, and an explicit all-reduce of its gradients.
 
 Gradients are summed in their dtype over the default process group, then divided by the world size. A gradient that is
 None on every rank stays None; if only some ranks have it, the others contribute zeros.

@@ -5,7 +5,7 @@ Its settings decide what is compared: buffers are not broadcast in forward (each
 do), find_unused_parameters is set only if the workload or the regime has unused parameters, deferred micro-batches use
 no_sync, and parameters that belong to one rank are on DDP's list of ignored ones.
 
-DDP does not support every regime: `ddp_absence` names the exceptions, which the other two references judge alone.
+DDP does not support every regime: `ddp_absence` names the exceptions, in which there are only the other two references.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class DDP(Reference):
         # frozen later, and never reduce any that is unfrozen later. A new one broadcasts rank 0's parameters and
         # buffers, which is wrong in mid-training, when buffers differ between ranks. torch 2.6 cannot be told not to.
         buffers = list(self.replicas[0].module.buffers())
-        before = [buffer.clone() for buffer in buffers]
+        values_before = [buffer.clone() for buffer in buffers]
         self.wrapped = self._wrap()
         with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
+            for buffer, value in zip(buffers, values_before, strict=True):
                 buffer.copy_(value)
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
@@ -106,7 +106,7 @@ class DDP(Reference):
 
 
 def ddp_absence(workload: Workload, regime: Regime) -> str | None:
-    """Why DDP cannot be a reference here, or None."""
+    """The reason why DDP cannot be a reference here, or None."""
     if not any(param.requires_grad for param in workload.build(0).parameters()):
         return "DDP rejects models in which no parameter requires a gradient"
     if regime.backwards_per_forward > 1:

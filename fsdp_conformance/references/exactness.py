@@ -2,7 +2,7 @@
 Proof that a probe is exact, required before it demands bitwise equality of an implementation.
 
 The workload is trained in one process in float64 and in its own dtype, with ranks added in every order that a correct
-implementation may choose. Unless all runs agree bit for bit, the probe is unusable: NotExact.
+implementation may choose. NotExact is raised unless all runs agree bit for bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def demands_bitwise(workload: Workload, regime: Regime, world_size: int = 1) -> 
     """
     True if every correct implementation must equal the reference bit for bit.
 
-    Only SGD is ("sgd", or "sgd-" and what is special about it): Adam's square roots and divisions round, as do clipping
-    by a norm and more than `exact_steps` steps.
+    That takes SGD (an optimizer named "sgd", or "sgd-" and more): Adam's square roots and divisions round, as do
+    clipping by a norm and more than `exact_steps` steps.
     """
     return (
         workload.exact
@@ -39,7 +39,7 @@ def demands_bitwise(workload: Workload, regime: Regime, world_size: int = 1) -> 
 
 def assert_exact(workload: Workload, regime: Regime, world_size: int) -> int:
     """
-    The number of values compared. Raises NotExact at the first one that differs from its float64 twin.
+    Return the number of values compared. Raises NotExact at the first one that differs from its float64 twin.
 
     Every order of reduction is tried, and micro-batches both ways: added before they are reduced, and after.
     """
@@ -47,12 +47,12 @@ def assert_exact(workload: Workload, regime: Regime, world_size: int) -> int:
     if not demands_bitwise(workload, regime, world_size):
         raise NotExact(f"this combination of workload, regime and world size is not exact [{where}]")
     twins = single_process_histories(workload, regime, world_size=world_size, dtype=torch.float64)
-    own, compared = getattr(torch, workload.dtype), 0
+    own_dtype, count = getattr(torch, workload.dtype), 0
     for order in Order:
-        runs = single_process_histories(workload, regime, world_size=world_size, dtype=own, order=order)
+        runs = single_process_histories(workload, regime, world_size=world_size, dtype=own_dtype, order=order)
         for run, twin in zip(runs, twins, strict=True):
             for (label, got), (_, expected) in zip(values(run), values(twin), strict=True):
-                compared += 1
+                count += 1
                 if not torch.equal(got.double(), expected.double()):
                     worst = (got.double() - expected.double()).abs().max().item()
                     raise NotExact(
@@ -60,7 +60,7 @@ def assert_exact(workload: Workload, regime: Regime, world_size: int) -> int:
                         f"{worst:.3g} [{where}, rank {run.rank}, order {order}]. Use fewer steps or fewer bits in the "
                         "data."
                     )
-    return compared
+    return count
 
 
 def values(history: TrainingHistory) -> Iterator[tuple[str, Tensor]]:

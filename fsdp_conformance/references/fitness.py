@@ -1,5 +1,5 @@
 """
-Is a user's workload fit to judge an engine? All of its problems at once, and what its model has that cases ask for.
+Finds out if a user's workload is fit to judge an engine: all of its problems at once, or what cases can ask of it.
 
 A comparison with an unfit workload would pass for a wrong engine, or accuse a right one: data that are equal on all
 ranks hide a missing average, and a training that differs from itself differs from every engine.
@@ -47,7 +47,7 @@ _NOISY = (
 #: Numbers of ranks that are tried: parameters move least where most batches are averaged.
 _WORLDS = (2, 4)
 
-#: Where cases clip, parameters move so much less. They do so with the first optimizer.
+#: Cases that clip use the first optimizer. Parameters move less there, by up to this factor.
 _MARGIN = 2.0
 
 
@@ -74,7 +74,7 @@ def fitness_of(spec: str) -> Fitness:
 
 
 def problems_of(workload: Workload) -> Iterator[str]:
-    """Every problem of a workload. What cannot be tried because of an earlier one is left out."""
+    """Every problem of a workload, except for those that only show once an earlier one is fixed."""
     wrong_fields = list(_wrong_fields(workload))
     yield from wrong_fields
     if wrong_fields:
@@ -91,14 +91,14 @@ def problems_of(workload: Workload) -> Iterator[str]:
     yield from in_training
     if in_training:
         return
-    unfit = list(_differing(workload))
+    problems = list(_differing(workload))
     for group in SelfCheck(workload).all():
-        unfit += _folded(_of_group(group))
-    if any(problem.startswith(_EQUAL_BATCHES) for problem in unfit):
+        problems += _folded(_of_group(group))
+    if any(problem.startswith(_EQUAL_BATCHES) for problem in problems):
         # Equal gradients follow from that.
-        unfit = [problem for problem in unfit if not problem.startswith(_EQUAL_GRADIENTS)]
-    yield from unfit
-    if not unfit:
+        problems = [problem for problem in problems if not problem.startswith(_EQUAL_GRADIENTS)]
+    yield from problems
+    if not problems:
         yield from _noise(workload)
 
 
@@ -194,11 +194,11 @@ def _same(first: Tensor | None, second: Tensor | None) -> bool:
 
 def _folded(problems: list[str]) -> list[str]:
     """The problems, with the first of those about gradients in place of all."""
-    about = [problem for problem in problems if problem.startswith(_EQUAL_GRADIENTS)]
-    if len(about) < 2:
+    gradient_problems = [problem for problem in problems if problem.startswith(_EQUAL_GRADIENTS)]
+    if len(gradient_problems) < 2:
         return problems
-    others = [problem for problem in problems if problem not in about]
-    return [*others, f"{about[0]}; the same is true of {len(about) - 1} more"]
+    others = [problem for problem in problems if problem not in gradient_problems]
+    return [*others, f"{gradient_problems[0]}; the same is true of {len(gradient_problems) - 1} more"]
 
 
 def _of_group(group: Iterator[str]) -> list[str]:
@@ -246,29 +246,29 @@ def _disagreement(workload: Workload, regime: Regime, world_size: int) -> str:
     def trained(dtype: torch.dtype, order: Order) -> TrainingHistory:
         return single_process_histories(workload, regime, world_size=world_size, dtype=dtype, order=order)[0]
 
-    own = getattr(torch, workload.dtype)
+    own_dtype = getattr(torch, workload.dtype)
     histories: dict[str, TrainingHistory] = {"float64": trained(torch.float64, Order.SUM)}
     for name, order in (("all-reduce", Order.SUM), ("torch-ddp", Order.RECIPROCAL)):
-        histories[name] = replace(trained(own, order), source=name)
+        histories[name] = replace(trained(own_dtype, order), source=name)
     references = from_histories(workload, regime, rank=0, world_size=world_size, histories=dict(histories), absent={})
     try:
         references.agree()
     except ReferencesDisagree as error:
         return str(error).partition(" [")[0]
     last = regime.steps - 1
-    most = CEILING if regime.optimizer != first_optimizer(workload) else CEILING / _MARGIN
+    ceiling = CEILING if regime.optimizer != first_optimizer(workload) else CEILING / _MARGIN
     for name in references.expected.steps[last].params:
         bound = references.bound(Kind.PARAMETER, last, name)
-        if not bound.vanishing and bound.relative + bound.rounding > most:
+        if not bound.vanishing and bound.relative + bound.rounding > ceiling:
             return (
                 f"parameter {name!r} moves by {bound.scale:.2g} in {regime.steps} steps, and rounding is "
-                f"{bound.relative + bound.rounding:.2g} of that, more than {most:g}"
+                f"{bound.relative + bound.rounding:.2g} of that, more than {ceiling:g}"
             )
     return ""
 
 
 def _properties(workload: Workload) -> Iterator[str]:
-    """The names of all that cases can ask of the workload."""
+    """The names of the things that cases can ask of the workload, and that it has."""
     model = workload.build(0)
     yield "own_workload"
     parameters = dict(model.named_parameters())

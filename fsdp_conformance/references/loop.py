@@ -59,7 +59,7 @@ class Replica:
     num_good: int = 0
     """Steps since the scale last changed, all of them without an overflow."""
     saved: dict[Action, tuple[dict[str, Any], list[dict[str, Any]]]] = field(default_factory=dict)
-    """The states of the module and of the optimizers when they were last saved or taken, by what loads them."""
+    """The states of the module and the optimizers when they were last saved or taken, by the action that loads them."""
     left: Gradients = field(default_factory=dict)
     """Gradients that were not cleared after the last step."""
 
@@ -101,7 +101,7 @@ class Reference(ABC):
         """Norms of the gradients that only one rank has, by rank, before the step."""
 
     def train(self) -> list[TrainingHistory]:
-        """Train by the regime; the histories of all replicas."""
+        """Train as the regime says. Returns the histories of all replicas."""
         begin = time.perf_counter()
         for replica in self.replicas:
             self._note_start(replica)
@@ -147,7 +147,7 @@ class Reference(ABC):
         return total
 
     def norm_of(self, replica: Replica, names: Iterable[str], norm_type: float | None = None) -> Tensor:
-        """The norm of some full gradients of a replica, in float64; the regime's norm if none is named."""
+        """The norm of some full gradients of a replica, in float64. `norm_type` is by default the regime's."""
         norm_type = self.regime.norm_type if norm_type is None else norm_type
         grads = [grad.double() for name in names if (grad := replica.params[name].grad) is not None]
         norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads]
@@ -156,7 +156,7 @@ class Reference(ABC):
         return total
 
     def gather_norms(self, norms: list[Tensor]) -> list[Tensor]:
-        """From the norms of this process's replicas to those of all ranks."""
+        """The norms of all ranks, given those of this process's replicas."""
         return norms
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
@@ -236,7 +236,7 @@ class Reference(ABC):
             replica.history.steps[step].grads = noted_gradients(replica.params)
         self._happen(Moment.OPTIMIZER, step)
         if self.workload.local_params and self.regime.max_norm is not None:
-            # Before the first replica is clipped.
+            # Taken here, because clipping the first replica already needs the norms of all ranks.
             own = [self.norm_of(replica, self.workload.local_params) for replica in self.replicas]
             self.local_norms = self.gather_norms(own)
         for replica in self.replicas:
@@ -248,7 +248,7 @@ class Reference(ABC):
             record.buffers = {name: note(buffer) for name, buffer in replica.module.named_buffers()}
 
     def _happen(self, moment: Moment, step: int, micro: int = 0) -> None:
-        """Apply what the events at a point do to a reference, to every replica."""
+        """Apply the events at a point of the loop to every replica."""
         for event in self.regime.at(moment, step, micro):
             for replica in self.replicas:
                 self._apply(event, replica)
@@ -314,12 +314,12 @@ class Reference(ABC):
             group["lr"] = value
 
     def _save(self, replica: Replica, loading: Action) -> None:
-        """Keep what an action may load."""
+        """Save the states that the action `loading` restores."""
         states = [optimizer.state_dict() for optimizer in replica.optimizers]
         replica.saved[loading] = copy.deepcopy((replica.module.state_dict(), states))
 
     def _load(self, replica: Replica, action: Action) -> None:
-        """Return to what was kept last for an action, as far as that loads it."""
+        """Restore what `action` loads from what was saved for it last. Raises SuiteError if nothing was saved."""
         if action not in replica.saved:
             raise SuiteError(f"a checkpoint must be saved before one is loaded, got none [{self.workload.name}]")
         module, states = copy.deepcopy(replica.saved[action])
@@ -331,8 +331,8 @@ class Reference(ABC):
 
     def _attempt(self, replica: Replica, event: Event, begun: int) -> None:
         """
-        Do what an interrupted attempt leaves behind: its passes, and what they recompute, may have changed buffers. Its
-        gradients are dropped, with those that an earlier step has left, and no reducer sees it.
+        Run an attempt that an exception interrupts. Its passes, and what they recompute, may change buffers, which stay
+        changed. Its gradients are dropped, with those that an earlier step has left, and no reducer sees it.
         """
         if self.workload.fuse is None:
             raise SuiteError(f"{self.workload.name} must have a fuse for an event that raises, got None")
@@ -403,7 +403,7 @@ class Reference(ABC):
             self.scaled_update(replica)
             record.loss_scale = torch.tensor(replica.scale, dtype=torch.float64)
         if not self.regime.clears(step):
-            # Added when the gradients of the next step are complete: whatever reduces those does not see them.
+            # Set aside until the gradients of the next step are reduced: the reduction must not see these.
             replica.left = {name: param.grad for name, param in replica.params.items()}
         for optimizer in replica.optimizers:
             optimizer.zero_grad(set_to_none=self.sets_to_none)
@@ -434,10 +434,10 @@ class Reference(ABC):
 
 def _add_left(replica: Replica) -> None:
     """Add the gradients that were not cleared to those of a step."""
-    for name, left in replica.left.items():
+    for name, old_grad in replica.left.items():
         param = replica.params[name]
-        if left is not None:
-            param.grad = left if param.grad is None else left + param.grad
+        if old_grad is not None:
+            param.grad = old_grad if param.grad is None else old_grad + param.grad
     replica.left = {}
 
 
@@ -448,7 +448,11 @@ def _differentiable(batch: Batch) -> list[Tensor]:
 
 
 def _raised_by(fuse: Fuse, run: Callable[[], object]) -> str:
-    """The class and text of the exception by which a fuse ends a function. Raises SuiteError if it ends otherwise."""
+    """
+    Run a function that a fuse must end by an exception. Returns the exception's class and text.
+
+    Raises SuiteError if nothing was raised.
+    """
     try:
         run()
     except Exception as error:

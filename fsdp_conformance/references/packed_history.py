@@ -1,7 +1,7 @@
 """
-A history as two objects that travel well: its structure, and the bytes of its tensors in one flat tensor.
+A history as two objects that are cheap to send: its structure, and the bytes of its tensors in one flat tensor.
 
-torch pickles each tensor as a file of its own, which made sending a history cost as much as training for it.
+torch pickles each tensor as a file of its own, so sending a history that way took as long as the training.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class PlainState:
     optimizer: dict[str, Any]
     """{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}, cloned."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Those of the step that led here, by name; empty before the first step."""
+    """The gradients of the last step, by name; empty before the first step."""
 
 
 def plain_training(

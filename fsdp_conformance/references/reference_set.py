@@ -108,20 +108,20 @@ class References:
     absent: dict[str, str] = field(default_factory=dict)
     """References that do not apply here, with the reason."""
     exact: bool = False
-    """Comparisons are bitwise."""
+    """True if comparisons are bitwise."""
     rounds: bool = False
-    """The model computes in low precision. The dtype of its outputs, and of what is computed from them, is open."""
+    """True if the model computes in low precision. Then outputs, and what is computed from them, may have any dtype."""
     roundings: Callable[[], Iterable[tuple[str, TrainingHistory]]] = tuple
     """The histories of engines that round elsewhere, each with the likely cause."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """Of every parameter and buffer of the newly built model."""
+    """The dtype of every parameter and buffer of the newly built model."""
     local: frozenset[str] = frozenset()
     """Parameters that only this rank has."""
     gradient_bases: dict[str, Tensor] = field(default_factory=dict)
-    """Where gradients are derived from changes of parameters: what is rounded in a change, see `checks.derived`."""
+    """If gradients are derived from changes of parameters: the values that a change rounds, see `checks.derived`."""
     _bounds: dict[tuple[Kind, int], dict[str, Bound | None]] = field(default_factory=dict, repr=False)
     _scales_so_far: dict[Kind, list[dict[str, float]]] = field(default_factory=dict, repr=False)
-    """By kind and step."""
+    """By kind, step and name."""
     _contributions: list[list[list[Gradients]]] | None = field(default=None, repr=False)
 
     @property
@@ -135,14 +135,14 @@ class References:
         return [history for name, history in self.histories.items() if name != EXPECTED]
 
     def bound(self, kind: Kind, step: int, name: str) -> Bound:
-        """How far a value may differ from the expected one."""
+        """How far a value may differ from the expected one. Raises SuiteError if no reference has such a tensor."""
         bound = self._bounds_of(Kind(kind), step).get(name)
         if bound is None:
             raise SuiteError(f"no bound for {kind} {name!r} at step {step}: no reference has such a tensor")
         return bound
 
     def _bounds_of(self, kind: Kind, step: int) -> dict[str, Bound | None]:
-        """The bounds of every tensor of a kind at a step."""
+        """The bounds of every tensor of a kind at a step, computed on first use."""
         if (kind, step) not in self._bounds:
             self._bounds[kind, step] = self._calibrated(kind, step)
         return self._bounds[kind, step]
@@ -219,7 +219,7 @@ class References:
         return bounds
 
     def _roundings(self, kind: Kind, step: int) -> tuple[dict[str, Tensor], int]:
-        """The values whose rounding is part of the kind's, and how many ulps of them."""
+        """The values whose rounding is part of the noise of a kind, by name, and by how many ulps."""
         if kind is Kind.PARAMETER:
             return self.expected.initial_params, step + 1
         # A change has two rounded parameters in it, and so has the change before, through the momentum: half an ulp
@@ -254,12 +254,12 @@ class References:
         return so_far[step]
 
     def _floors(self, kind: Kind, step: int, names: Iterable[str]) -> dict[str, float]:
-        """The smallest relative bounds: of a parameter, that of the gradients of which it has become what it is."""
+        """The smallest relative bound of each tensor. A parameter's is at least that of each gradient behind it."""
         floors = dict.fromkeys(names, self._floor())
         if kind is Kind.PARAMETER:
-            seen = Kind.CLIPPED if values(self.expected, Kind.CLIPPED, step) else Kind.GRADIENT
+            gradient_kind = Kind.CLIPPED if values(self.expected, Kind.CLIPPED, step) else Kind.GRADIENT
             for earlier in range(step + 1):
-                for name, bound in self._bounds_of(seen, earlier).items():
+                for name, bound in self._bounds_of(gradient_kind, earlier).items():
                     if (
                         bound is not None
                         and name in floors
@@ -303,7 +303,7 @@ def train_references(
     """
     Train every reference that exists for the workload and the regime. Collective over the default process group.
 
-    The caller asks `agree()` before judging anybody.
+    Call `agree()` before you compare an implementation with them.
     """
     absent: dict[str, str] = {}
     histories = {
@@ -319,7 +319,7 @@ def train_references(
 
 
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
-    """By name: of parameters, with every name of a tied one, because a state dict has them all, and of buffers."""
+    """The dtypes of parameters and buffers by name. A tied parameter has all of its names, as in a state dict."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     return {name: tensor.dtype for name, tensor in tensors}
 
@@ -334,21 +334,21 @@ def from_histories(
     absent: dict[str, str],
 ) -> References:
     """
-    The references from what was trained, now or earlier.
+    The references made from histories that were trained now or earlier.
 
-    Raises SuiteError unless these are the histories of this rank, and all that there have to be.
+    Raises SuiteError if a history is missing, or is that of another reference, rank or run.
     """
-    strangers = [
+    foreign_names = [
         name
         for name, history in histories.items()
         if not isinstance(history, TrainingHistory)
         or (history.source, history.rank, history.world_size, len(history.steps))
         != (name, rank, world_size, regime.steps)
     ]
-    if strangers or histories.keys() ^ absent.keys() != _NAMES or not absent.keys() <= _OPTIONAL:
+    if foreign_names or histories.keys() ^ absent.keys() != _NAMES or not absent.keys() <= _OPTIONAL:
         raise SuiteError(
             f"references must be {', '.join(sorted(_NAMES))} of {regime.steps} steps on rank {rank} of {world_size}, "
-            f"got {sorted(histories)}, absent {sorted(absent)}, of another run {strangers} [{workload.name}]"
+            f"got {sorted(histories)}, absent {sorted(absent)}, of another run {foreign_names} [{workload.name}]"
         )
     model = workload.build(rank)
     return References(

@@ -6,9 +6,9 @@ The oracle for mixed precision: all ranks in one process, rounding where a shard
     gradients     in the compute dtype, cast to the reduce dtype, averaged in it, cast to the parameter's dtype
     buffers       floating-point ones cast once
 
-Deferred micro-batches are accumulated in float32, so the reduce dtype must be float32 then. Two ranks have one sum, and
-halving it is exact, so every correct engine produces the same bits. With more ranks that depends on the values: it is
-shown for each training, by adding the ranks in the opposite order as well.
+Deferred micro-batches are accumulated in float32, so the reduce dtype must be float32 then. With two ranks the order of
+a sum does not matter, and halving it is exact, so every correct engine produces the same bits. With more ranks that
+depends on the values: each training is repeated with the ranks added in the opposite order, and must be the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdp_conformance.workload.definition import Regime, Workload
 from fsdp_conformance.workload.events import Action
 from fsdp_conformance.workload.units import ROOT, owner
 
-#: Up to so many ranks, there is one sum.
+#: Up to this number of ranks, the order in which they are added does not matter.
 _ONE_SUM = 2
 
 
@@ -101,17 +101,19 @@ class Rounding(SingleProcess):
     def _evaluated(self, replica: Replica, *args: Any, **kwargs: Any) -> Any:
         """A forward that no backward follows, perhaps between another forward and its backward."""
         module = replica.module
-        before = {place: holder._parameters[key] for place, (holder, key) in self._places[replica.rank].items()}
+        parameters_before = {
+            place: holder._parameters[key] for place, (holder, key) in self._places[replica.rank].items()
+        }
         buffers = {name: b.float() for name, b in module.named_buffers() if b.is_floating_point()}
         self._swap(replica, self._rounded(replica))
         try:
             return functional_call(module, buffers if self._is_full(module) else {}, args, kwargs)
         finally:
             for place, (holder, key) in self._places[replica.rank].items():
-                holder._parameters[key] = before[place]
+                holder._parameters[key] = parameters_before[place]
 
     def _rounded(self, replica: Replica) -> dict[str, Tensor]:
-        """The parameters in the dtypes that they are computed in, differentiable."""
+        """The parameters cast to their compute dtypes; gradients flow back to the originals."""
         module = replica.module
         return {
             name: param.to(self._compute_dtype(name, module)) if param.is_floating_point() else param
@@ -208,17 +210,17 @@ def _defers(regime: Regime) -> bool:
 
 
 def _places_of(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    for prefix, below in module.named_modules():
-        for key, parameter in below._parameters.items():
+    for prefix, submodule in module.named_modules():
+        for key, parameter in submodule._parameters.items():
             if parameter is not None:
-                yield f"{prefix}.{key}", (below, key)
+                yield f"{prefix}.{key}", (submodule, key)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
-    for below in module.modules():
-        for key, buffer in below._buffers.items():
+    for submodule in module.modules():
+        for key, buffer in submodule._buffers.items():
             if dtype is not None and buffer is not None and buffer.is_floating_point():
-                below._buffers[key] = buffer.to(dtype)
+                submodule._buffers[key] = buffer.to(dtype)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

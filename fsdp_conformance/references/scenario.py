@@ -3,7 +3,7 @@ Everything that a reference's history depends on, as text: workload, regime, wor
 
     scenario_sha256     the workload and the regime, by content: two workloads with one name may differ
     surroundings        settings of torch and variables that can change a result, as they are in this process
-    machine             the versions of what computes, and the processor
+    machine             the versions of Python and torch, and the processor
 
 A workload is functions and data. A function is known by its name and its code, and by everything that it holds: its
 defaults and its closure. Its module must be one that the suite's hash covers, or torch's. Whatever else is found,
@@ -42,7 +42,7 @@ _KNOWN = frozenset({"torch", "builtins", "functools", "math", "operator", "_oper
 #: Parts of ours that the hash leaves out.
 _NOT_HASHED = ("fsdp_conformance.tests", "fsdp_conformance.docs")
 
-#: What of torch trains a reference, relative to its package.
+#: The files of torch that a training may use, relative to its package.
 _TORCH_FILES = ("*.py", "lib/*.so*", "nn/**/*.py", "optim/**/*.py", "amp/*.py", "autograd/*.py", "utils/data/*.py",
                 "distributed/*.py")  # fmt: skip
 
@@ -81,7 +81,7 @@ def surroundings() -> dict[str, str]:
             torch.is_autocast_enabled("cpu"),
             torch.is_anomaly_enabled(),
         ),
-        # Whether torch flushes denormals can only be seen.
+        # torch cannot be asked if it flushes denormals, so make one.
         "denormals": float(torch.tensor(1e-310, dtype=torch.float64) / 2.0) > 0,
     }
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
@@ -90,7 +90,7 @@ def surroundings() -> dict[str, str]:
 
 @functools.cache
 def machine() -> dict[str, str]:
-    """The machine: versions, torch's files by size and time, and the processor. The same for a process's life."""
+    """The machine: versions, torch's files by size and time, and the processor. It never changes during a process."""
     return {
         "python": sys.version,
         "platform": f"{sys.platform} {platform.machine()} {' '.join(platform.libc_ver())}",
@@ -107,16 +107,16 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     fields = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
-    described = sorted({line for line in lines if line.partition(":")[0].strip() in fields})
-    return hashlib.sha256("\n".join(described).encode()).hexdigest()
+    relevant_lines = sorted({line for line in lines if line.partition(":")[0].strip() in fields})
+    return hashlib.sha256("\n".join(relevant_lines).encode()).hexdigest()
 
 
 def _files(root: Path, patterns: Iterable[str]) -> str:
     """A hash of the names, sizes and times of the files under `root`: cheap, and changed by every edit in place."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
-        about = path.stat()
-        digest.update(f"{path.relative_to(root)} {about.st_size} {about.st_mtime_ns}\n".encode())
+        status = path.stat()
+        digest.update(f"{path.relative_to(root)} {status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
@@ -162,7 +162,7 @@ class _Digest:
             self._all("method", [value.__func__, value.__self__])
         elif isinstance(value, type):
             self._named(value)
-        elif kind in (torch.no_grad, torch.enable_grad):  # what it holds is of the call that is under way
+        elif kind in (torch.no_grad, torch.enable_grad):  # its attributes belong to the call that is running
             self._named(kind)
         elif isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType) or hasattr(value, "cache_info"):
             self._wrapped(value)
@@ -173,7 +173,7 @@ class _Digest:
             raise NotShared(f"the workload holds a {kind.__module__}.{kind.__qualname__}, whose content is not known")
 
     def _wrapped(self, value: Any) -> None:
-        """A function of C, or one that remembers its results."""
+        """A function written in C, or one that caches its results."""
         if hasattr(value, "cache_info"):
             self._all("cached", [value.__wrapped__])
             return
@@ -187,13 +187,13 @@ class _Digest:
         self._named(value)
         self._code(value.__code__)
         try:
-            held = [cell.cell_contents for cell in value.__closure__ or ()]
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
         except ValueError as error:
             raise NotShared(f"{value.__qualname__} has an empty closure") from error
-        self._all("held", [value.__defaults__, value.__kwdefaults__, held])
+        self._all("held", [value.__defaults__, value.__kwdefaults__, cells])
 
     def _code(self, code: types.CodeType) -> None:
-        """Lambdas of one line share a name, so that the code counts, too."""
+        """Add the code, too: lambdas of one line share a name."""
         self._note("code", f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_firstlineno}")
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):

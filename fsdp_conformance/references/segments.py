@@ -12,9 +12,9 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class Segments:
     """
-    The tensors that a vector is made of. Vectors have one dimension, all elements of all tensors, and float64.
+    The tensors that a vector is made of. A vector is one-dimensional, float64, and has all elements of all tensors.
 
-    `join` makes one of tensors, `spread` of a figure for each tensor, and `split` gives the tensors back.
+    `join` makes a vector from tensors, `spread` makes one from a number per tensor, and `split` returns its tensors.
     """
 
     shapes: tuple[torch.Size, ...]

@@ -1,8 +1,8 @@
 """
-Which references a case may take from the store, and which it has to leave there: the rules of `reference_store`.
+Which references a case may take from the store, and which ranks may write there: the rules of `reference_store`.
 
-    Offer       what the controller hands to the ranks of a case: the same on every rank, whatever happens meanwhile
-    offered     the offer; None if sharing is switched off
+    Offer       the store as the controller describes it to the ranks of a case, the same on every rank
+    offered     makes the offer; None if sharing is switched off
     is_untouched    true if nothing but the suite and torch has been imported in the warm process
     is_of_suites    true for modules of our cases
 
@@ -40,7 +40,7 @@ _UNDER_TEST = ("fsdp_conformance.mutants", "fsdp_conformance.tests")
 #: Packages that a warm process may have imported and still be the suite's own.
 _HARMLESS = frozenset({"torch", "numpy", "unittest", "pytest", "parameterized", "expecttest", "fsdp_conformance"})
 
-#: Stands for the run where it has no directory of its own.
+#: The name of a run that has no directory.
 _RUN = secrets.token_hex(8)
 
 
@@ -54,12 +54,13 @@ class Offer:
     """The part of a key that the controller knows: the suite's hash and the machine."""
     run: str
     known: frozenset[str]
-    """Names of entries."""
+    """The names of the entries that exist."""
     secret: str = ""
-    """In a referee: the run's, if it takes only what its own referees have trained. Ranks never get it."""
+    """In a referee: the run's secret, if the run takes only entries of its own referees. Ranks never get it."""
 
     @property
     def store(self) -> ReferenceStore:
+        """The store that it offers."""
         return ReferenceStore(Path(self.directory), self.limit, self.secret)
 
     def key(self, workload: Workload, regime: Regime, world_size: int) -> dict[str, str] | None:
@@ -78,8 +79,8 @@ class Offer:
 
     def is_sampled(self, case: str, key: Mapping[str, str]) -> bool:
         """True if this case of this run trains the entry's references again."""
-        drawn = hashlib.sha256(f"{self.run}\n{case}\n{entry_name(key)}".encode()).digest()
-        return int.from_bytes(drawn[:8], "big") % SPOT_CHECKS == 0
+        digest = hashlib.sha256(f"{self.run}\n{case}\n{entry_name(key)}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") % SPOT_CHECKS == 0
 
 
 def offered(suite_sha256: str, cache: Path, *, run: str | None = None, secret: str = "") -> Offer | None:
@@ -120,7 +121,7 @@ def is_untouched(imported: Iterable[str]) -> bool:
 
 def is_of_suites(name: str) -> bool:
     """
-    True if an imported module is one of our cases. Its file tells: in a checkout, pytest imports it as `suites.NAME`.
+    True if an imported module is one of our cases, by its file: in a checkout, pytest imports it as `suites.NAME`.
     """
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and Path(file).resolve().parent in _places_of_suites()

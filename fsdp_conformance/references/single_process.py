@@ -99,26 +99,26 @@ class SingleProcess(Reference):
     def _carried(self, replica: Replica) -> Gradients:
         """The rank's gradients before its last backward: the micro-batches since the last reduction."""
         micro = len(replica.contributions[-1])
-        since = micro
-        while since > 0 and not self.regime.is_reduced(since - 1):
-            since -= 1
+        first_unreduced = micro
+        while first_unreduced > 0 and not self.regime.is_reduced(first_unreduced - 1):
+            first_unreduced -= 1
         carried: Gradients = dict.fromkeys(replica.params)
         for index, earlier in enumerate(replica.contributions[-1]):
             for name, grad in earlier.items():
                 # A reduction never clears the gradients of local parameters.
-                if grad is not None and (index >= since or name in replica.local):
-                    held = carried[name]
-                    carried[name] = grad if held is None else held + grad
+                if grad is not None and (index >= first_unreduced or name in replica.local):
+                    total = carried[name]
+                    carried[name] = grad if total is None else total + grad
         return carried
 
 
 def sum_of(grads: list[Tensor], order: Order) -> Tensor:
-    """The sum of one tensor per rank."""
+    """The sum of one tensor per rank, added in the order that `order` says."""
     return reduce(torch.add, reversed(grads) if order is Order.REVERSED else grads)
 
 
 def mean_of(grads: list[Tensor], order: Order) -> Tensor:
-    """The mean of one tensor per rank."""
+    """The mean of one tensor per rank, added and divided in the order that `order` says."""
     world_size = len(grads)
     if order is Order.REVERSED:
         return sum_of(grads, order) / world_size

@@ -3,7 +3,7 @@ A directory of references, shared by cases, engines and runs: each entry is the 
 
 An entry is a file, named by the hash of its key. Its first line says what it is; the second is the hash of the third,
 which has the key and the place and the hash of each rank's section; then the sections follow. A section is one line of
-JSON, in which tensors are places in the bytes after it. Nothing in it is ever executed.
+JSON and the bytes of its tensors, to which that line refers. Nothing in it is ever executed.
 
 Whatever is not as it was written is refused: another key, another hash, a missing end. With a secret of the run, the
 hash of the header is one that only the referees of that run can compute, so entries of others are refused as well.
@@ -33,11 +33,12 @@ _MAGIC = b"fsdp-conformance references, format 1\n"
 _ENTRY = ".references"
 _PARTIAL = ".partial"
 
-#: Letters of a name: a case is sent the names of all entries.
+#: The length of a name. It is short because a case is sent the names of all entries.
 _NAME = 24
 
-#: An entry that takes more than this part of the limit is not kept, and a full store is emptied down to the second.
+#: An entry that takes more than this part of the limit is not kept.
 _LARGEST = 0.25
+#: A store above its limit is emptied down to this part of it.
 _FULL = 0.8
 
 
@@ -72,7 +73,9 @@ def content_of(data: bytes) -> Any:
 
 
 class ReferenceStore:
-    """The directory. Whatever a file system may refuse counts as an entry that is not there."""
+    """
+    The directory. What the file system refuses is no error here: `read` refuses the entry, and `write` returns False.
+    """
 
     def __init__(self, directory: Path, limit: int, secret: str = "") -> None:
         self.directory = directory
@@ -97,16 +100,16 @@ class ReferenceStore:
             with path.open("rb") as file:
                 if file.readline() != _MAGIC:
                     raise Refused("its first line is not that of an entry of this version")
-                stated, header = file.readline().strip(), file.readline()
-                if not hmac.compare_digest(self._hash(header), stated):
+                stated_hash, header = file.readline().strip(), file.readline()
+                if not hmac.compare_digest(self._hash(header), stated_hash):
                     raise Refused("its header does not match its hash")
                 content = json.loads(header)
                 if content["key"] != dict(key):
                     raise Refused("its key is another one")
-                about = content["sections"][rank]
-                file.seek(about["begin"], os.SEEK_CUR)
-                data = file.read(about["size"])
-            if len(data) != about["size"] or hashlib.sha256(data).hexdigest() != about["sha256"]:
+                place = content["sections"][rank]
+                file.seek(place["begin"], os.SEEK_CUR)
+                data = file.read(place["size"])
+            if len(data) != place["size"] or hashlib.sha256(data).hexdigest() != place["sha256"]:
                 raise Refused(f"the section of rank {rank} does not match its hash")
             os.utime(path)
         except FileNotFoundError:
@@ -154,12 +157,12 @@ class ReferenceStore:
             self.path(name).unlink(missing_ok=True)
 
     def _trim(self) -> None:
-        """Remove the entries that were not used for longest, and what writers that were killed have left."""
+        """Remove the entries that were not used for longest, and partial files of writers that were killed."""
         entries = []
         for path in self.directory.iterdir():
             with contextlib.suppress(OSError):
-                about = path.stat()
-                entries.append((about.st_mtime_ns, about.st_size, path))
+                status = path.stat()
+                entries.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in entries)
         if total <= self.limit:
             return

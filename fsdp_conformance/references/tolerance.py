@@ -12,7 +12,7 @@ NOISE_FACTOR = 16. The noise is a maximum over two or three samples; over 99 see
 largest noise was 9.0e-8 for gradients and 3.1e-6 for parameters after ten steps, the weakest fault that a gradient
 shows 1.5e-3 (bf16 reduction of one tensor). Sixteen times the noise keeps two decades to the weakest fault.
 
-FLOOR_ULPS = 4. If references happen to agree, noise tells nothing. The error of a float32 sum of n terms in random
+FLOOR_ULPS = 4. If references happen to agree, their noise says nothing. The error of a float32 sum of n terms in random
 order grows as sqrt(n) * eps / 2; a backward pass is a chain of a few such sums. `terms` is the number of ranks and
 micro-batches times the largest dim of any parameter. For 4 ranks and a dim of 45: 4 * 1.2e-7 * 13 = 6.4e-6.
 
