@@ -149,7 +149,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
 
     @property
     def world_size(self) -> int:
-        """That of the case, whatever the machine offers, or of the smaller world that a rank is in."""
+        """The world size of the case, or in a rank that of the current world, which may be smaller."""
         here: CaseRank | None = vars(self).get("here")
         return self.case.world_size if here is None else here.world_size
 
@@ -224,7 +224,11 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
 
     @property
     def deadlines(self) -> Deadlines:
-        """Those of the case. Peers of a rank that was made to fail may wait for it as long as a collective may take."""
+        """
+        The deadlines of the case.
+
+        Peers of a rank that was made to fail may wait for it as long as a collective may take.
+        """
         usual = super().deadlines
         return replace(usual, grace_s=usual.collective_s) if self.order.settings.stress_failure else usual
 
@@ -272,14 +276,14 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
 
     @cached_property
     def _observations(self) -> Observations:
-        """On an observed rank: to the referee."""
+        """On an observed rank: sends what the body sees to the referee."""
         refereed = self._refereed
         log = ObservationLog(refereed.directory, self.rank, refereed.nonce)
         return Observations(log, self.here, self.describe_error)
 
     @cached_property
     def _replay(self) -> Replay:
-        """In the referee: from the rank."""
+        """In the referee: what the rank has sent."""
         refereed, deadline_s = self._refereed, context.running().order.case.goodbye_timeout_s
         # The ranks of a referee take turns: one that waits for the engine must not keep the others.
         pause = scheduler.running().pause
@@ -288,12 +292,12 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
 
     @cached_property
     def _decisions(self) -> ObservationLog:
-        """In the referee: to the rank."""
+        """In the referee: sends decisions to the rank."""
         return ObservationLog(decisions_directory(self._refereed.directory), self.rank, self._refereed.nonce)
 
     @cached_property
     def _instructions(self) -> ObservationReader:
-        """On an observed rank: from the referee."""
+        """On an observed rank: reads the referee's decisions."""
         refereed, deadline_s = self._refereed, context.running().order.case.goodbye_timeout_s
         return ObservationReader(
             decisions_directory(refereed.directory), self.rank, refereed.nonce, deadline_s=deadline_s
@@ -440,10 +444,10 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
             return replace(described, blame="adapter" if self.here.blame == "adapter" else "implementation")
         if self.role is not Role.REFEREE and self.here.blame == "implementation":
             name = self.here.subjects[-1].display_name() if self.here.subjects else "the adapter"
-            own = as_adapter_error(error, declares=self.declares, adapter=name)
-            if own is not None:
-                mine = super().describe_error(own)
-                return replace(mine, traceback=described.traceback, time=described.time)
+            adapter_error = as_adapter_error(error, declares=self.declares, adapter=name)
+            if adapter_error is not None:
+                described_adapter_error = super().describe_error(adapter_error)
+                return replace(described_adapter_error, traceback=described.traceback, time=described.time)
         if isinstance(error, ConformanceError):
             return described
         # An exception between two calls of the implementation is the suite's fault, and so is any of the referee's own.
@@ -559,10 +563,10 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         """The sums of figures over all ranks. Collective, where checks are made; elsewhere the figures themselves."""
         if not self.judges:
             return dict(figures)
-        everyone: list[Mapping[str, int]] = [{}] * self.world_size
+        figures_by_rank: list[Mapping[str, int]] = [{}] * self.world_size
         with process_group.log().phase("observe"), self.blaming("suite"):
-            dist.all_gather_object(everyone, dict(figures))
-        return {name: sum(of_rank.get(name, 0) for of_rank in everyone) for name in figures}
+            dist.all_gather_object(figures_by_rank, dict(figures))
+        return {name: sum(of_rank.get(name, 0) for of_rank in figures_by_rank) for name in figures}
 
     # --- verbs that train and check ----------------------------------------------------------------------------------
 
@@ -602,8 +606,8 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         """
         run = self.train(workload, plan, regime, **options)
         if run.checked_accesses is not None:
-            same = {name: value for name, value in options.items() if name not in ("faults", "adapter")}
-            self.check(stream_control(self.training.train_without_waits(workload, plan, regime, **same)))
+            other_options = {name: value for name, value in options.items() if name not in ("faults", "adapter")}
+            self.check(stream_control(self.training.train_without_waits(workload, plan, regime, **other_options)))
         self.check_undisturbed(run, workload, plan, regime, **options)
         return run
 
@@ -623,6 +627,6 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         """
         if not devices.is_scarce(self.device_type):
             return
-        same = {name: value for name, value in options.items() if name != "adapter"}
-        undisturbed = self.train(workload, plan, regime, undisturbed=True, **same)
+        other_options = {name: value for name, value in options.items() if name != "adapter"}
+        undisturbed = self.train(workload, plan, regime, undisturbed=True, **other_options)
         self.check(same_undisturbed(run, undisturbed, self.case.requirements[0]))

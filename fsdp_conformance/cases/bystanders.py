@@ -1,4 +1,4 @@
-"""Watching in a case's training what an engine has no business with: `checks.bystanders`, step by step."""
+"""Watches, after each step of a case's training, what an engine must not change: see `checks.bystanders`."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class BystanderWatch:
         self.before_wrapping()
 
     def before_wrapping(self) -> None:
-        """Take the settings from before a model is wrapped. `begin` compares them."""
+        """Record the settings before a model is wrapped. `begin` compares them."""
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
         if self._case.order.settings.ranks != "simulated" and self._case.role is not Role.REFEREE:
-            # The suite has switched them on: an engine that does so for good would change nothing. Ranks that share a
-            # process share its settings, too.
+            # The suite has switched them on, so an engine that switches them on, too, would not be noticed. Not in
+            # simulated ranks, which share the settings of one process.
             torch.use_deterministic_algorithms(False)
         self._settings = self._case.observe("settings", bystanders.settings)
 
     def begin(self, adapter: Adapter) -> None:
         """Compare the settings, and take the state from before training; call it when the model is wrapped."""
         where: dict[str, Any] = {"rank": self._case.rank, "step": None, "requirement": REQUIREMENT}
-        now = self._case.observe("settings", bystanders.settings)
-        self._case.check(bystanders.left_alone(self._settings, now, **where))
+        current = self._case.observe("settings", bystanders.settings)
+        self._case.check(bystanders.left_alone(self._settings, current, **where))
         torch.use_deterministic_algorithms(self._deterministic, warn_only=self._only_warns)
         self._case.observe("parameters of the user", lambda: self._attach(adapter))
         self._surroundings = self._case.observe("surroundings", bystanders.surroundings)
@@ -63,11 +63,11 @@ class BystanderWatch:
         Compare after a step. `draws`: the model itself draws random numbers of torch; `is_gathered`: a forward that no
         backward follows may have left units gathered, with other parameters in their place.
         """
-        now = self._case.observe("surroundings", bystanders.surroundings)
+        current = self._case.observe("surroundings", bystanders.surroundings)
         if draws:
-            now.pop("torch's random numbers")
+            current.pop("torch's random numbers")
         where: dict[str, Any] = {"rank": self._case.rank, "step": step, "requirement": REQUIREMENT}
-        self._case.check(bystanders.left_alone(self._surroundings, now, **where))
+        self._case.check(bystanders.left_alone(self._surroundings, current, **where))
         if is_gathered:
             return
         result = self._case.observe("parameters of the user", lambda: self._judged(adapter, where))

@@ -94,16 +94,16 @@ class CaseChecks:
         for result in parity(run, references, requirements=replaced, none_or_zero=none_or_zero):
             self.check(result)
         for kind in hidden_kinds(run, references):
-            judged_for = replaced.get(kind, REQUIREMENTS[kind])
-            if judged_for == self._here.case.requirements[0] and kind in _SHOWN_BY:
+            requirement_of_kind = replaced.get(kind, REQUIREMENTS[kind])
+            if requirement_of_kind == self._here.case.requirements[0] and kind in _SHOWN_BY:
                 self.leave_unobserved(_SHOWN_BY[kind])
 
     def check_control(self, run: TrainingHistory, workload: Workload, regime: Regime) -> None:
         """
         Show that a value which is wrong on purpose comes out as a finding: see `control`.
 
-        Raises SuiteError if the comparisons here see none. If only those that the ranks have sent come out right, the
-        code under test has changed what its rank sends.
+        Raises SuiteError if the comparisons do not notice it here. If they do, but not in what the rank has sent, then
+        the code under test has changed what its rank sends, which is a finding.
         """
         for kind in control.KINDS:
             sent = self._observe(f"{control.CHECK}: {kind}", partial(control.wrong_on_purpose, run, kind))
@@ -228,14 +228,14 @@ class CaseChecks:
         what = "values"
         if got is None or want is None:
             same = got is want
-            seen, expected = ("None" if value is None else "a tensor" for value in (got, want))
+            observed, expected = ("None" if value is None else "a tensor" for value in (got, want))
         elif got.shape != want.shape:
-            same, what, seen, expected = False, "shape", str(tuple(got.shape)), str(tuple(want.shape))
+            same, what, observed, expected = False, "shape", str(tuple(got.shape)), str(tuple(want.shape))
         else:
             same = torch.equal(got.to(want.dtype), want)
             expected = "bitwise equality"
-            seen = f"differences of up to {(got.double() - want.double()).abs().max().item():.3g}"
-        message = comparison(what, expected=expected, got=seen)
+            observed = f"differences of up to {(got.double() - want.double()).abs().max().item():.3g}"
+        message = comparison(what, expected=expected, got=observed)
         self.expect(same, requirement, message, check="bitwise equality", bound="bitwise", **where)
 
     def check_rounding(
@@ -293,9 +293,9 @@ class CaseChecks:
 
     def check_digests(self, digests: Mapping[str, str], prefix: str, requirement: str, check: str) -> None:
         """Each digest is the same on all ranks; labels begin with `prefix`."""
-        strange = [label for label in digests if not label.startswith(prefix)]
-        if strange:
-            raise SuiteError(f"digest labels must begin with {prefix!r}, got {strange} [{self._here.case.id}]")
+        foreign_labels = [label for label in digests if not label.startswith(prefix)]
+        if foreign_labels:
+            raise SuiteError(f"digest labels must begin with {prefix!r}, got {foreign_labels} [{self._here.case.id}]")
         self._report.digests.update(digests)
         self._report.digest_requirements[prefix] = requirement
         count = self._report.checks.setdefault(check, CheckCount())

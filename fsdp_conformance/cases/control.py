@@ -2,7 +2,7 @@
 The negative control of a run: values that are wrong on purpose, which must come out as findings.
 
 A comparison that sees nothing passes every engine. So the ranks of one case also send a training with a wrong loss, one
-with a wrong gradient and one with a wrong parameter, on the way that all values take, and each must be noticed.
+with a wrong gradient and one with a wrong parameter, in the same way as all values, and each must be noticed.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Admission:
 
 
 def admission(case: Case, *, shares_references: bool) -> Admission | CaseRecord:
-    """How a case starts, or its record if the gate says that it does not run."""
+    """The admission of a case that runs, or the record of one that the gate does not let run."""
     settings = run_settings.current()
     if case.is_own:
         settings = own_model.with_properties(settings)
@@ -218,7 +218,7 @@ def judged(
 
 
 def tell_pytest(record: CaseRecord) -> None:
-    """Nothing for a case that passed. Raises CaseFailed with the whole report, or SkipTest with the reason."""
+    """Do nothing if the case passed; otherwise raise CaseFailed with the whole report, or SkipTest with the reason."""
     if record.verdict in _NOT_JUDGED:
         raise unittest.SkipTest(f"{record.verdict}: {record.reason}")
     if record.verdict is not Verdict.PASS:

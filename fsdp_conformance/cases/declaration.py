@@ -151,8 +151,8 @@ class DeclaresCases:
                 setattr(cls, case_name, case_method)
 
 
-def _strings(given: Strings, values: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(given(values) if callable(given) else given)
+def _strings(strings: Strings, values: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(strings(values) if callable(strings) else strings)
 
 
 def _tag(name: str, value: Any, where: str) -> str:

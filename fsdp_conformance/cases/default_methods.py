@@ -1,8 +1,8 @@
 """
 Exceptions of the methods that an adapter inherits from this suite.
 
-`TorchAdapter` does much as stock torch does it: it drops gradients, reads parameters, steps the optimizer. Where an
-engine does it in another way and the adapter does not say so, our method breaks down, and not the engine.
+`TorchAdapter` does many things as stock torch does: it drops gradients, reads parameters, steps the optimizer. Where an
+engine needs another way and the adapter does not override the method, our method breaks down, and not the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def as_adapter_error(error: BaseException, *, declares: Callable[[str], bool], a
     """
     The exception as a problem of the adapter if a default method raised it; else None.
 
-    A refusal by a default method is one only for a flag that the adapter declares: otherwise it stands for the engine.
+    If a default method raises Unsupported, that is the adapter's problem only for a flag that the adapter declares:
+    otherwise the method refuses in place of the engine.
     """
     if not isinstance(error, _BREAKDOWNS) or (isinstance(error, Unsupported) and not declares(error.capability)):
         return None

@@ -20,7 +20,7 @@ from fsdp_conformance.harness.devices import device_count, use_device
 from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.workload.definition import Batch, BatchKey, Workload
 
-#: How often, and how many seconds apart, memory is counted that NCCL's watchdog may yet release: it wakes every 0.1 s.
+#: How often memory is counted, and how many seconds apart: NCCL's watchdog, which wakes every 0.1 s, may yet free some.
 _WATCHDOG_ROUNDS = 5
 _WATCHDOG_PERIOD_S = 0.15
 

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Set on exceptions that the referee has, or that its own body raises. Whoever kept them would keep their frames.
+#: Set on exceptions that the referee has been sent, or that its own body raises. An attribute of the exception, because
+#: a list of exceptions would keep their frames alive.
 _KNOWN = "fsdp_conformance_known"
 
 _PACKAGE = Path(fsdp_conformance.__file__).parent
@@ -87,7 +88,7 @@ class Observations:
 
     @contextmanager
     def of_body(self) -> Iterator[None]:
-        """A context for the body's own code: an exception that it raises, it raises in the referee, too."""
+        """A context for the body's own code: its exceptions are not sent, because the referee runs it, too."""
         outer, self._is_inside = self._is_inside, False
         try:
             yield
@@ -175,7 +176,7 @@ def _is_handle(value: Any) -> bool:
 
 
 def without_observation(adapter: Adapter) -> Adapter:
-    """The adapter itself."""
+    """The adapter that an ObservedAdapter observes; any other adapter itself."""
     return cast(Adapter, adapter._adapter) if isinstance(adapter, ObservedAdapter) else adapter
 
 
@@ -260,12 +261,12 @@ class ObservedTraining(CaseTraining):
         """A hook of the body that gets an observed adapter."""
 
         def call(*arguments: Any) -> object:
-            shown = [
+            observed_arguments = [
                 ObservedAdapter(each, self._observations) if isinstance(each, Adapter) else each for each in arguments
             ]
             with self._observations.of_body():
                 self._observations.event("hook", name, arguments=[each for each in arguments if isinstance(each, int)])
-                return hook(*shown)
+                return hook(*observed_arguments)
 
         return call
 
@@ -318,5 +319,5 @@ def comes_from_engine(error: BaseException) -> bool:
     file = trace.tb_frame.f_code.co_filename
     if file.endswith(_SAYS_WHERE_IT_RUNS):
         return False
-    # Where no statement of the suite raises, code in C does, with whatever it was given.
+    # If no `raise` statement of the suite raised it, code in C did, perhaps because of what the engine has passed.
     return not file.startswith(_OWN) or file.startswith(_UNDER_TEST) or not is_raised_explicitly(error)

@@ -40,10 +40,10 @@ def place_of(device_type: str) -> Place:
 
 def places(settings: RunSettings) -> dict[str, Place]:
     """The places where the cases of a run can run."""
-    found = {settings.device: place_of(settings.device)}
+    by_device = {settings.device: place_of(settings.device)}
     if settings.simulator:
-        found.setdefault(SIMULATED, place_of(SIMULATED))
-    return found
+        by_device.setdefault(SIMULATED, place_of(SIMULATED))
+    return by_device
 
 
 def prepare(
@@ -54,8 +54,8 @@ def prepare(
     say: Callable[[str], object] = print,
 ) -> None:
     """Compile the simulated accelerator if one of the cases will run on it, and announce it: it takes a while."""
-    here = places(settings)
-    gated = (gate(case, declared=declared, settings=settings, places=here) for case in cases)
+    available = places(settings)
+    gated = (gate(case, declared=declared, settings=settings, places=available) for case in cases)
     if any(item.record is None and item.device == SIMULATED for item in gated) and not build.is_built():
         say("building the simulated accelerator, first use ...")
         problem = build_problem()

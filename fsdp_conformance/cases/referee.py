@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 OF_SUITE = (SuiteError, EnvironmentUnavailable, ReferencesDisagree, UsageError)
 
 
-#: What a training is shown as: its history, and faults to the operations of which none was issued.
+#: What a rank shows of a training: its history, and the faults that had nothing to strike, with the ops they strike.
 _SHOWN = tuple[TrainingHistory, dict[str, list[str] | tuple[str, ...]]]
 
 
@@ -167,10 +167,10 @@ class RefereeTraining(CaseTraining):
         self._note_asked(workload, plan or self._here.plan(workload))
         hooks = {name: hook for name, hook in options.items() if name in HOOKS}
         with self._here.blaming("implementation"):
-            shown = self._trained("train", hooks)
-            _typed(shown, _SHOWN, "a training, with the faults that found nothing to strike,")
-            run = self._whole(shown[0], (regime or Regime()).steps - options.get("first_step", 0))
-        self._here.report.unmet |= shown[1]
+            observation = self._trained("train", hooks)
+            _typed(observation, _SHOWN, "a training, with the faults that found nothing to strike,")
+            run = self._whole(observation[0], (regime or Regime()).steps - options.get("first_step", 0))
+        self._here.report.unmet |= observation[1]
         self._note_run(run)
         return run
 
@@ -199,7 +199,7 @@ class RefereeTraining(CaseTraining):
         return history
 
     def leave_peers(self) -> None:
-        """Nothing of the engine is here."""
+        """Do nothing: no engine communicates here."""
 
     def _trained(self, name: str, hooks: dict[str, Callable[..., object] | None]) -> Any:
         """The result of a training, once the hooks of the body have run as they did on the rank."""
@@ -210,8 +210,8 @@ class RefereeTraining(CaseTraining):
             hook = hooks.get(str(content["hook"]))
             if hook is None:
                 raise ObservationsInvalid(f"rank {self._here.rank} called a hook {content['hook']!r} that there is not")
-            shown = () if content["hook"] == "on_step" else (ReplayedAdapter(self._replay),)
-            hook(*shown, *content.get("arguments", ()))
+            first_arguments = () if content["hook"] == "on_step" else (ReplayedAdapter(self._replay),)
+            hook(*first_arguments, *content.get("arguments", ()))
 
 
 def _history(value: Any) -> TrainingHistory:
@@ -238,10 +238,10 @@ def exception_from(content: dict[str, Any]) -> ReportedError:
     described = codec.typed(RankError, codec.plain(described))
     base: type[BaseException] = RuntimeError
     for module, name in content["classes"]:
-        known = _known(module, name)
+        known_class = _known(module, name)
         # What code under test says about the suite or the machine is its own failure.
-        if known is not None and not (content["is_engines"] and issubclass(known, OF_SUITE)):
-            base = known
+        if known_class is not None and not (content["is_engines"] and issubclass(known_class, OF_SUITE)):
+            base = known_class
             break
     module, name = content["classes"][0]
     kind: Any = type(str(name), (ReportedError, base), {"__module__": str(module)})

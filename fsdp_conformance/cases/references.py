@@ -29,7 +29,7 @@ from fsdp_conformance.references.sharing import Offer, is_untouched
 from fsdp_conformance.references.store import Refused, content_of, entry_name, section
 from fsdp_conformance.workload.definition import Regime, Workload
 
-#: How references came to be, in the order of `RankReport.measurements`.
+#: How references were obtained, in the order of `RankReport.measurements`.
 COMPUTED, SHARED, CHECKED = "computed", "shared", "checked"
 
 
@@ -113,9 +113,10 @@ class _Source:
 
     def obtained(self) -> References:
         """
-        From the store if every rank finds them there; otherwise trained, and left there. Collective.
+        Return the references: from the store if every rank finds them there, otherwise trained, and then written to the
+        store if every rank may write. Collective.
 
-        A sample of what is there is trained again: raises SuiteError if that gives other references.
+        A sample of the entries is trained again: raises SuiteError if that gives other references.
         """
         if self.offer is None:
             return self._computed()
@@ -161,7 +162,7 @@ class _Source:
         return references
 
     def _read(self) -> References | None:
-        """This rank's part of the entry; None if there is none. One that cannot have been written so is removed."""
+        """This rank's part of the entry; None if there is none. An entry with invalid content is removed."""
         data = self._bytes()
         if data is None:
             return None
@@ -182,6 +183,7 @@ class _Source:
         return references
 
     def _bytes(self) -> bytes | None:
+        """The bytes of this rank's part of the entry; None if there is none, or if it was refused."""
         if self.offer is None or self.key is None or self.name not in self.offer.known:
             return None
         try:
@@ -199,12 +201,12 @@ class _Source:
     def _leave(self, offer: Offer, key: Mapping[str, str], references: References) -> None:
         """Write the entry. Collective."""
         try:
-            mine: bytes | None = _section(references)
+            own_section: bytes | None = _section(references)
         except NotShared:
-            mine = None
-        everyone: list[bytes | None] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(mine, everyone)
-        sections = [data for data in everyone or () if data is not None]
+            own_section = None
+        gathered: list[bytes | None] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(own_section, gathered)
+        sections = [data for data in gathered or () if data is not None]
         if self.rank == 0 and len(sections) == self.world_size:
             offer.store.write(key, sections)
 

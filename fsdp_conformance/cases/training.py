@@ -60,18 +60,18 @@ class CaseTraining:
 
     def subject(self) -> Adapter:
         """A new adapter of the implementation under test."""
-        # Only here does code under test enter the process, with what finds it.
+        # Code under test enters the process only here.
         from fsdp_conformance.adapters import cuda_names, registry
 
         here = self._here
         with here.blaming("adapter"):
-            chosen = registry.load(self._implementation)
-            cuda_names.provide(chosen, here.device_type)
-            adapter = chosen()
+            adapter_type = registry.load(self._implementation)
+            cuda_names.provide(adapter_type, here.device_type)
+            adapter = adapter_type()
         # What is declared was fixed by the controller: an adapter cannot say one thing there and another one here.
         vars(adapter)["declared"] = lambda: self._declared
         # The code that this rank has loaded, not the code that the controller was told of.
-        here.report.environment["adapter"] = registry.identity_of(chosen)
+        here.report.environment["adapter"] = registry.identity_of(adapter_type)
         here.subjects.append(adapter)
         return adapter
 
@@ -147,8 +147,8 @@ class CaseTraining:
 
     def _note_asked(self, workload: Workload, plan: Plan) -> None:
         """Note in the report which flags a training asks for."""
-        asked = self._here.report.asked
-        asked += sorted((plan.capabilities() | workload.capabilities) - set(asked))
+        flags = self._here.report.asked
+        flags += sorted((plan.capabilities() | workload.capabilities) - set(flags))
 
     def _note_run(self, run: TrainingHistory) -> None:
         """Note in the report what belongs to every training."""

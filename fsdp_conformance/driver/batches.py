@@ -58,7 +58,7 @@ class Batches:
         )
 
     def _placed(self, value: Any) -> Any:
-        """The inputs on their device. One that requires a gradient is a leaf, and no other use of it adds to that."""
+        """The inputs on their device. One that requires a gradient is a new leaf, with a gradient of this use alone."""
 
         def place(tensor: Tensor) -> Tensor:
             placed = tensor.detach().to(self._device)

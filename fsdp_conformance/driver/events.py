@@ -73,7 +73,7 @@ class Events:
         self._taken: dict[Action, dict[str, Any]] = {}
         """The last state dict of each kind, by the action that took it."""
         self._kept: dict[Action, Mapping[str, Any]] = {}
-        """The same as the engine returned them, which the user may keep."""
+        """The same state dicts as the engine returned them: a user may keep those."""
 
     def continue_mode(self, step: int) -> None:
         """Switch the model to the mode that earlier steps have left it in."""
@@ -84,12 +84,12 @@ class Events:
         """Make the events at a point happen on this rank."""
         for event in self._task.regime.at(moment, step, micro):
             if event.happens_on(self._task.world.rank):
-                before, random = self._recorder.unsharded(), random_state()
+                unsharded_before, random_before = self._recorder.unsharded(), random_state()
                 self._make_happen(event)
-                if event.action not in _DRAWING and random_state() != random:
+                if event.action not in _DRAWING and random_state() != random_before:
                     self._recorder.history.drawn_by.append(event.action.value)
-                left = self._recorder.unsharded() - before
-                self._recorder.history.left_gathered += [(event.action.value, unit) for unit in sorted(left)]
+                newly_unsharded = self._recorder.unsharded() - unsharded_before
+                self._recorder.history.left_gathered += [(event.action.value, unit) for unit in sorted(newly_unsharded)]
 
     def _make_happen(self, event: Event) -> None:
         adapter, step = self._task.adapter, event.step
@@ -146,7 +146,7 @@ class Events:
             _write(parameters[name], event.action, event.number)
 
     def _open(self, event: Event) -> None:
-        """Read or write in the engine's context."""
+        """Read or write parameters or gradients in the engine's context for full parameters."""
         adapter, writes = self._task.adapter, event.action is not Action.SHOW
         options: dict[str, Any] = {"writeback": True} if writes else {}
         if event.action is Action.WRITE_SHOWN_GRADIENT:
@@ -157,9 +157,9 @@ class Events:
                 values = {name: full_copy(parameter) for name, parameter in parameters.items()}
                 self._recorder.history.reads.append(values)
             for name in event.names:
-                shown = parameters[name] if event.action is Action.WRITE_SHOWN else parameters[name].grad
-                if shown is not None:
-                    shown.mul_(event.number)
+                tensor = parameters[name] if event.action is Action.WRITE_SHOWN else parameters[name].grad
+                if tensor is not None:
+                    tensor.mul_(event.number)
 
     def _clip(self, event: Event) -> None:
         """Clip gradients with torch's own functions."""
@@ -252,15 +252,16 @@ class Events:
 
     def end(self) -> None:
         """
-        End what the last step has left open, and see whether state dicts that were kept survive another. Collective.
+        Finish what the last step has left open, and check that taking another state dict leaves earlier ones unchanged.
+        Collective.
         """
         self.finish()
-        for action, kept in self._kept.items():
+        for action, returned in self._kept.items():
             with self._recorder.phase("event"):
-                copied = _cloned(kept)
+                copied = _cloned(returned)
                 # Not freed before the comparison.
                 another = self._state(action)
-            if not same_tensors(kept, copied):
+            if not same_tensors(returned, copied):
                 self._recorder.history.changed_outputs.append(str(action).replace("take", "state dict of the"))
             del another
 

@@ -1,5 +1,5 @@
 """
-The parts of a step that need no recorder, and a step of nothing else: it is trained after a training has been judged.
+The parts of a step that need no recorder, and a step made of them, which is trained after a training has been judged.
 """
 
 from __future__ import annotations

@@ -92,9 +92,9 @@ class TrainingLoop:
 
         plan_of_rank = plan if self._pipeline is None else self._pipeline.plan_of_stage(plan)
         with recorder.phase("setup"):
-            random = random_state()
+            random_before = random_state()
             task.adapter.setup(build, self._optimizer.optim_fn(), plan_of_rank)
-            if not plan.meta_init and random_state() != random:
+            if not plan.meta_init and random_state() != random_before:
                 # On meta, the values are drawn now.
                 recorder.history.drawn_by.append("wrapping")
             if task.regime.init_scale is not None:
@@ -134,7 +134,7 @@ class TrainingLoop:
         """Train one step."""
         task, recorder = self._task, self._recorder
         if step == task.conditions.first_step > 0:
-            # As in the run that it continues; this step's own events follow.
+            # Restore what earlier steps have left in the run that this one continues; this step's own events follow.
             self._events.continue_mode(step)
             if (names := task.regime.frozen(step - 1)) is not None:
                 task.adapter.set_requires_grad(names)
@@ -166,7 +166,7 @@ class TrainingLoop:
         task.observer.after_step(task.adapter, step)
 
     def finish(self) -> None:
-        """End what the last step has left open. Collective."""
+        """Finish what the last step has left open. Collective."""
         self._events.end()
 
     def _passes_of(self, record: StepRecord) -> None:
@@ -258,7 +258,7 @@ class TrainingLoop:
             return self._task.adapter.forward(*batch.args, **batch.kwargs)
 
     def _attempt(self, event: Event, begun: int) -> None:
-        """Begin so many micro-batches, let the user's code raise as the event says, catch it, and recover."""
+        """Begin `begun` micro-batches, let the user's code raise as the event says, catch it, and recover."""
         fuse, place = self._fuse, _RAISING.get(event.moment, "")
         if fuse is None:
             raise SuiteError(f"{self._task.workload.name} must have a fuse for an event that raises, got None")
@@ -276,7 +276,7 @@ class TrainingLoop:
         except Exception as error:
             if not isinstance(error, _Between):
                 if not place or fuse.place:
-                    # The engine's own: the fuse has not raised.
+                    # An exception of the engine: the fuse has not raised.
                     raise
                 self._recorder.history.caught.append(f"{type(error).__name__}: {error}")
         fuse.arm("", 0)

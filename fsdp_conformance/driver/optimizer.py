@@ -24,7 +24,7 @@ class RegimeOptimizer:
         """The parameters of the newly built model by name, if an optimizer needs their names."""
 
     def note_model(self, model: nn.Module) -> None:
-        """The model was built; it is not wrapped yet."""
+        """Remember the parameters of a model that is not wrapped yet, if the optimizer needs their names."""
         if self._task.regime.optimizer in self._task.workload.optimizer_sets:
             self._built = dict(model.named_parameters())
 
@@ -43,19 +43,19 @@ class RegimeOptimizer:
 
     def _named(self, params: Any) -> dict[str, nn.Parameter]:
         """The parameters that an engine hands to its optimizer, by original name."""
-        given = {id(parameter) for each in params for parameter in _parameters_of(each)}
+        given_ids = {id(parameter) for each in params for parameter in _parameters_of(each)}
         try:
             named = self._task.adapter.parameters()
         except (AttributeError, NotImplementedError):
             # Not wrapped yet: they are those of the model.
             named = self._built
-        unknown = len(given - {id(parameter) for parameter in named.values()})
+        unknown = len(given_ids - {id(parameter) for parameter in named.values()})
         if unknown:
             raise AdapterError(
-                f"{unknown} of {len(given)} parameters of the optimizer are not those of parameters(), "
+                f"{unknown} of {len(given_ids)} parameters of the optimizer are not those of parameters(), "
                 "as the capability orig_params promises"
             )
-        return {name: parameter for name, parameter in named.items() if id(parameter) in given}
+        return {name: parameter for name, parameter in named.items() if id(parameter) in given_ids}
 
     def step_in_backward(self, history: TrainingHistory) -> list[Optimizer]:
         """
@@ -73,9 +73,9 @@ class RegimeOptimizer:
         return optimizers
 
 
-def _parameters_of(given: Any) -> list[nn.Parameter]:
-    """The parameters of one item of what an optimizer takes: a parameter or a group."""
-    return list(given["params"]) if isinstance(given, dict) else [given]
+def _parameters_of(item: Any) -> list[nn.Parameter]:
+    """The parameters of one item of an optimizer's first argument: a parameter or a group."""
+    return list(item["params"]) if isinstance(item, dict) else [item]
 
 
 def _count(history: TrainingHistory, name: str, parameter: Tensor) -> None:

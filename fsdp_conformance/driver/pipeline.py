@@ -55,7 +55,7 @@ class Pipeline:
             if rank in ranks:
                 self._group = group
         if device.type != "cpu":
-            # NCCL makes a communicator at the first use, for which all of them have to be there.
+            # NCCL makes a communicator at the first use, in which all ranks of the group must take part.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def cut(self, model: nn.Module) -> None:
@@ -67,18 +67,18 @@ class Pipeline:
 
     def plan_of_stage(self, plan: Plan) -> Plan:
         """The plan with the submodules of this rank's stage alone."""
-        here = self.names[self.own]
+        own_stage = self.names[self.own]
 
         def of_stage(fqns: Sequence[str]) -> tuple[str, ...]:
-            return tuple(fqn for fqn in fqns if not fqn or is_below(fqn.split("+")[0], here))
+            return tuple(fqn for fqn in fqns if not fqn or is_below(fqn.split("+")[0], own_stage))
 
         return replace(
             plan,
             units=of_stage(plan.units),
             ignored=of_stage(plan.ignored),
             deferred_units=of_stage(plan.deferred_units),
-            unit_dtypes=tuple(entry for entry in plan.unit_dtypes if is_below(entry[0], here)),
-            tensor_styles=tuple(entry for entry in plan.tensor_styles if is_below(entry[0], here)),
+            unit_dtypes=tuple(entry for entry in plan.unit_dtypes if is_below(entry[0], own_stage)),
+            tensor_styles=tuple(entry for entry in plan.tensor_styles if is_below(entry[0], own_stage)),
         )
 
     def joined(self, own: Mapping[str, T]) -> dict[str, T]:

@@ -40,7 +40,9 @@ class Passes(NamedTuple):
     loss: Callable[[Tensor, Any], Tensor]
     """loss(output, target): that of a micro-batch, on the last stage."""
     backward: Callable[[int, Tensor], None]
-    """backward(micro, loss): that of a scalar; on other stages it has the gradient that the next one has sent."""
+    """
+    backward(micro, loss): of the loss; before the last stage, of a scalar with the gradient that the next one has sent.
+    """
 
 
 class Stage(PipelineStage):
@@ -121,7 +123,7 @@ class Stage(PipelineStage):
         gradients = []
         for value in bwd_kwargs["input_values"]:
             gradients.append(value.grad)
-            # The memory that receives is used again.
+            # torch receives later inputs into the same tensor, and their gradients must not be added to this one.
             value.grad = None
         return tuple(gradients), None
 

@@ -43,7 +43,7 @@ class Recorder:
     """Writes the history of one rank."""
 
     names: OriginalNames
-    """Of the model that was built; set when it has been."""
+    """The original names in the model; set when it has been built."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -60,7 +60,7 @@ class Recorder:
         self._log = process_group.log()
         self._begin = len(self._log.records)
         self._losses: list[Tensor] = []
-        """Those of the current step, on the device."""
+        """The losses of the current step, on the device."""
         self._unread: list[tuple[StepRecord, list[Tensor]]] = []
         """Of an undisturbed run: the steps so far, and their losses on the device."""
         self._evaluated: list[Any] = []
@@ -119,8 +119,8 @@ class Recorder:
         """Bytes that this process and its helpers hold on the host: see `MemoryMark`."""
         host_memory.return_large_blocks()
         self.watch.free_unused()
-        own = storage_bytes([*self.history.initial_params.values(), *self.history.initial_buffers.values()])
-        held = host_memory.held_bytes() - self.watch.bytes_in_host() - own
+        history_bytes = storage_bytes([*self.history.initial_params.values(), *self.history.initial_buffers.values()])
+        held = host_memory.held_bytes() - self.watch.bytes_in_host() - history_bytes
         if point is Point.STEP:
             # Those of the first step, and later ones with it: earlier, a new process may still be loading its code.
             self._helpers |= host_memory.children()
@@ -231,7 +231,12 @@ class Recorder:
                 record.buffers = self._buffers()
 
     def finish(self) -> None:
-        """Count the bytes this rank holds, and those that an unsharded run would hold."""
+        """
+        Count the bytes this rank holds, and those that an unsharded run would hold.
+
+        Records which outputs have changed since they were returned, and which are still held although the user dropped
+        them.
+        """
         with self.observing():
             if not self.task.conditions.undisturbed:
                 self._weigh(lambda kind: kind not in _BEFORE_STEP)

@@ -92,7 +92,7 @@ def training(
     observer: Observer | None = None,
     conditions: Conditions | None = None,
 ) -> Iterator[Steps]:
-    """As `train`, but whoever iterates over the steps decides when each is trained. The history is complete after."""
+    """As `train`, but each step is trained when the caller asks for it. The history is complete after the context."""
     plan = _with_regime(plan, workload, regime)
     adapter.refuse_undeclared(plan)
     for flag, why in _flags_of(workload, regime).items():

@@ -59,7 +59,7 @@ _BODIES = dict(
 #: A frame of a stack as faulthandler writes it.
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
-#: This many of the frames in which a rank waited are shown, innermost first, and the adapter's.
+#: How many of the frames in which a rank waited are shown, innermost first, beside the adapter's.
 _FRAMES_SHOWN = 5
 
 
@@ -113,15 +113,15 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
     ended = False
     results = []
     for check, title in CHECKS.items():
-        mine = {rank: checks[check] for rank, checks in by_rank.items() if check in checks}
+        results_by_rank = {rank: checks[check] for rank, checks in by_rank.items() if check in checks}
         by_problem = {
             problem: problem if len(ranks) == len(reports) else f"{problem} [rank {', '.join(map(str, ranks))}]"
-            for problem, ranks in _by_problem(mine).items()
+            for problem, ranks in _by_problem(results_by_rank).items()
         }
         problems = [*by_problem.values()]
-        breaches = {problem for result in mine.values() for problem in result["breaches"]}
-        not_run = next((result["not_run"] for result in mine.values() if result["not_run"]), "")
-        done = any(result["done"] for result in mine.values())
+        breaches = {problem for result in results_by_rank.values() for problem in result["breaches"]}
+        not_run = next((result["not_run"] for result in results_by_rank.values() if result["not_run"]), "")
+        done = any(result["done"] for result in results_by_rank.values())
         if ended:
             not_run = "the ranks had ended"
         elif not done and end.first is not None and check >= reached:
@@ -317,8 +317,8 @@ class SmokeRun:
                 self._breach(f"module().training after train({mode}): expected {mode}, got {module.training}")
 
     def _plan(self, **changes: Any) -> Plan:
-        usual: dict[str, Any] = {"init_mode": InitMode.BEFORE, "units": ("body.0", "body.2"), "micro_batch_size": 4}
-        return Plan(device=self.device, **{**usual, **changes})
+        defaults: dict[str, Any] = {"init_mode": InitMode.BEFORE, "units": ("body.0", "body.2"), "micro_batch_size": 4}
+        return Plan(device=self.device, **{**defaults, **changes})
 
     def _begin(self, plan: Plan) -> None:
         self.subject = self.adapter()
@@ -372,18 +372,18 @@ class SmokeRun:
         moved = self._steps()
         after = self.subject.full_params()
         self._unchanged("full_params()", before, copies, "after step()")
-        still = [name for name in moved if name in after and name in copies and _same(after[name], copies[name])]
-        if moved and len(still) == len(moved):
+        unchanged = [name for name in moved if name in after and name in copies and _same(after[name], copies[name])]
+        if moved and len(unchanged) == len(moved):
             self._problem(
                 "step() must step the optimizer, but changed no parameter; does the optimizer hold the parameters of "
                 "the wrapped model?"
             )
-        elif still:
-            self._problem(f"step() did not change {_listed(still)}, although the gradients are not zero")
+        elif unchanged:
+            self._problem(f"step() did not change {_listed(unchanged)}, although the gradients are not zero")
         grads = {name: parameter.grad for name, parameter in self.subject.parameters().items()}
-        left = [name for name, grad in grads.items() if grad is not None and local_part(grad).any()]
-        if left:
-            self._problem(f"step() must drop the gradients, but kept those of {_listed(left)}")
+        not_dropped = [name for name, grad in grads.items() if grad is not None and local_part(grad).any()]
+        if not_dropped:
+            self._problem(f"step() must drop the gradients, but kept those of {_listed(not_dropped)}")
         self._microbatch(step=1)
         self.subject.step()
 
@@ -416,10 +416,10 @@ class SmokeRun:
         # One rank's shards may all be empty, but not those of all ranks.
         if not self._anywhere("optim" not in usable or any(tensor.numel() for tensor in usable["optim"])):
             self._problem("local_tensors()['optim'] must have the momentum buffers after two steps, but is empty")
-        again = self.subject.local_tensors()
+        second_call = self.subject.local_tensors()
         for kind in ("params", "optim"):
             first = {_address(tensor) for tensor in usable.get(kind, ()) if tensor.numel()}
-            second = {_address(tensor) for tensor in again.get(kind, ()) if tensor.numel()}
+            second = {_address(tensor) for tensor in second_call.get(kind, ()) if tensor.numel()}
             if first and not first & second:
                 self._problem(
                     f"local_tensors()[{kind!r}] must return the rank's own storage, but returns clones: its storage is "
@@ -486,7 +486,8 @@ class SmokeRun:
                 if tensor.dtype != expected.dtype:
                     self._problem(f"{what} must have dtype {expected.dtype}, got {tensor.dtype}")
                 if tensor.shape != expected.shape:
-                    # An engine that pads may have forgotten to cut: its defect. A part is never mistaken for the whole.
+                    # If it is too large, the engine may have forgotten to remove padding: its defect. Returning a part
+                    # is the adapter's mistake.
                     tell = self._breach if tensor.numel() <= expected.numel() else self._problem
                     tell(
                         f"{what} must have the full shape {tuple(expected.shape)}, got {tuple(tensor.shape)}"
@@ -513,9 +514,11 @@ class SmokeRun:
         originals = {name: tensor.clone() for name, tensor in got.items()}
         for tensor in got.values():
             tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
-        again = read()
+        second_read = read()
         changed = [
-            name for name, value in originals.items() if again.get(name) is not None and not _same(again[name], value)
+            name
+            for name, value in originals.items()
+            if second_read.get(name) is not None and not _same(second_read[name], value)
         ]
         with torch.no_grad():
             for name, tensor in got.items():
@@ -529,10 +532,12 @@ class SmokeRun:
             self._breach(f"{call} must return clones, but earlier results changed {when}: {_listed(changed)}")
 
     def _equal_on_ranks(self, call: str, got: Mapping[str, Tensor], why: str = "") -> None:
-        mine = {name: hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest() for name, tensor in got.items()}
-        every: list[Any] = [None] * self.world_size
-        dist.all_gather_object(every, mine)
-        differing = sorted({name for name in mine if any(other.get(name) != mine[name] for other in every)})
+        digests = {name: hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest() for name, tensor in got.items()}
+        digests_by_rank: list[Any] = [None] * self.world_size
+        dist.all_gather_object(digests_by_rank, digests)
+        differing = sorted(
+            {name for name in digests if any(other.get(name) != digests[name] for other in digests_by_rank)}
+        )
         if differing:
             self._problem(f"{call} must be equal on all ranks, but differs in {_listed(differing)}{why}")
 
@@ -548,7 +553,7 @@ class SmokeRun:
             own = [frame for frame in frames if frame.filename == source] or frames[-1:]
             calls = [frame.name for frame in frames if frame.filename == source][:1]
             what = f"{calls[0]}()" if calls else body.__name__.strip("_")
-            # An adapter that calls itself wrong is believed.
+            # An AdapterError says itself that the adapter is at fault.
             tell = self._breach if isinstance(error, AdapterError) else self._problem
             tell(f"{what} raised {type(error).__name__}: {error} [{own[-1].filename}:{own[-1].lineno}]")
 

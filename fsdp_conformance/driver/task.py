@@ -30,7 +30,7 @@ def _do_nothing(*arguments: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observer:
-    """Functions of the adapter, and of the step. By default they do nothing."""
+    """Functions that are called with the adapter and, except for `on_setup`, the step. By default they do nothing."""
 
     on_setup: Callable[[Adapter], object] = _do_nothing
     """After setup, before initial values are recorded."""

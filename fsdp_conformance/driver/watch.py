@@ -147,8 +147,8 @@ class SimulatedWatch(AcceleratorWatch):
         return self._checker.accesses() - self._accesses
 
     def streams(self) -> int:
-        now = self._checker.submitted(self.device.index)
-        return sum(count > self._submitted.get(lane, 0) for lane, count in now.items())
+        counts = self._checker.submitted(self.device.index)
+        return sum(count > self._submitted.get(lane, 0) for lane, count in counts.items())
 
 
 def hazard_record(hazard: Hazard) -> HazardRecord:
