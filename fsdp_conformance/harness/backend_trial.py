@@ -2,7 +2,7 @@
 A try of an accelerator's backend, before anything is judged.
 
 NCCL makes its communicator at the first collective on the device. A container with little shared memory, a broken link
-between GPUs, or a network that is not what it seems fail there, or hang: that is the environment's fault, and would be
+between GPUs, or a network that is configured wrongly fail there, or hang: that is the environment's fault, and would be
 blamed on the engine if its own collective were the first.
 """
 

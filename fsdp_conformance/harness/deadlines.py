@@ -67,8 +67,8 @@ class Deadlines:
         """
         The deadlines of a case that may take `case_s`.
 
-        By default a rank gets 85 % of it and a collective 60 %; the suite's own work gets as much again twice. `scale`
-        multiplies all deadlines, for slow machines and debuggers.
+        By default a rank gets 85 % of it, a collective 60 %, and the suite's own work twice as much. `scale` multiplies
+        all deadlines, for slow machines and debuggers.
         """
         rank_s = 0.85 * case_s if rank_s is None else rank_s
         collective_s = min(0.6 * case_s, 0.75 * rank_s) if collective_s is None else collective_s

@@ -14,7 +14,7 @@ from typing import Any
 MIB = 1 << 20
 
 #: What a rank may take of a GPU: a context, the kernels that it loads, buffers of communicators, and a small model;
-#: and as much again for the rank of the next case, which is prepared meanwhile. Reasoned, not measured.
+#: and as much again for the rank of the next case, which is prepared meanwhile. An estimate, not measured.
 RANK_MIB = 4096
 
 

@@ -209,6 +209,6 @@ def slots(device_type: str, world_size: int, *, shared: bool = False, per_device
     count = device_count(device_type)
     if shared:
         return max(1, count)
-    alone = count // max(1, world_size)
+    num_disjoint = count // max(1, world_size)
     # Beyond that, cases on one device would wait for cores.
-    return max(1, alone, min(alone * per_device, cores))
+    return max(1, num_disjoint, min(num_disjoint * per_device, cores))

@@ -40,7 +40,7 @@ NCCL_VARIABLES = {
 #: is made sooner and takes less memory.
 _NCCL_SMALL = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2"}
 
-#: Who sets one of these has chosen the number of channels.
+#: A user who sets one of these has chosen the number of channels.
 _CHANNELS = ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS")
 
 #: Prefixes of the variables that a report records.
@@ -94,7 +94,7 @@ class Determinism:
         torch.backends.cudnn.allow_tf32 = self.tf32
         if self.algorithms != "off":
             torch.backends.cudnn.benchmark = False
-            # The only attention whose backward adds in no fixed order whatever is asked for; it is one of CUDA alone.
+            # The backward of this attention, which only CUDA has, adds in no fixed order, whatever the other settings.
             torch.backends.cuda.enable_mem_efficient_sdp(False)
         return {
             "seed": self.seed,
@@ -149,7 +149,7 @@ def apply_collective_timeout(timeout_s: float) -> None:
     Make `timeout_s` the default timeout of process groups.
 
     Engines make their own groups, and torch's default of 10 or 30 minutes exceeds the rank's deadline: a hang would not
-    tell where it is.
+    show where it is.
     """
     timeout = timedelta(seconds=timeout_s)
     for module in (torch.distributed.distributed_c10d, torch.distributed.constants):

@@ -117,9 +117,11 @@ def check_collectives(
     began = time.monotonic()
     case.run(result)  # type: ignore[no-untyped-call]
     seconds = time.monotonic() - began
-    raised = [text for _, text in [*result.errors, *result.failures]]
-    if raised:
-        raise EnvironmentUnavailable(f"{world_size} ranks cannot be launched: {raised[0].strip().splitlines()[-1]}")
+    error_texts = [text for _, text in [*result.errors, *result.failures]]
+    if error_texts:
+        raise EnvironmentUnavailable(
+            f"{world_size} ranks cannot be launched: {error_texts[0].strip().splitlines()[-1]}"
+        )
     reports = [report for report in case.reports if report is not None]
     if case.failure and not any(report.measurements.get("met") for report in reports):
         return CollectivesChecked(world_size=world_size, seconds=seconds, rendezvous=case.failure)

@@ -1,7 +1,7 @@
 """
 The host memory that a process holds, as the kernel counts it: whoever allocated it, and whatever Python can see of it.
 
-Counted are pages with contents that no file on a disk has: of the heap, of anonymous mappings, of shared memory that is
+Pages count if no file on a disk has their contents: pages of the heap, of anonymous mappings, of shared memory that is
 mapped, and of memory files that are open. So arrays, bytes, storages that only C++ or a thread refers to, and mappings
 count like tensors. Pages that were never written do not count, and neither do files that a process has closed again.
 """
@@ -57,13 +57,13 @@ def held_bytes() -> int:
 
 def children() -> frozenset[int]:
     """The processes that descend from this one."""
-    found: set[int] = set()
+    descendants: set[int] = set()
     waiting = [os.getpid()]
     while waiting:
-        new = set(_children_of(waiting.pop())) - found
-        found |= new
+        new = set(_children_of(waiting.pop())) - descendants
+        descendants |= new
         waiting += new
-    return frozenset(found)
+    return frozenset(descendants)
 
 
 def bytes_of(processes: Iterable[int]) -> int:
@@ -93,8 +93,8 @@ def _unmapped_files(directory: Path) -> int:
     for descriptor in (directory / "fd").iterdir():
         try:
             if str(descriptor.readlink()).startswith(_FILES_IN_MEMORY):
-                seen = descriptor.stat()
-                files[seen.st_dev, seen.st_ino] = seen.st_blocks * 512
+                status = descriptor.stat()
+                files[status.st_dev, status.st_ino] = status.st_blocks * 512
         except OSError:
             # It was closed meanwhile.
             continue

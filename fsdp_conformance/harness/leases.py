@@ -70,7 +70,7 @@ def lease(
     """
     Hold a slot on `count` devices of that type; 0 for ranks that share all of them.
 
-    A device has `slots` of them (0: see `slots_of`). With `among`, exactly these devices will do. If the devices of a
+    A device has `slots` of them (0: see `slots_of`). With `among`, only these devices are taken. If the devices of a
     type cannot be hidden, all of them are leased together. Raises EnvironmentUnavailable if fewer than `count` devices
     are visible, or if others hold them for longer than `timeout_s`.
     """
@@ -175,16 +175,16 @@ class _Slot:
 def _free_slot(device: Path, slots: int) -> _Slot | None:
     """A free slot of the device whose locks begin with that path; None if there is none."""
     with ExitStack() as resources:
-        # Whoever has the only slot must be alone, also where another run counts several.
+        # The holder of a device's only slot must be alone on it, even if another run has several slots for each device.
         if not _locked(resources, device.with_name(f"{device.name}.lock"), shared=slots > 1):
             return None
         if slots == 1:
             return _Slot(resources.pop_all(), 0)
         free: list[ExitStack] = []
         for number in range(slots):
-            one = resources.enter_context(ExitStack())
-            if _locked(one, device.with_name(f"{device.name}.slot{number}.lock"), shared=False):
-                free.append(one)
+            slot = resources.enter_context(ExitStack())
+            if _locked(slot, device.with_name(f"{device.name}.slot{number}.lock"), shared=False):
+                free.append(slot)
         if not free:
             return None
         for other in free[1:]:

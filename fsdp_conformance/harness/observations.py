@@ -27,7 +27,7 @@ _ENDED: Final = ".ended"
 _HEADER: Final = 8
 #: The most bytes of one observation.
 _LARGEST: Final = 1 << 32
-#: Errors of the process that reads, which no file of a rank makes. The rank is not blamed for them.
+#: Errors of the process that reads, which no file of a rank can cause. The rank is not blamed for them.
 _OWN_ERRORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
@@ -134,7 +134,7 @@ class ObservationReader:
         pieces, missing, deadline = [], size, time.monotonic() + self._deadline_s
         pause_s, longest_s = _PAUSE_S
         while missing:
-            # Looked at before the file: what the rank wrote before it ended is there.
+            # Checked before the file is read: then all that the rank wrote before it ended is read, too.
             try:
                 has_ended = self._path.with_suffix(_ENDED).exists()
                 data = self._read(missing)

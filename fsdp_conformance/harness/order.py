@@ -27,7 +27,8 @@ from fsdp_conformance.run_settings import TorchrunWorker
 _GOODBYE_SLACK_S = 60.0
 
 
-#: Otherwise each such rank would start the driver, and a device mesh would give it a group for NCCL, about a second.
+#: For ranks that use no GPU. Otherwise each would start the driver, and a device mesh would make a group for NCCL,
+#: which takes about a second.
 _NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 #: Longer than any case.
@@ -70,9 +71,9 @@ class Refereed:
     directory: str
     """Where the ranks write what they observe."""
     nonce: str
-    """Of this case alone."""
+    """A random text that belongs to this case alone."""
     secret: str = ""
-    """For the referee alone: that of the run, if it takes no references of other runs."""
+    """For the referee alone: the run's secret, if it takes no references of other runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +121,7 @@ class CaseOrder:
     ahead: bool = False
     """Only get ready, and wait for another order (`processes.prepared`)."""
     debugged: Debugged | None = None
-    """True if one rank has the terminal, so that no deadline is short."""
+    """The rank that has the terminal, if one is debugged: then no deadline is short."""
     first_part: Part = Part.ENGINE
     """Whose code a rank runs until it says otherwise (`harness.accounting`)."""
     name: str = ""
@@ -144,8 +145,8 @@ class CaseOrder:
         """
         The timeout of process groups.
 
-        NCCL's would strike the ranks that wait, not the one that does not come, and at a moment when the host is
-        elsewhere. There the deadlines of the rank and of the case are all.
+        NCCL's timeout would end the ranks that wait, not the one that they wait for, and while the host does something
+        else. So it is longer than any case there, and only the deadlines of the rank and of the case apply.
         """
         if devices.is_scarce(self.device_type) and not self.share_devices:
             return _NEVER_S

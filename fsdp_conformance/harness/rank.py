@@ -2,8 +2,8 @@
 One case on one rank, seen from inside: run the body, report, wait for the goodbye.
 
 A rank sends its report when its body has ended, and then waits for the controller's goodbye, which comes when every
-rank has reported: no rank tears down its process group while a peer still communicates. The rooms add what differs:
-`processes.rank_process` prepares a process for one rank, `simulated_ranks.host` one for all of them.
+rank has reported: no rank tears down its process group while a peer still communicates. The two kinds of ranks add what
+differs: `processes.rank_process` prepares a process for one rank, `simulated_ranks.host` one for all of them.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class RankRun:
         began = time.monotonic()
         code = 0
         try:
-            # A case that catches an exception of the implementation to judge it shows it, too.
+            # So that the case can also show an exception that it catches in order to judge it.
             vars(case)["examine"] = self.examine
             case.init_rank()
             getattr(case, test_name)()
@@ -139,7 +139,7 @@ class RankRun:
             self.report.not_run, code = str(skipped), _torch_skips()["generic"].exit_code
         except BaseException as error:  # noqa: BLE001 - it goes into the report
             self.note(error, case.describe_error(error))
-            # Before the report: peers may still wait for this rank, but it does not count as failed.
+            # Before the report is sent: until then the rank does not count as failed, and its peers are not ended.
             self.examine(error)
             code = ERROR_EXIT_CODE
         case.leave_body()
@@ -174,7 +174,7 @@ class RankRun:
                 self.pipe.send_bytes(json.dumps({"prompt": waits}).encode())
 
     def meet_peers(self) -> None:
-        """A collective is about to be issued."""
+        """Called before a collective is issued: if the suite works, its work is a meeting from now on."""
         if self._part is Part.SUITE:
             self.turn_to(Part.MEETING)
 
@@ -193,7 +193,7 @@ class RankRun:
             self.report.error = described
 
     def speak(self) -> None:
-        """Send the report: the last thing the rank says about the case."""
+        """Send the report, the rank's last message about the case."""
         try:
             message = json.dumps({"report": codec.plain(self.report)})
         except (TypeError, ValueError) as error:
@@ -245,9 +245,9 @@ def destroy_process_group(collect_garbage: Callable[[], object] = gc.collect) ->
 def _backends() -> Iterator[object]:
     """The backends of all groups."""
     for group in distributed_c10d._world.pg_map:
-        for one in filter(None, (group, getattr(group, "_twin", None))):
-            for device in one._device_types:
-                yield one._get_backend(device)
+        for member in filter(None, (group, getattr(group, "_twin", None))):
+            for device in member._device_types:
+                yield member._get_backend(device)
 
 
 def describe_error(error: BaseException) -> RankError:

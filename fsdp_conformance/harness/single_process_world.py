@@ -11,7 +11,11 @@ from torch.testing._internal.distributed import fake_pg
 
 @contextmanager
 def imaginary_world(world_size: int) -> Iterator[None]:
-    """Rank 0 of so many, to see which calls a program makes. Values that come out of collectives mean nothing."""
+    """
+    Make this process rank 0 of `world_size` ranks, to see which calls a program makes.
+
+    Values that come out of collectives mean nothing.
+    """
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=world_size)
     try:
         yield

@@ -60,7 +60,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     """None: 60 % of the case's. The default of init_process_group, also in a test's own calls."""
     deadline_scale: float = 1.0
     first_part: Part = Part.ENGINE
-    """Whose time it is when a rank begins. A body that is the suite's tells when it enters the code under test."""
+    """Whose code a rank runs at first. A body that is the suite's own says when it enters the code under test."""
     determinism: Determinism = Determinism()
     rank_environment: Mapping[str, str] = MappingProxyType({})
     """Variables that are set first thing in every rank."""

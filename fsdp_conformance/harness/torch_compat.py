@@ -51,7 +51,7 @@ class MultiProcessTestCase(ShardedTrainingTestCase):
     determinism = _TORCH_SETTINGS
 
     cpu_world_size: ClassVar[int | None] = None
-    """How many ranks run on the CPU, on a machine without accelerators, what needs one; None: it is skipped."""
+    """The number of ranks of a test that needs accelerators, on a machine without any; None: the test is skipped."""
 
     def setUp(self) -> None:
         self.case_timeout_s = float(common_distributed.get_timeout(self.id()))
@@ -92,9 +92,9 @@ class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        chosen = cls.__dict__.get("world_size")
-        if isinstance(chosen, property) and chosen.fget is not None:
-            cls.world_size = property(_with_emulated_devices(chosen.fget))  # type: ignore[assignment,method-assign]
+        own_world_size = cls.__dict__.get("world_size")
+        if isinstance(own_world_size, property) and own_world_size.fget is not None:
+            cls.world_size = property(_with_emulated_devices(own_world_size.fget))  # type: ignore[assignment,method-assign]
 
     @property
     def world_size(self) -> int:

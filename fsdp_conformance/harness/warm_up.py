@@ -1,4 +1,4 @@
-"""Makes the libraries of a device allocate what they keep, before anybody counts it."""
+"""Makes the libraries of a device allocate what they keep, before memory is counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 #: What cases compute in: the matrix products of each dtype may use separate handles.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-#: Of the layer that is used for warming up, as small as the tests' own and aligned for every library.
+#: The width of the layer that is used for warming up, as small as the tests' own and aligned for every library.
 _WIDTH = 16
 
 
@@ -24,5 +24,5 @@ def warm_up(device: torch.device) -> None:
             inputs, weight = (torch.ones(_WIDTH, _WIDTH, device=device, dtype=dtype, requires_grad=True) for _ in "xw")
             bias = torch.ones(_WIDTH, device=device, dtype=dtype, requires_grad=True)
             torch.nn.functional.linear(inputs, weight, bias).sum().backward()  # type: ignore[no-untyped-call]
-        except (RuntimeError, TypeError):  # a device that lacks the dtype computes in it nowhere else either
+        except (RuntimeError, TypeError):  # the device lacks the dtype, so no case computes in it
             continue

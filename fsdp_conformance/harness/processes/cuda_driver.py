@@ -42,7 +42,7 @@ def cuda_is_initialised() -> bool:
     if torch_cuda is not None and torch_cuda.is_initialized():
         return True
     try:
-        # Only if it is loaded already.
+        # RTLD_NOLOAD: fails unless the driver is loaded already.
         driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         count = driver.cuDeviceGetCount
     except (OSError, AttributeError):
@@ -77,7 +77,7 @@ def _in_a_child(count: Callable[[], int]) -> int:
     """The result of `count` in a child process; 0 if the child ends without an answer, as without a driver."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        # That other threads may hold locks: the child takes none of theirs.
+        # Python warns that other threads may hold locks; the child takes none of them.
         warnings.simplefilter("ignore")
         pid = os.fork()
         if pid == 0:

@@ -18,7 +18,7 @@ from fsdp_conformance.harness.processes.forkserver import WarmServer, server_for
 #: Selects a separate server: one that has imported a module cannot be without it.
 WITHOUT = "FSDP_CONFORMANCE_WARM_WITHOUT"
 
-#: What servers have said, by their modules and variables.
+#: The module that starts CUDA in a server, or None, by the server's modules and variables.
 _known: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], str | None] = {}
 
 

@@ -63,7 +63,7 @@ def announce_prompts(tell: Callable[[bool], object]) -> None:
 
 def ignore_breakpoints(note: Callable[[], object] = lambda: None) -> None:
     """
-    In a rank without the terminal, which runs the same code: pdb would find no input, and end it.
+    In a rank without the terminal: pass over breakpoints, where pdb would find no input and end the rank.
 
     `note` is called at each breakpoint that is passed over.
     """

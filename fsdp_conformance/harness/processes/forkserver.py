@@ -63,7 +63,7 @@ _SLICE_S = 0.5
 #: A server that has not ended this long after it was asked to is killed.
 STOP_TIMEOUT_S = 5.0
 
-#: Since Python 3.14 a server and those who ask it to fork prove to each other that they know a key.
+#: Since Python 3.14 a server and its clients prove to each other that they know a key.
 _HAS_KEY = "authkey_r" in inspect.signature(multiprocessing.forkserver.main).parameters
 _KEY_BYTES = 32
 
@@ -113,7 +113,8 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
 
     def connect_to_new_process(self, fds: Any) -> Any:
         """
-        As in the base class, but with a deadline for the server's imports, which a key makes the caller wait for.
+        As in the base class, but with a deadline: with a key, the caller waits until the server has finished its
+        imports.
 
         Raises EOFError if the server ends in the meantime.
         """
@@ -206,6 +207,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
             self._forget()
 
     def _forget(self) -> None:
+        """Forget a server that has ended, and remove its socket and its log."""
         self._forkserver_pid = self._forkserver_authkey = None
         address, self._forkserver_address = self._forkserver_address, None
         if address is not None and not multiprocessing.util.is_abstract_socket_namespace(address):
@@ -231,7 +233,7 @@ class ForkedServer(WarmServer):
         self._forkserver_pid = pid
 
     def _serve(self, listener: socket.socket, alive_r: int, alive_w: int) -> NoReturn:
-        """In the child: as a new process would be, and then serve."""
+        """In the child: bring the process into the state of a new one, then serve."""
         try:
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(signum, signal.SIG_DFL)
@@ -502,7 +504,7 @@ def _new_key() -> bytes | None:
 
 
 def _prove_key(client: socket.socket, key: bytes) -> None:
-    """The client's half of it, after the server has asked."""
+    """Prove to the server, which has asked, that this process knows the key, and demand the same of the server."""
     with multiprocessing.connection.Connection(os.dup(client.fileno())) as connection:
         multiprocessing.connection.answer_challenge(connection, key)
         multiprocessing.connection.deliver_challenge(connection, key)
@@ -510,8 +512,8 @@ def _prove_key(client: socket.socket, key: bytes) -> None:
 
 class _Servers:
     """
-    The servers of this process: one base per environment; one grown from it with the suite alone, from which referees
-    come; and from that one for each engine, up to `MAX_ENGINES`.
+    The servers of this process. Each environment has a base, a server grown from it with the suite alone, from which
+    referees come, and a server grown from that one for each engine, up to `MAX_ENGINES`.
 
     No two engines share a server, because a module may change torch when it is imported.
     """
@@ -554,8 +556,8 @@ class _Servers:
         if grown is None or not grown.imported.issuperset(requested):
             loaded = grown.modules if grown is not None else ()
             self._end([*self._engines_of(key), self._suites.pop(key, None)])
-            wanted = dict.fromkeys((*loaded, *requested, *self._expected))
-            grown = GrownServer(base, [name for name in wanted if name not in base.imported])
+            names = dict.fromkeys((*loaded, *requested, *self._expected))
+            grown = GrownServer(base, [name for name in names if name not in base.imported])
             self._suites[key] = grown
         return grown
 
@@ -581,7 +583,7 @@ class _Servers:
             self._bases[frozenset(base.environment.items())] = base
 
     def _retire(self, key: _Environment) -> None:
-        # What was grown first: it keeps its base alive.
+        # Grown servers first, because they keep their base alive.
         self._end([*self._engines_of(key), self._suites.pop(key, None), self._bases.pop(key, None)])
 
     def _end(self, servers: Iterable[WarmServer | None]) -> None:

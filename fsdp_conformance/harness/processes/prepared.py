@@ -4,8 +4,8 @@ Ranks that get ready for the next case while this one runs: fresh ones, and each
 On a GPU most of a short case is its beginning: driver and context, libraries, communicators. None of it depends on the
 case, so a second set of ranks does it meanwhile, on the same devices, and waits (`harness.rank_startup`). The next
 case takes the set if all that the ranks have done holds for it: world size, server, environment, first group, and
-devices that it can have at once. Otherwise the set is ended, and the case starts ranks as usual. So it does if a rank
-fails while it gets ready: a rank that belongs to a case then fails again, and says why.
+devices that it can have at once. Otherwise the set is ended, and the case starts ranks as usual. The same goes for a
+set in which a rank fails while it gets ready: a rank that belongs to a case then fails again, and says why.
 
 A waiting set holds no lease, so no case waits for devices that are not in use. It takes memory, and is made only
 where there is plenty.
@@ -131,8 +131,8 @@ class PreparedRanks:
 
 def can_prepare(case: CaseOrder) -> bool:
     """True if ranks can get ready for such a case before it starts, and it is worth it."""
-    usual = not (case.reuse or case.simulated or case.share_devices or case.worker or case.debugged)
-    return usual and case.group is not None and devices.begins_slowly(case.device_type)
+    is_usual = not (case.reuse or case.simulated or case.share_devices or case.worker or case.debugged)
+    return is_usual and case.group is not None and devices.begins_slowly(case.device_type)
 
 
 def _has_room(case: CaseOrder, lease: Lease) -> bool:

@@ -103,7 +103,7 @@ def main(pipe: Connection, directory: Path) -> NoReturn:
 
 
 def _get_ready(order: RankOrder, pipe: Connection, directory: Path) -> RankOrder:
-    """Prepare all that needs no case, report it, and wait for a case. A rank that cannot leaves without blame."""
+    """Prepare all that needs no case, report it, and wait for a case. A rank that fails here is not blamed."""
     try:
         prepare_process(order)
         rank_startup.get_ready(order)
@@ -111,7 +111,7 @@ def _get_ready(order: RankOrder, pipe: Connection, directory: Path) -> RankOrder
         traceback.print_exc()
         leave(ERROR_EXIT_CODE, pipe)
     pipe.send_bytes(READY)
-    # Whoever takes a rank that has waited asks whether it is still there: one that was killed meanwhile never answers.
+    # A case asks a rank that has waited if it is still there before it sends the order: a killed one never answers.
     _next_message(pipe, directory)
     pipe.send_bytes(READY)
     (order,) = first_orders(pipe, directory)

@@ -71,9 +71,9 @@ class RankPool:
         if idle is None:
             return None
         if idle.key == key and all(process.exitcode is None for process, _ in idle.members):
-            held = leases.again(device_type, idle.lease, slots=slots)
-            if held is not None:
-                idle.resources.push(held)
+            renewed_lease = leases.again(device_type, idle.lease, slots=slots)
+            if renewed_lease is not None:
+                idle.resources.push(renewed_lease)
                 return idle
         idle.end()
         return None

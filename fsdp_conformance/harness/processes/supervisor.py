@@ -158,7 +158,7 @@ class Supervisor:
         self, seats: Sequence[Seat], deadlines: Deadlines, *, keep: bool = False, meeting: CaseMeeting | None = None
     ) -> None:
         self._meeting = meeting
-        """Under torchrun: with the workers that watch the other ranks."""
+        """Under torchrun: the meeting with the workers that watch the other ranks."""
         self.seats = list(seats)
         self.deadlines = deadlines
         self.keep = keep
@@ -230,7 +230,7 @@ class Supervisor:
         return [part for seat in self.seats for part in seat.parts]
 
     def _read_clock(self) -> float:
-        """Now, by time.monotonic(), with the time since the last look attributed to whom it belongs."""
+        """Return time.monotonic(), and attribute the time since the last call to the engine or the suite."""
         now = time.monotonic()
         self._clock.advance(now, self._parts())
         return now
@@ -261,11 +261,11 @@ class Supervisor:
 
     def _grant(self, waiting: Sequence[Seat]) -> bool:
         """Give late ranks more time if one of them has made progress since the last look."""
-        seen = ["".join(last_collectives(Path(seat.files.collectives))[-1:]) for seat in waiting]
-        has_progressed, self._seen = seen != self._seen, seen
+        last_lines = ["".join(last_collectives(Path(seat.files.collectives))[-1:]) for seat in waiting]
+        has_progressed, self._seen = last_lines != self._seen, last_lines
         if not has_progressed or self._granted_s >= (MOST_TIMES - 1) * self.deadlines.rank_s:
             return False
-        # From now on: a controller that is late itself must not take it from the ranks.
+        # Counted from now: a controller that looks late itself must not take the time from the ranks.
         self._granted_s = self._clock.engine_s - (1 - _LOOK) * self.deadlines.rank_s
         return True
 
@@ -329,13 +329,13 @@ class Supervisor:
         if sent_at is None:
             self._read_clock()
         else:
-            # A controller that reads late must not take the time for that of the part before.
+            # Until the message was sent: if the controller reads it late, the time since then is the new part's.
             self._clock.advance(sent_at, self._parts())
         part, had_failed = seat.part, seat.failed
         try:
             seat.accept(message)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, pickle.UnpicklingError) as error:
-            # Code under test has the pipe, too. Whatever it sends is the rank's, and nothing else is believed.
+            # Code under test can write to the pipe, too. The rank is responsible for whatever comes from there.
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             seat.report = _report_of_text(
                 seat.rank, f"RuntimeError: the rank sent a message that cannot be read ({reason})"
@@ -350,6 +350,7 @@ class Supervisor:
                     other.blame_suite()
 
     def _note_end(self, seat: Seat) -> None:
+        """Record that a rank's process has ended, after the messages that it had sent before."""
         for message in seat.mailbox.drain():
             self._accept(seat, message)
         self._read_clock()
@@ -396,7 +397,7 @@ def _turned_at(message: bytes) -> float | None:
 
 
 class _TextAlone(pickle.Unpickler):
-    """Reads strings. What is unpickled is run, and code under test may have sent it."""
+    """Unpickles strings only: unpickling anything else may run code, and code under test may have sent it."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is no text")

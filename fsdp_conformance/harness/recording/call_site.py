@@ -19,10 +19,10 @@ def calling_frame() -> Frame | None:
     frame: FrameType | None = sys._getframe(1)
     inner: FrameType | None = None
     while frame is not None:
-        of = owner(frame.f_code.co_filename)
-        if of is Owner.USER:
+        code_owner = owner(frame.f_code.co_filename)
+        if code_owner is Owner.USER:
             return _place(frame)
-        if of is Owner.TORCH:
+        if code_owner is Owner.TORCH:
             inner = inner or frame
         frame = frame.f_back
     return _place(inner) if inner is not None else None

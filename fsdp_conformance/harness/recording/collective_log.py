@@ -43,7 +43,7 @@ class Collective(NamedTuple):
     group: ProcessGroup
     traffic: Traffic
     method: Callable[..., Work | None]
-    """The backend's, which takes `args` and `kwargs`, or others in their place."""
+    """The backend's method, which takes `args` and `kwargs`, or others in their place."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
@@ -81,7 +81,7 @@ class CollectiveObserver:
 
 
 def _nothing() -> None:
-    """For a process that runs no case."""
+    """Do nothing: for a process that runs no case."""
 
 
 class CollectiveLog:

@@ -53,7 +53,7 @@ class CollectiveTrace:
     """
     The writing side. Nothing is buffered, so a SIGKILL loses nothing.
 
-    `mark` makes a mark in what the calling thread has issued to a device; None where a wait is one of the host.
+    `mark` makes a mark in what the calling thread has issued to a device; None where a wait makes the host wait.
     """
 
     def __init__(self, path: str | os.PathLike[str], mark: Callable[[], Mark] | None = None) -> None:
@@ -70,7 +70,7 @@ class CollectiveTrace:
         self._followed: dict[int, weakref.ref[Any]] = {}
         self._mark = mark
         self._pending: dict[int, Mark] = {}
-        # A Work may be released while this thread writes.
+        # Reentrant, because a Work may be released while this thread writes.
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None

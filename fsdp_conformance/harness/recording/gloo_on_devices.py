@@ -30,7 +30,11 @@ def method_for(group: ProcessGroup, name: str, device_type: str) -> Callable[...
 
 
 def _backend_name(group: ProcessGroup, device_type: str) -> str:
-    """Empty for a device without a backend, and for tensors on several: torch says what is wrong with the call."""
+    """
+    The name of a group's backend for a type of device.
+
+    Empty for a device without a backend, and for tensors on several: torch then says what is wrong with the call.
+    """
     try:
         return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
@@ -38,7 +42,7 @@ def _backend_name(group: ProcessGroup, device_type: str) -> str:
 
 
 def _last(works: Sequence[Work]) -> Work:
-    """The last of several works, when the others are done: gloo's threads may finish them in any order."""
+    """Wait for all works but the last, and return that: gloo's threads may finish them in any order."""
     for work in works[:-1]:
         work.wait()
     return works[-1]

@@ -228,7 +228,7 @@ def ensure_cpu_backend(timeout: timedelta) -> None:
     gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
     name, description = group.group_name, group.group_desc
     group._register_backend(cpu, ProcessGroup.BackendType.GLOO, gloo)
-    # A group asks its backends for them.
+    # A group has its name and its description from its backends, so the new one must be told.
     group._set_group_name(name)
     group._set_group_desc(description)
 

@@ -3,9 +3,9 @@ Arguments that gloo refuses before it communicates: invalid roots, reductions, d
 
 Ranks on gloo get an error from their own call. So do simulated ranks, each from its own arguments: otherwise elements
 would be dropped, or another rank would be taken for the root, without a word, and a program would fail only once it
-runs on real ranks. Refused as well is what gloo accepts and gets wrong: tensors with gaps, whose elements it takes for
-adjacent, and scalars in a reduce-scatter of tensors, with which it ends the process (torch 2.13). What ranks must agree
-on is compared when they meet (`meeting`).
+runs on real ranks. Also refused are arguments that gloo accepts and gets wrong: tensors with gaps, whose elements it
+takes for adjacent, and scalars in a reduce-scatter of tensors, with which it ends the process (torch 2.13). What ranks
+must agree on is compared when they meet (`meeting`).
 """
 
 from __future__ import annotations
@@ -120,16 +120,16 @@ def _of_layout(call: Call) -> Iterator[str]:
 
 def _of_gaps(call: Call) -> Iterator[str]:
     if call.op in _MESSAGES:
-        loose = [tensor for tensor in call.tensors if not tensor.is_contiguous()]
+        gapped = [tensor for tensor in call.tensors if not tensor.is_contiguous()]
     elif call.splits is not None:
-        loose = [tensor for tensor in call.tensors if not _is_contiguous_somehow(tensor)]
+        gapped = [tensor for tensor in call.tensors if not _is_contiguous_somehow(tensor)]
     elif call.op in _ADJACENT and not _is_of_wholes(call):
-        loose = [tensor for tensor in call.tensors if not torch.ops.aten.is_non_overlapping_and_dense(tensor)]
+        gapped = [tensor for tensor in call.tensors if not torch.ops.aten.is_non_overlapping_and_dense(tensor)]
     else:
-        loose = []
-    if loose:
+        gapped = []
+    if gapped:
         yield (
-            f"tensors must be contiguous, got shape {tuple(loose[0].shape)} with strides {loose[0].stride()}: call "
+            f"tensors must be contiguous, got shape {tuple(gapped[0].shape)} with strides {gapped[0].stride()}: call "
             "contiguous() on it, and copy the result back"
         )
 
@@ -146,10 +146,10 @@ def _is_contiguous_somehow(tensor: Tensor) -> bool:
 def _of_dtypes(call: Call) -> Iterator[str]:
     if call.op in _MESSAGES:
         return
-    known_here = DTYPES
+    supported_dtypes = DTYPES
     if call.op in (Op.REDUCE, Op.REDUCE_SCATTER) and call.reduce_op in ("SUM", "AVG"):
-        known_here = DTYPES | {torch.complex64, torch.complex128}
-    unknown = sorted({str(tensor.dtype) for tensor in call.tensors if tensor.dtype not in known_here})
+        supported_dtypes = DTYPES | {torch.complex64, torch.complex128}
+    unknown = sorted({str(tensor.dtype) for tensor in call.tensors if tensor.dtype not in supported_dtypes})
     if unknown:
         supported = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES))
         yield f"dtype must be one of {supported}, got {', '.join(unknown)}: gloo has no other"
@@ -181,7 +181,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def _of_sizes(call: Call) -> Iterator[str]:
-    """Why what a rank gives does not fit what it gets."""
+    """Problems if the inputs of a rank do not fit its outputs."""
     inputs, outputs, size = call.inputs, call.outputs, call.size
     if call.op is Op.ALL_GATHER:
         yield from _gathered("input", inputs, "output", outputs, size)
@@ -206,7 +206,7 @@ def _of_sizes(call: Call) -> Iterator[str]:
 
 
 def _gathered(one: str, parts: Sequence[Tensor], other: str, wholes: Sequence[Tensor], size: int) -> Iterator[str]:
-    """The parts of one rank next to what has the parts of all: a whole tensor for each part, or a list of parts."""
+    """Problems if one rank's parts do not fit what has the parts of all: a whole tensor for each part, or a list."""
     if len(parts) != len(wholes):
         yield from _listed(one, parts, other, wholes, size)
         return
@@ -219,7 +219,7 @@ def _gathered(one: str, parts: Sequence[Tensor], other: str, wholes: Sequence[Te
 
 
 def _listed(one: str, parts: Sequence[Tensor], other: str, listed: Sequence[Tensor], size: int) -> Iterator[str]:
-    """The parts of one rank next to a list of the parts of all."""
+    """Problems if one rank's parts do not fit a list of the parts of all."""
     if len(listed) != size * len(parts):
         yield f"the {other} must be a list of {size * len(parts)} tensors, got {len(listed)}"
         return
@@ -234,7 +234,7 @@ def _unlike(one: str, got: Tensor, other: str, like: Tensor, where: str) -> str:
 
 
 def _exchanged(call: Call) -> Iterator[str]:
-    """An all-to-all of lists, all of one shape, or of the rows of single tensors."""
+    """Problems of an all-to-all: of lists, all of one shape, or of the rows of single tensors."""
     if call.splits is None:
         for name, listed in (("output", call.outputs), ("input", call.inputs)):
             if len(listed) != call.size:

@@ -249,12 +249,12 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
         return contribution
 
     def _describe(self, number: int, contribution: Contribution, meeting: Meeting) -> str:
-        there = []
+        absent = []
         for rank in meeting.missing():
             latest = self.shared.last.get(rank)
             at = f"at collective {latest[0]}, {latest[1]}" if latest else "at none yet"
-            there.append(f"rank {self.shared.ranks[rank]} ({at})")
-        return f"{contribution.call}, collective {number} of group {self.shared.name}; not there: {', '.join(there)}"
+            absent.append(f"rank {self.shared.ranks[rank]} ({at})")
+        return f"{contribution.call}, collective {number} of group {self.shared.name}; not there: {', '.join(absent)}"
 
 
 def _method(name: str) -> Callable[..., Work | None]:
@@ -300,8 +300,8 @@ def _splits_of(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """How an all-to-all of single tensors splits its output and its input; None for other collectives."""
-    given, taken = output_splits_of(name, args, kwargs), input_splits_of(name, args, kwargs)
-    return None if given is None or taken is None else (given, taken)
+    output_splits, input_splits = output_splits_of(name, args, kwargs), input_splits_of(name, args, kwargs)
+    return None if output_splits is None or input_splits is None else (output_splits, input_splits)
 
 
 def _is_on_cpu(traffic: Traffic, options: Sequence[Any]) -> bool:
@@ -328,9 +328,9 @@ class _Groups:
         Ranks may number their groups differently, so two groups can have one name: the members are part of the key. A
         name may also be reused after its group was destroyed: the n-th time that a rank joins means the n-th group.
         """
-        time = self._joined[name, ranks, rank]
+        number = self._joined[name, ranks, rank]
         self._joined[name, ranks, rank] += 1
-        key = (name, ranks, time)
+        key = (name, ranks, number)
         if key not in self._shared:
             self._shared[key] = _Shared(ranks)
         return self._shared[key]

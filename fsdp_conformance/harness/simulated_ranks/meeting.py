@@ -39,7 +39,7 @@ class Contribution:
     sizes: tuple[int, ...] | None = None
     """For an all-to-all of single tensors: rows of the input for each rank; empty for equal parts."""
     together: bool = False
-    """For an all-reduce: whether the tensors of each rank are reduced together, to one result."""
+    """True for an all-reduce in which the tensors of each rank are reduced together, to one result."""
     refused: str = ""
     """Why the rank cannot have its result, although the others can have theirs."""
     is_there: bool = False
@@ -77,7 +77,7 @@ class Brought(list["Contribution | None"]):
         return made
 
     def forget(self) -> None:
-        """Drop what was made: whoever holds a rank's Work holds the meeting."""
+        """Drop what was made, because the Work of each rank keeps the meeting alive."""
         self._made.clear()
 
 
@@ -130,17 +130,17 @@ class Meeting:
 
     def _carry_out(self) -> None:
         """Write the result of every rank whose result can be computed now."""
-        able = [(rank, self._waiting[rank]) for rank in sorted(self._waiting)]
-        able = [(rank, contribution) for rank, contribution in able if self._suffices(rank, contribution)]
+        computable = [(rank, self._waiting[rank]) for rank in sorted(self._waiting)]
+        computable = [(rank, contribution) for rank, contribution in computable if self._suffices(rank, contribution)]
         # Compute all results before writing any: an output may overlap an input. A common result is computed once.
         common: dict[int, list[Tensor]] = {}
         results = []
-        for rank, contribution in able:
+        for rank, contribution in computable:
             form = len(contribution.outputs) if contribution.op in _COMMON else -1 - rank
             if form not in common:
                 common[form] = RESULTS[contribution.op](self.brought, rank)
             results.append(common[form])
-        for (rank, contribution), values in zip(able, results, strict=True):
+        for (rank, contribution), values in zip(computable, results, strict=True):
             for output, value in zip(contribution.outputs, values, strict=True):
                 _write(output, value)
             contribution.is_there = True

@@ -5,7 +5,7 @@ Simulated ranks: N ranks of one world as threads of one process, for worlds larg
 
 Each rank has its own world of torch.distributed, whose groups communicate in memory (`group`), its own random numbers,
 and whatever else `state` switches. The ranks take turns (`scheduler`), so every run is the same, and a rank that can
-never stop waiting learns it at once.
+never stop waiting gets an error at once.
 
 Unlike processes, these ranks share modules and their globals, warnings and the CPU's allocator, and a signal ends all
 of them. Autograd runs in the thread that calls `backward`, as in torch's own tests with threads.
@@ -172,12 +172,12 @@ def _profilers_off() -> Iterator[None]:
     from torch.distributed.fsdp import _debug_utils
 
     stopwatch: Any = _debug_utils.SimpleProfiler
-    own = vars(stopwatch)["profile"]
+    original = vars(stopwatch)["profile"]
     stopwatch.profile = staticmethod(lambda kind: nullcontext())
     try:
         yield
     finally:
-        stopwatch.profile = own
+        stopwatch.profile = original
 
 
 @contextmanager
@@ -259,15 +259,15 @@ def _collect(
         raise
     for rank in done:
         threads[rank].join()  # its result is in, and it waits for no other rank
-    left = f"\nStill running: {_missing(threads, done)}." if len(done) < len(threads) else ""
+    still_running = f"\nStill running: {_missing(threads, done)}." if len(done) < len(threads) else ""
     if stacks:
         late = next(rank for rank in range(len(threads)) if f"rank {rank}:\n" in stacks)
-        raise RankTimedOut(f"some ranks did not end within timeout_s={timeout_s}.\n{stacks}{left}", rank=late)
+        raise RankTimedOut(f"some ranks did not end within timeout_s={timeout_s}.\n{stacks}{still_running}", rank=late)
     failed = next((done[rank] for rank in scheduler.failed if done[rank].error is not None), None)
     if failed is not None and failed.error is not None:
         text = "".join(traceback.format_exception(failed.error))
         raise RankRaised(
-            f"rank {failed.rank} of {len(threads)} raised\n{text}{left}", rank=failed.rank
+            f"rank {failed.rank} of {len(threads)} raised\n{text}{still_running}", rank=failed.rank
         ) from failed.error
     return [done[rank].result for rank in range(len(threads))]  # type: ignore[misc]  # none has an error
 
@@ -276,10 +276,10 @@ def _wait(ended: queue.SimpleQueue[_Ended[T]], done: dict[int, _Ended[T]], numbe
     """Add to `done` until all ranks have ended or the deadline has passed."""
     while len(done) < number:
         try:
-            one = ended.get(timeout=max(0.0, until - time.monotonic()))
+            ending = ended.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             return
-        done[one.rank] = one
+        done[ending.rank] = ending
 
 
 def _missing(threads: Sequence[threading.Thread], done: Mapping[int, Any]) -> str:

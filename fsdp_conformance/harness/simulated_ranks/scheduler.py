@@ -48,7 +48,7 @@ class _Seat:
     """The error to raise in the rank instead of returning from its wait."""
 
     def can_go_on(self, *, at_end: bool) -> bool:
-        """True if it can take a turn; `at_end` if whoever waits is to be woken."""
+        """True if it can take a turn; `at_end` if all waiting ranks are to be woken."""
         return self.ready is None or bool(self.failure) or (at_end and not self.is_done) or self.ready()
 
 
@@ -93,7 +93,7 @@ class RankScheduler:
         self._await_turn(rank)
 
     def leave(self) -> None:
-        """The calling rank takes no more turns."""
+        """Pass the turn on for good: the calling rank takes no more turns."""
         seat = self._seats[self.rank]
         seat.has_left = seat.is_done = True
         self._unfinished.discard(self.rank)

@@ -3,7 +3,7 @@ The network interface by which a host reaches the others of a torchrun job.
 
 gloo listens at the address of the host's own name, which many systems resolve to a loopback address; then ranks on
 other hosts cannot connect. The interface of the route to torchrun's store is one that the hosts have in common. Linux
-tells its routes in /proc; elsewhere nothing is found, and gloo and NCCL choose by themselves.
+lists its routes in /proc; elsewhere nothing is found, and gloo and NCCL choose by themselves.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def network_of_this_process(proc: Path = _PROC) -> str:
 def interface_variables(host: str, proc: Path = _PROC) -> dict[str, str]:
     """Variables that make gloo and NCCL use the interface towards `host`, except those that are set already."""
     unset = [name for name in VARIABLES if not os.environ.get(name)]
-    chosen = interface_towards(host, proc) if unset else None
-    return dict.fromkeys(unset, chosen) if chosen else {}
+    interface = interface_towards(host, proc) if unset else None
+    return dict.fromkeys(unset, interface) if interface else {}
 
 
 def interface_towards(host: str, proc: Path = _PROC) -> str | None:

@@ -2,8 +2,8 @@
 How the workers of a torchrun job meet: torchrun starts one worker per rank, and all run the same cases in the same
 order.
 
-The ranks of a case are dealt to hosts in turn: rank 0 to the first worker of the first host, rank 1 to the first of the
-second, and so on. So a case of two ranks already crosses hosts. The first worker is always rank 0. Ranks on several
+The ranks of a case are assigned to hosts in turn: rank 0 to the first worker of the first host, rank 1 to the first of
+the second, and so on. So a case of two ranks already crosses hosts. The first worker is always rank 0. Ranks on several
 hosts communicate over the interface by which their host reaches the store (`interface`), unless the user names another.
 
 For each case a worker starts one fresh rank, with the same files and deadlines as on one host. The workers meet at the
@@ -188,8 +188,8 @@ def _dealt(worker: TorchrunWorker) -> tuple[tuple[_Member, ...], str]:
     Collective, once in a job: a worker that does not come is waited for once.
     """
     store = PrefixStore("workers", _store(worker))
-    here = _Member(worker.local_rank, worker.rank, worker.host_rank, network_of_this_process())
-    store.set(str(worker.rank), json.dumps(here))
+    own_member = _Member(worker.local_rank, worker.rank, worker.host_rank, network_of_this_process())
+    store.set(str(worker.rank), json.dumps(own_member))
     names = [str(rank) for rank in range(worker.world_size)]
     try:
         store.wait(names, timedelta(seconds=_ARRIVAL_S))
