@@ -56,9 +56,9 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Work:
 
 def scatter(output: Tensor, parts: Sequence[Tensor], source: int, group: ProcessGroup) -> Work:
     """Start filling `output` (1D, contiguous) with this rank's entry of the parts of group rank `source`."""
-    given = list(parts) or None  # only the source has any
+    scatter_list = list(parts) or None  # only the source has any
     rank = dist.get_global_rank(group, source)
-    return cast(Work, dist.scatter(output, given, src=rank, group=group, async_op=True))
+    return cast(Work, dist.scatter(output, scatter_list, src=rank, group=group, async_op=True))
 
 
 def all_to_all(

@@ -37,22 +37,22 @@ def tensors_in(structure: object) -> Iterator[Tensor]:
 
 def has_unknown(structure: object) -> bool:
     """True if `structure` holds an object of unknown type, which may hold tensors that `tensors_in` does not find."""
-    known = (Tensor, *_WITHOUT_TENSORS, *_CONTAINERS)
-    return any(not isinstance(leaf, known) for leaf in _leaves(structure))
+    known_types = (Tensor, *_WITHOUT_TENSORS, *_CONTAINERS)
+    return any(not isinstance(leaf, known_types) for leaf in _leaves(structure))
 
 
 def _leaves(structure: object) -> Iterator[object]:
     """Everything inside `structure` that holds nothing further, in order."""
-    seen: set[int] = set()  # for containers that hold themselves
+    visited: set[int] = set()  # for containers that hold themselves
     pending = [structure]
     while pending:
         item = pending.pop()
         if isinstance(item, (Tensor, *_WITHOUT_TENSORS)):
             yield item
-        elif id(item) not in seen:
+        elif id(item) not in visited:
             inner = _inside(item)
             if inner:
-                seen.add(id(item))
+                visited.add(id(item))
                 pending.extend(reversed(inner))
             else:
                 yield item

@@ -1,6 +1,6 @@
 """
-Checks that all ranks of a group agree on the parameters whose gradients are reduced by position; and what each of them
-has to say, to be compared elsewhere.
+Checks that all ranks of a group agree on the parameters whose gradients are reduced by position, and collects values of
+all ranks that are compared elsewhere.
 
 Every rank comes to the same answer, so either all raise or none does. A rank that carried on alone would hang in the
 first collective that its peers never issue.
@@ -58,9 +58,9 @@ def verify_parameters(
     texts = texts_unless_equal(json.dumps([names_matter, facts]), group, device=device)
     if texts is None:
         return
-    told = [json.loads(text) for text in texts]
-    by_rank = [[ParameterFacts(*_tuples(entry)) for entry in entries] for _, entries in told]
-    if not all(matter for matter, _ in told):
+    messages = [json.loads(text) for text in texts]
+    by_rank = [[ParameterFacts(*_tuples(entry)) for entry in entries] for _, entries in messages]
+    if not all(matter for matter, _ in messages):
         by_rank = [
             [each._replace(name=f"parameter {place}") for place, each in enumerate(entries)] for entries in by_rank
         ]
@@ -101,12 +101,12 @@ def texts_unless_equal(text: str, group: ProcessGroup, *, device: torch.device) 
     """
     if group.size() == 1:
         return None
-    mine = text.encode()
-    digests = _gathered(hashlib.sha256(mine).digest(), group, device)
+    encoded = text.encode()
+    digests = _gathered(hashlib.sha256(encoded).digest(), group, device)
     if len(set(digests)) == 1:
         return None
-    lengths = [int.from_bytes(length) for length in _gathered(len(mine).to_bytes(8), group, device)]
-    padded = _gathered(mine.ljust(max(lengths), b"\0"), group, device)
+    lengths = [int.from_bytes(length) for length in _gathered(len(encoded).to_bytes(8), group, device)]
+    padded = _gathered(encoded.ljust(max(lengths), b"\0"), group, device)
     return [each[:length].decode() for each, length in zip(padded, lengths, strict=True)]
 
 
@@ -127,17 +127,20 @@ def _differences(mine: Sequence[ParameterFacts], first: Sequence[ParameterFacts]
     problems = []
     if len(mine) != len(first):
         problems.append(differs("number of parameters", len(first), len(mine)))
-    own, wanted = {facts.name: facts for facts in mine}, {facts.name: facts for facts in first}
-    absent, foreign = [name for name in wanted if name not in own], [name for name in own if name not in wanted]
+    own_facts, expected_facts = {facts.name: facts for facts in mine}, {facts.name: facts for facts in first}
+    absent, foreign = (
+        [name for name in expected_facts if name not in own_facts],
+        [name for name in own_facts if name not in expected_facts],
+    )
     if absent or foreign:
         problems.append(differs("parameters", ", ".join(absent) or "no others", ", ".join(foreign) or "no others"))
-    elif list(own) != list(wanted):
-        problems.append(differs("order", ", ".join(wanted), ", ".join(own)))
-    for name, facts in own.items():
-        if name in wanted:
+    elif list(own_facts) != list(expected_facts):
+        problems.append(differs("order", ", ".join(expected_facts), ", ".join(own_facts)))
+    for name, facts in own_facts.items():
+        if name in expected_facts:
             problems += [
                 differs(f"{field} of {name}", expected, got)
-                for field, got, expected in zip(ParameterFacts._fields, facts, wanted[name], strict=True)
+                for field, got, expected in zip(ParameterFacts._fields, facts, expected_facts[name], strict=True)
                 if got != expected
             ]
     return problems

@@ -98,17 +98,17 @@ class _Bucket:
         self._stream: torch.Stream | None = None
         """The stream that wrote the buffer last."""
 
-    def place(self, given: _Input, capacity: int) -> None:
+    def place(self, item: _Input, capacity: int) -> None:
         """Copy an input into the buffer. The caller may then reuse its memory."""
-        end = self.offset + given.row_numel
+        end = self.offset + item.row_numel
         buffer = self._grown(end, capacity)
-        if given.row_numel:
+        if item.row_numel:
             rows = buffer[:, self.offset : end]
-            if given.flat is not None:
-                rows.copy_(given.flat.view(self.world_size, -1))
+            if item.flat is not None:
+                rows.copy_(item.flat.view(self.world_size, -1))
             else:
-                torch._foreach_copy_(list(rows.unbind(0)), [row.reshape(-1) for row in given.rows])
-        self.pending.append(given.pending)
+                torch._foreach_copy_(list(rows.unbind(0)), [row.reshape(-1) for row in item.rows])
+        self.pending.append(item.pending)
         self.offset = end
 
     def take(self) -> tuple[Tensor, list[Pending]]:
@@ -199,17 +199,17 @@ class ReduceScatterBucketer:
         fit. Raises InputMismatch with every problem.
         """
         group = resolve_group(group)
-        given = _checked(inputs, dist.get_world_size(group), callback)
-        bucket = self._bucket(given.rows[0].dtype, given.rows[0].device, group)
+        checked = _checked(inputs, dist.get_world_size(group), callback)
+        bucket = self._bucket(checked.rows[0].dtype, checked.rows[0].device, group)
         capacity = _capacity(self.bucket_cap_mb, bucket.dtype, bucket.world_size)
         # If the capacity is 0, not even an empty input waits.
-        if given.row_numel > capacity or capacity == 0:
-            self._launch(bucket, _as_flat(given), [given.pending])
-            return given.pending
-        if given.row_numel > capacity - bucket.offset:
+        if checked.row_numel > capacity or capacity == 0:
+            self._launch(bucket, _as_flat(checked), [checked.pending])
+            return checked.pending
+        if checked.row_numel > capacity - bucket.offset:
             self._flush(bucket)
-        bucket.place(given, capacity)
-        return given.pending
+        bucket.place(checked, capacity)
+        return checked.pending
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -355,8 +355,8 @@ def _joined(rows: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((numel * len(rows),), (1,))
 
 
-def _as_flat(given: _Input) -> Tensor:
+def _as_flat(item: _Input) -> Tensor:
     """The input as one contiguous 1D tensor, rank after rank: the caller's memory if possible."""
-    if given.flat is not None:
-        return given.flat.detach()
-    return torch.cat([row.reshape(-1) for row in given.rows])
+    if item.flat is not None:
+        return item.flat.detach()
+    return torch.cat([row.reshape(-1) for row in item.rows])

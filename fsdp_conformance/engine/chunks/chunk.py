@@ -53,10 +53,10 @@ class ChunkConfig(StorageConfig):
     shared with other chunks in turn. PRIVATE: a fused chunk (ZeRO-2), which owns its block permanently."""
 
     def problems(self) -> list[str]:
-        found = super(ChunkConfig, self).problems()
+        problems = super(ChunkConfig, self).problems()
         if self.block is BlockKind.CACHED:
-            found.append("block must be RESIZED, PUBLIC or PRIVATE, got CACHED")
-        return found
+            problems.append("block must be RESIZED, PUBLIC or PRIVATE, got CACHED")
+        return problems
 
 
 class ShardStatistics(NamedTuple):
@@ -110,7 +110,7 @@ class Chunk(ShardedStorage):
         self.from_partner = False
         """True if the unsharded data came from the partner, and are not older than it."""
         self.statistics: ShardStatistics | None = None
-        """Of the last reduction; None before the first, and while one is on its way."""
+        """The statistics of the last reduction; None before the first, and while one is on its way."""
         self._indices: dict[int, int] = {}
         self._open: Tensor | None = None
         self._stand_ins: list[Tensor] = []
@@ -428,5 +428,7 @@ class Chunk(ShardedStorage):
         """Raise ChunkStateError unless every tensor is in one of `states`."""
         outside = self.states.outside(states)
         if outside:
-            wanted = " or ".join(state.name for state in TensorState if state in states)
-            raise ChunkStateError([f"cannot {action}: {text}, expected {wanted}" for text in outside], where=repr(self))
+            expected = " or ".join(state.name for state in TensorState if state in states)
+            raise ChunkStateError(
+                [f"cannot {action}: {text}, expected {expected}" for text in outside], where=repr(self)
+            )

@@ -149,12 +149,12 @@ class ChunkFetcher:
         for chunk in chunks:
             chunk.access()
 
-    def _evict_one(self, wanted: Chunk, *, keep: Container[Chunk]) -> None:
+    def _evict_one(self, requested: Chunk, *, keep: Container[Chunk]) -> None:
         """Release the chunk that the scheduler chooses, to make room for `wanted`."""
         chunk = self.scheduler.top(keep=keep)
         if chunk is None:
             raise PoolExhausted(
-                f"no block for {wanted!r}: {len(self.group.accessed)} chunks are gathered, and none can be evicted",
+                f"no block for {requested!r}: {len(self.group.accessed)} chunks are gathered, and none can be evicted",
                 where="ChunkFetcher.fetch",
                 hint="Allocate more blocks, or use fewer tensors at once",
             )

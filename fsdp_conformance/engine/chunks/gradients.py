@@ -104,12 +104,12 @@ class GradientBuffer:
                 f"expected {len(self.present)} gradients, one per tensor, got {len(gradients)}",
                 where="GradientBuffer.put_all",
             )
-        given = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
         arriving = [gradient for gradient in gradients if gradient is not None]
-        self._check(given, arriving)
+        self._check(indices, arriving)
         first: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
-        for index, gradient in zip(given, arriving, strict=True):
+        for index, gradient in zip(indices, arriving, strict=True):
             (more if self.present[index] else first).append((self.views[index], gradient))
             self.present[index] = True
         if first:
@@ -128,10 +128,10 @@ class GradientBuffer:
         """Views of the payload, reused from the block's last tenant if its tensors were in the same places."""
         if self.block is None:
             return self._layout.views(self.payload)
-        known = self.block.views
-        if known is None or known[0] != self._layout.slots:
-            known = self.block.views = (self._layout.slots, self._layout.views(self.payload))
-        return known[1]
+        cached = self.block.views
+        if cached is None or cached[0] != self._layout.slots:
+            cached = self.block.views = (self._layout.slots, self._layout.views(self.payload))
+        return cached[1]
 
     def _check(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         slots, device = self._layout.slots, self.payload.device

@@ -26,7 +26,7 @@ from fsdp_conformance.engine.errors import ChunkError, ChunkStateError, TensorRe
 
 
 class GroupStatistics(NamedTuple):
-    """Of the last reductions of all chunks, over all ranks: 0-dimensional tensors on the pool's device."""
+    """Statistics of the last reductions of all chunks, over all ranks: 0-dimensional tensors on the pool's device."""
 
     squared_norm: Tensor
     """The squared norm of the reduced gradient, in float32 (float64 if a chunk is)."""
@@ -75,10 +75,10 @@ class ChunkGroup:
             problems.append(f"{chunk!r} is already in the group")
         if problems:
             raise ChunkError(problems, where="ChunkGroup.close")
-        known = [index for index, tensor in enumerate(chunk.tensors) if id(tensor) in self._chunk_of]
-        if known:
+        duplicates = [index for index, tensor in enumerate(chunk.tensors) if id(tensor) in self._chunk_of]
+        if duplicates:
             raise TensorRefused(
-                [f"tensor {index} is in {self._chunk_of[id(chunk.tensors[index])]!r}" for index in known],
+                [f"tensor {index} is in {self._chunk_of[id(chunk.tensors[index])]!r}" for index in duplicates],
                 where=f"ChunkGroup.close of {chunk!r}",
                 hint="Put each tensor in one chunk, and share the tensor rather than its storage",
             )
@@ -157,9 +157,9 @@ class ChunkGroup:
     def _sum_over_ranks(self, chunks: Sequence[Chunk]) -> Tensor:
         """[squared norm, number of overflows over chunks and ranks] of chunks on one process group."""
         device = self.pool.device
-        found = [chunk.statistics for chunk in chunks if chunk.statistics is not None]
-        norms = torch.stack([one.squared_norm.to(device) for one in found]).sum()
-        overflows = torch.stack([one.overflow.to(device) for one in found]).sum()
+        statistics = [chunk.statistics for chunk in chunks if chunk.statistics is not None]
+        norms = torch.stack([one.squared_norm.to(device) for one in statistics]).sum()
+        overflows = torch.stack([one.overflow.to(device) for one in statistics]).sum()
         total = torch.stack([norms, overflows.to(norms.dtype)])
         if chunks[0].layout.world_size > 1:
             dist.all_reduce(total, group=chunks[0].group)

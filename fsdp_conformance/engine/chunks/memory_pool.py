@@ -10,7 +10,7 @@ A block is flat memory of one size and dtype. Its kind decides who may lease it,
 
 Units are unsharded into RESIZED blocks. Autograd saves views of parameters (a transposed weight, for example) that
 share the parameter's torch storage, so the values gathered again for the backward must appear behind the same storage
-object as in the forward. CACHED blocks are for gradients, which nothing outlives.
+object as in the forward. CACHED blocks are for gradients, to which nothing refers after the lease.
 
 The limit counts the bytes that the pool holds, which makes the pool the rate limiter: a lease beyond it raises a typed
 error and changes nothing. Without a limit the pool holds no more than was leased at once, apart from what streams may
@@ -207,8 +207,8 @@ class MemoryPool:
 
     def allocate_private(self, specs: Iterable[BlockSpec | tuple[int, torch.dtype]]) -> None:
         """Allocate blocks for chunks to take permanently: all or none. Raises PoolExhausted over the limit."""
-        wanted = [BlockSpec(*spec) for spec in specs]
-        for block in self._allocate(BlockKind.PRIVATE, wanted, where="MemoryPool.allocate_private"):
+        block_specs = [BlockSpec(*spec) for spec in specs]
+        for block in self._allocate(BlockKind.PRIVATE, block_specs, where="MemoryPool.allocate_private"):
             self._private_free.setdefault(block.spec, []).append(block)
 
     def lease_public(self) -> Block:
@@ -233,7 +233,9 @@ class MemoryPool:
         spec = BlockSpec(numel, dtype)
         blocks = self._private_free.get(spec)
         if not blocks:
-            free = sorted({f"{spec.numel} x {spec.dtype}" for spec, found in self._private_free.items() if found})
+            free = sorted(
+                {f"{spec.numel} x {spec.dtype}" for spec, free_blocks in self._private_free.items() if free_blocks}
+            )
             raise PoolError(
                 f"no private block of {numel} x {dtype} is free, only {free}", where="MemoryPool.take_private"
             )
@@ -419,6 +421,7 @@ class MemoryPool:
         self._held_bytes -= block.nbytes
 
     def _hand_over(self, block: Block) -> None:
+        """Order the current stream, on which the next tenant writes, after the last use of the memory."""
         self.streams.wait(block.event)
         block.event = None
 

@@ -92,14 +92,14 @@ class StorageConfig:
 
     def problems(self) -> list[str]:
         """Every setting that is out of range."""
-        found = []
+        problems = []
         if self.align < 1:
-            found.append(f"align must be at least 1, got {self.align}")
+            problems.append(f"align must be at least 1, got {self.align}")
         for name in ("compute_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
-                found.append(f"{name} must be a floating-point dtype or None, got {dtype}")
-        return found
+                problems.append(f"{name} must be a floating-point dtype or None, got {dtype}")
+        return problems
 
 
 class Gathering:
@@ -443,8 +443,10 @@ class ShardedStorage:
     def check_state(self, states: Container[StorageState], action: str) -> None:
         """Raise ChunkStateError, naming the action, unless the storage is in one of `states`."""
         if self.state not in states:
-            wanted = " or ".join(state.name for state in StorageState if state in states)
-            raise ChunkStateError(f"cannot {action}: expected state {wanted}, got {self.state.name}", where=repr(self))
+            expected = " or ".join(state.name for state in StorageState if state in states)
+            raise ChunkStateError(
+                f"cannot {action}: expected state {expected}, got {self.state.name}", where=repr(self)
+            )
 
     def _keep_shard(self, flat: Tensor) -> None:
         """Keep this rank's shard of the whole data, with zeros in gaps and padding. `flat` may become the shard."""

@@ -202,8 +202,8 @@ class DataParallel(nn.Module, Joinable):
         if keeps_graph:
             self._follow_changes()
             self.reducer.prepare_for_forward()
-            counts = None if roll is None or self._divide_by_initial_world_size else partial(_number_present, roll)
-            self.reducer.set_divisor(counts)
+            divisor = None if roll is None or self._divide_by_initial_world_size else partial(_number_present, roll)
+            self.reducer.set_divisor(divisor)
         if sends_buffers:
             self._send_buffers(roll.present[-1] if roll is not None else 0)
 
@@ -290,24 +290,27 @@ class DataParallel(nn.Module, Joinable):
 
     def _renew_reducer(self, *, verify: bool) -> None:
         """Make a reducer for the parameters that have, or will get, gradients to average. Collective with `verify`."""
-        before = self._reducer
-        kept: frozenset[str] = frozenset()
-        used: list[str] = []
-        if before is not None:
-            used = before.used_names()
+        old_reducer = self._reducer
+        kept_names: frozenset[str] = frozenset()
+        used_names: list[str] = []
+        if old_reducer is not None:
+            used_names = old_reducer.used_names()
             if self._has_deferred():
-                kept = frozenset(before.names)  # may be frozen now, but have gradients of this step to reduce
-            before.close()
+                # They may be frozen now, but have gradients of this step to reduce.
+                kept_names = frozenset(old_reducer.names)
+            old_reducer.close()
         if self._managed:
             self._device = self._managed[0][1].device
         if verify:
             verify_parameters(self._managed, self.process_group, device=self._device)
-        named = [(name, parameter) for name, parameter in self._managed if parameter.requires_grad or name in kept]
+        named = [
+            (name, parameter) for name, parameter in self._managed if parameter.requires_grad or name in kept_names
+        ]
         self._reducer = Reducer(
             named, self.process_group, config=self._config, sparse=self._sparse & {name for name, _ in named}
         )
-        self._reducer.mark_used(used)
-        if kept:
+        self._reducer.mark_used(used_names)
+        if kept_names:
             self._deferred_at = (self._reducer, 0)
         self._keeps_frozen = any(not parameter.requires_grad for _, parameter in named)
         if self._hook is not None:
@@ -477,15 +480,17 @@ def _device(device_id: int | torch.device) -> torch.device:
 def _check(module: nn.Module, ignored: Collection[str], managed: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raise if a module cannot be replicated, with every reason."""
     wrapped = [name or "the module itself" for name, child in module.named_modules() if isinstance(child, _WRAPPERS)]
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    existing_names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    existing_names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     problems = []
     if getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module):
         problems.append(f"module must have a forward, got a {type(module).__name__}, which has none")
     if wrapped:
         problems.append(f"module must not average gradients already, as {', '.join(wrapped)} does")
-    if set(ignored) - known:
-        problems.append(f"ignored_names must be names of parameters or buffers, got {sorted(set(ignored) - known)}")
+    if set(ignored) - existing_names:
+        problems.append(
+            f"ignored_names must be names of parameters or buffers, got {sorted(set(ignored) - existing_names)}"
+        )
     devices: dict[str, list[str]] = {}
     for name, parameter in managed:
         devices.setdefault(str(parameter.device), []).append(name)

@@ -38,29 +38,29 @@ def reach_of(outputs: Iterable[Tensor], indices: Mapping[int, int]) -> Reach:
 
     Stops as soon as every parameter was found. Costs about a microsecond per edge and touches nothing on the device.
     """
-    found: set[int] = set()
+    reached: set[int] = set()
     complete = True
-    seen: set[Node] = set()  # the nodes, not their ids: a new wrapper could get the id of a collected one
+    visited: set[Node] = set()  # the nodes, not their ids: a new wrapper could get the id of a collected one
     pending: list[Node] = []
     for output in outputs:
         if output.grad_fn is not None:
             pending.append(output.grad_fn)
         elif id(output) in indices:  # a forward that returns a parameter itself
-            found.add(indices[id(output)])
-    while pending and len(found) < len(indices):
+            reached.add(indices[id(output)])
+    while pending and len(reached) < len(indices):
         node = pending.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         behind = node.next_functions
         if not behind:
             index = indices.get(id(getattr(node, "variable", None)))  # AccumulateGrad has one
             if index is not None:
-                found.add(index)
+                reached.add(index)
             continue
         complete = complete and node.name() not in _REENTRANT
         pending.extend([function for function, _ in behind if function is not None])
-    return Reach(frozenset(found), complete)
+    return Reach(frozenset(reached), complete)
 
 
 class UsedMap:
@@ -80,7 +80,7 @@ class UsedMap:
         self._global: list[int] | None = None
 
     def mark(self, index: int) -> None:
-        """Parameter `index` got a gradient on this rank."""
+        """Note that parameter `index` got a gradient on this rank."""
         self._local[index] = 1
 
     def used_here(self, index: int) -> bool:

@@ -58,13 +58,13 @@ class ReducerConfig:
     bucket_limits: tuple[int, ...] = DEFAULT_LIMITS
     """Bytes at which the first, second, ... bucket is closed; the last limit repeats."""
     find_unused_parameters: bool = False
-    """Parameters may take no part in a forward, on some ranks or on all."""
+    """True if parameters may take no part in a forward, on some ranks or on all."""
     gradient_as_bucket_view: bool = False
-    """Gradients are views into buckets that live as long as the reducer."""
+    """True if gradients are views into buckets that live as long as the reducer."""
     static_graph: bool = False
     """
-    Every iteration has the graph of the first one, which shows which parameters are used and how many gradients each
-    gets. Required if a parameter gets several gradients in one backward (reentrant checkpointing).
+    True if every iteration has the graph of the first one, which shows which parameters are used and how many gradients
+    each gets. Required if a parameter gets several gradients in one backward (reentrant checkpointing).
     """
 
     def __post_init__(self) -> None:
@@ -244,8 +244,8 @@ class Reducer:
         unused: frozenset[int] = frozenset()
         early = True
         if self._finds_unused and synchronise:
-            found, early = reach_of(tensors, self._indices)
-            unused = frozenset(range(len(self.names))) - found
+            reached, early = reach_of(tensors, self._indices)
+            unused = frozenset(range(len(self.names))) - reached
         forward = _Forward(synchronise=synchronise, unused=unused, early=early)
         if synchronise:
             self._latest = forward
@@ -280,9 +280,9 @@ class Reducer:
         """
         if self._rebuild_order is None or self._rebuilt:
             return
-        mine, self._rebuild_order = self._rebuild_order, None
+        own_order, self._rebuild_order = self._rebuild_order, None
         self._rebuilt = True
-        self._queue.rebuild(mine)
+        self._queue.rebuild(own_order)
         self._restart()
 
     def reset(self) -> None:
@@ -308,7 +308,7 @@ class Reducer:
     # --- in backward -------------------------------------------------------------------------------------------------
 
     def _on_output(self, forward: _Forward, grad: Tensor) -> None:
-        """The first call in a backward through `forward`."""
+        """Called when a gradient reaches an output of `forward`: decides if this backward is reduced."""
         if not forward.synchronise:
             # Unless the same backward also goes through a forward that is reduced.
             if self._phase is Phase.ARMED and not self._seen:
@@ -339,7 +339,7 @@ class Reducer:
         self._mark_ready(index)
 
     def _on_incoming(self, index: int) -> None:
-        """Called before that, if used parameters are tracked, when backward produced a gradient for a parameter."""
+        """Called before `_on_gradient`, if used parameters are tracked, when backward produced a gradient."""
         self._used.mark(index)
 
     def _watch_backward(self) -> None:
@@ -350,7 +350,7 @@ class Reducer:
         self._watch.begin(self._end_of_backward)
 
     def _begin(self) -> None:
-        """The first gradient of a reduction has arrived."""
+        """Begin a reduction, whose first gradient has arrived."""
         self._phase = Phase.REDUCING
         if self._queue.transport.hook is None:
             divisor = self._divisor() if self._divisor is not None else self.group.size()
@@ -455,7 +455,7 @@ class Reducer:
     # --- errors ------------------------------------------------------------------------------------------------------
 
     def _unfinished(self, missing: Sequence[int]) -> ReductionUnfinished:
-        """A backward succeeded and left the parameters `missing` without a gradient."""
+        """The error for a backward that succeeded but left the parameters `missing` without a gradient."""
         if self._static is not None:
             hint = "With static_graph=True every iteration must use the parameters that the first one used."
         else:
@@ -471,7 +471,7 @@ class Reducer:
         )
 
     def _ready_twice(self, index: int) -> MarkedReadyTwice:
-        """A parameter got a second gradient in one reduction."""
+        """The error for a parameter that got a second gradient in one reduction."""
         hint = (
             "Likely causes: a parameter is used outside forward and got a gradient from another backward; several "
             "backwards of one forward share it; or several reentrant checkpoints use it, which static_graph=True "

@@ -8,7 +8,7 @@ would be used before they are gathered. So the hooks sit on nodes, of everything
     outputs    their own nodes, and those of their bases
     inputs     the nodes that the forward has given them by changing them in place
 
-All but nodes that existed before the forward: a gradient reaches those when it has left the unit.
+Nodes that existed before the forward get no hook: a gradient reaches those when it has left the unit.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Boundary:
         Call `on_gradient` in backward before a gradient enters the unit. Returns whether there will be a backward.
         """
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        held = [*outputs, *(base_of(tensor) for tensor in outputs), *self._inputs]
-        nodes = {tensor.grad_fn for tensor in held} - self._known
+        tensors = [*outputs, *(base_of(tensor) for tensor in outputs), *self._inputs]
+        nodes = {tensor.grad_fn for tensor in tensors} - self._known
         for node in nodes:
             assert node is not None, "known from the start"
             node.register_prehook(lambda _: on_gradient())
@@ -77,7 +77,7 @@ class Boundary:
         return bool(outputs or nodes)
 
     def forget(self) -> None:
-        """The forward is over: hold its tensors and its graph no longer."""
+        """Drop the tensors and the graph of a forward that is over."""
         self._inputs.clear()
         self._known = {None}
 

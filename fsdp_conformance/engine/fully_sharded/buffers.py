@@ -53,12 +53,12 @@ class UnitBuffers:
 
     def in_own_dtype(self) -> dict[int, Tensor]:
         """Those that are cast, converted to their own dtype, by the id of the registered tensor."""
-        found: dict[int, Tensor] = {}
+        restored: dict[int, Tensor] = {}
         for (registry, key), dtype in zip(self._places, self._own, strict=True):
             buffer = registry.get(key)
-            if buffer is not None and dtype is not None and id(buffer) not in found:
-                found[id(buffer)] = buffer.detach().to(dtype)
-        return found
+            if buffer is not None and dtype is not None and id(buffer) not in restored:
+                restored[id(buffer)] = buffer.detach().to(dtype)
+        return restored
 
     def copied(self, memo: Mapping[int, Any]) -> UnitBuffers:
         """The buffers of a deep copy of the modules."""

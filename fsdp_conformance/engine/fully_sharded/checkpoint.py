@@ -98,7 +98,7 @@ def _state_of(module: nn.Module, optimizer: Optimizer | None, stage: str) -> dic
 
 
 def _optimizer_key(stage: str) -> str:
-    """Groups have numbers and not names, so those of two stages would be in each other's place."""
+    """The key of the optimizer's state. It names the stage, because groups have only numbers, alike in all stages."""
     return f"{_OPTIMIZER} of {stage}" if stage else _OPTIMIZER
 
 

@@ -53,30 +53,30 @@ def owned_tensors(
 
     `ignored`: the ids of modules and parameters that are left out.
     """
-    found = OwnedTensors()
+    owned = OwnedTensors()
     members: dict[int, Member] = {}
     buffers: dict[int, Tensor] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, module in _walk(modules, ignored, is_unit):
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         for key, parameter in module._parameters.items():
             if parameter is None or id(parameter) in ignored:
                 continue
             fqn = f"{name}.{key}" if name else key
             place = Place(module, key)
             if is_owned(parameter):
-                found.foreign.setdefault(id(parameter), ForeignParameter(fqn, parameter, [])).places.append(place)
+                owned.foreign.setdefault(id(parameter), ForeignParameter(fqn, parameter, [])).places.append(place)
             elif id(parameter) in members:
                 members[id(parameter)].places.append(place)
             else:
                 members[id(parameter)] = Member(fqn, parameter, [place])
         buffers.update({id(buffer): buffer for buffer in module._buffers.values() if buffer is not None})
-        found.buffer_places += [(module._buffers, key) for key in module._buffers]
-    found.members = list(members.values())
-    found.buffers = list(buffers.values())
-    return found
+        owned.buffer_places += [(module._buffers, key) for key in module._buffers]
+    owned.members = list(members.values())
+    owned.buffers = list(buffers.values())
+    return owned
 
 
 def _walk(
@@ -157,8 +157,8 @@ def synchronise(tensors: Sequence[Tensor], groups: ShardingGroups) -> None:
     for device in {tensor.device: None for tensor in tensors if not tensor.is_meta}:
         for group in (groups.shard, groups.replica):
             if group is not None and group.size() > 1 and not communicates_from(group, device):
-                able = devices_of(group)
-                problem = f"sync_module_states needs a module on a device of its process group ({able}), got {device}"
+                types = devices_of(group)
+                problem = f"sync_module_states needs a module on a device of its process group ({types}), got {device}"
                 raise ConfigError([f"{problem}: move it there first, or pass device_id"], where=_WHERE)
     if groups.replica is not None:
         broadcast(tensors, groups.replica)

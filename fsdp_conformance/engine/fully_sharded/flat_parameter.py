@@ -30,7 +30,7 @@ from fsdp_conformance.engine.fully_sharded.shown_parameters import Member, Shown
 from fsdp_conformance.engine.mesh.axis import communicates_from, devices_of
 
 MoveStorage = Callable[["FlatParameter", torch.device, torch.dtype], ShardedStorage]
-"""From a flat parameter, and the device and dtype that its parameters have now, to a new storage with its tag."""
+"""Takes a flat parameter, and the device and dtype that its parameters have now; returns a storage with its tag."""
 
 
 class FlatParameter:
@@ -198,7 +198,7 @@ class FlatParameter:
         return self._versions != [self._steps, *self._current_versions()]
 
     def note_step(self) -> None:
-        """An optimizer that has parameters of the unit has stepped."""
+        """Note that an optimizer that has parameters of the unit has stepped."""
         self._steps += 1
 
     def note_forward(self) -> None:
@@ -212,8 +212,10 @@ class FlatParameter:
         if self._forward_versions and self._forward_versions != current:
             written = [
                 member.name
-                for member, before, now in zip(self.members, self._forward_versions[1:], current[1:], strict=True)
-                if before != now or self._forward_versions[0] != current[0]
+                for member, old_version, new_version in zip(
+                    self.members, self._forward_versions[1:], current[1:], strict=True
+                )
+                if old_version != new_version or self._forward_versions[0] != current[0]
             ]
             raise ParameterReplaced(
                 f"{', '.join(written)} was modified between forward and backward",

@@ -85,8 +85,8 @@ class ShardingOptions:
         for name, allowed in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, allowed):
-                wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
-                problems.append(f"{name} must be {wanted}, got {value!r}")
+                expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+                problems.append(f"{name} must be {expected}, got {value!r}")
         init_fn: object = self.param_init_fn
         if init_fn is not None and not callable(init_fn):
             problems.append(f"param_init_fn must be callable, got {init_fn!r}")
@@ -132,10 +132,10 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], options: ShardingOption
     Raises ConfigError for invalid options and modules, Unsupported for parameters that cannot be sharded.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    silent = [type(one).__name__ for one in modules if not has_forward(one)]
-    if silent:
+    without_forward = [type(one).__name__ for one in modules if not has_forward(one)]
+    if without_forward:
         raise ConfigError(
-            [f"module must have a forward, got a {each}, which has none" for each in silent], where=_WHERE
+            [f"module must have a forward, got a {each}, which has none" for each in without_forward], where=_WHERE
         )
     unit = make_unit(modules, options or ShardingOptions())
     for one in modules:
@@ -156,23 +156,23 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
         device=device_id,
         skipped=lambda child: id(child) in ignored or unit_of(child) is not None,
     )
-    found = owned_tensors(
+    owned = owned_tensors(
         [(str(index) if index else "", one) for index, one in enumerate(modules)],
         is_unit=lambda child: unit_of(child) is not None,
         is_owned=lambda parameter: _owners.of(parameter) is not None,
         ignored=ignored | {id(each) for each in options.ignored_parameters or ()},
     )
-    check_members(found.members)
+    check_members(owned.members)
     inner = _units_below(modules)
-    # Before parameters that inner units share join this one: those are wherever their former units keep their shards.
-    if not found.members and device_id is None and inner:
+    # Decided before parameters that inner units share join this one: those are where their former units keep shards.
+    if not owned.members and device_id is None and inner:
         device = inner[-1].device
     else:
-        device = compute_device_of(found.members, device_id)
-    found.members += _join_shared(found, inner)
-    tensors: list[Tensor] = [*(member.parameter for member in found.members), *found.buffers]
+        device = compute_device_of(owned.members, device_id)
+    owned.members += _join_shared(owned, inner)
+    tensors: list[Tensor] = [*(member.parameter for member in owned.members), *owned.buffers]
     place_tensors(tensors, device)
-    verify_unit(found.members, groups, device, ignores=bool(options.ignored_modules or options.ignored_parameters))
+    verify_unit(owned.members, groups, device, ignores=bool(options.ignored_modules or options.ignored_parameters))
     if options.sync_module_states:
         synchronise(tensors, groups)
     spec = UnitSpec(
@@ -186,13 +186,13 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
         ordinal=next_ordinal(groups),
     )
     unit = ShardedUnit(
-        spec.flat_parameters(found.members),
+        spec.flat_parameters(owned.members),
         spec=spec,
-        buffers=UnitBuffers(found.buffer_places, spec.mixed_precision.buffer_dtype),
+        buffers=UnitBuffers(owned.buffer_places, spec.mixed_precision.buffer_dtype),
         reshard_after_forward=options.sharding_strategy.reshards_after_forward,
-        foreign=found.foreign,
+        foreign=owned.foreign,
     )
-    _owners.note(found.members, unit)
+    _owners.note(owned.members, unit)
     refuse_whole_tensor_optimizers(_owners)
     notice_steps(_owners)
     _name_units(modules, unit)
@@ -208,8 +208,8 @@ def copy_unit(unit: ShardedUnit, modules: Sequence[nn.Module], memo: Mapping[int
 
     `memo` is that of the copy. Nothing is communicated, and gradients are not copied.
     """
-    before = unit.schedule
-    before.check_idle(unit, "deepcopy")
+    old_schedule = unit.schedule
+    old_schedule.check_idle(unit, "deepcopy")
     unit.follow_users()
     twin = ShardedUnit(
         [_copied_flat(flat, unit.spec, memo) for flat in unit.flats],
@@ -221,7 +221,9 @@ def copy_unit(unit: ShardedUnit, modules: Sequence[nn.Module], memo: Mapping[int
     twin.communication_hook = unit.communication_hook
     _owners.note([member for flat in twin.flats for member in flat.members], twin)
     _name_units(modules, twin)
-    schedule = UnitSchedule(backward_prefetch=before.backward_prefetch, forward_prefetch=before.forward_prefetch)
+    schedule = UnitSchedule(
+        backward_prefetch=old_schedule.backward_prefetch, forward_prefetch=old_schedule.forward_prefetch
+    )
     for each in [*_units_below(modules), twin]:
         schedule.add(each)
     return twin
@@ -249,8 +251,8 @@ def has_forward(module: nn.Module) -> bool:
 
 def unit_of(module: nn.Module) -> ShardedUnit | None:
     """The unit that a module belongs to as one of its root modules; None if there is none."""
-    found: ShardedUnit | None = module.__dict__.get(UNIT)
-    return found
+    unit: ShardedUnit | None = module.__dict__.get(UNIT)
+    return unit
 
 
 def mark_unit(module: nn.Module, unit: ShardedUnit) -> None:
@@ -265,13 +267,13 @@ def units_below(module: nn.Module) -> list[ShardedUnit]:
 
 
 def _units_below(modules: Sequence[nn.Module]) -> list[ShardedUnit]:
-    found: dict[int, ShardedUnit] = {}
+    units: dict[int, ShardedUnit] = {}
     for module in modules:
         for below in reversed(list(module.modules())):
             unit = unit_of(below)
             if unit is not None and below is not module:
-                found.setdefault(id(unit), unit)
-    return list(found.values())
+                units.setdefault(id(unit), unit)
+    return list(units.values())
 
 
 def _name_units(modules: Sequence[nn.Module], unit: ShardedUnit) -> None:
@@ -290,19 +292,19 @@ def clean_unit_name(name: str) -> str:
     )
 
 
-def _join_shared(found: OwnedTensors, inner: Sequence[ShardedUnit]) -> list[Member]:
+def _join_shared(owned: OwnedTensors, inner: Sequence[ShardedUnit]) -> list[Member]:
     """Take over parameters that inner units share with each other or with the modules around them. Collective."""
     sharing: dict[int, list[ForeignParameter]] = {}
-    for foreign in (found.foreign, *(unit.foreign for unit in inner)):
+    for foreign in (owned.foreign, *(unit.foreign for unit in inner)):
         for key in list(foreign):
             owner = _owners.of(foreign[key].parameter)
             if any(owner is unit for unit in inner):
                 sharing.setdefault(key, []).append(foreign.pop(key))
     joined: list[Member] = []
     for unit in inner:
-        wanted = [uses[0].parameter for uses in sharing.values() if _owners.of(uses[0].parameter) is unit]
-        if wanted:
-            joined += unit.give_up(wanted)
+        parameters = [uses[0].parameter for uses in sharing.values() if _owners.of(uses[0].parameter) is unit]
+        if parameters:
+            joined += unit.give_up(parameters)
     for member in joined:
         for use in sharing[id(member.parameter)]:
             member.places += use.places
@@ -311,8 +313,8 @@ def _join_shared(found: OwnedTensors, inner: Sequence[ShardedUnit]) -> list[Memb
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     problems = []
-    given: Sequence[object] = modules
-    if not given or not all(isinstance(module, nn.Module) for module in given):
+    values: Sequence[object] = modules
+    if not values or not all(isinstance(module, nn.Module) for module in values):
         raise ConfigError([f"module must be one or more modules, got {modules!r}"], where=_WHERE)
     for module in modules:
         if isinstance(module, _CONTAINERS):

@@ -40,13 +40,13 @@ def clip_gradients(units: Sequence[ShardedUnit], module: nn.Module, max_norm: fl
     _check(units, max_norm, norm_type)
     around = max((unit.spec.groups for unit in units), key=lambda groups: groups.size)
     by_copies = _by_copies(units, module, around)
-    gradients = [gradient for same in by_copies.values() for gradient in same]
+    gradients = [gradient for group_gradients in by_copies.values() for gradient in group_gradients]
     if not gradients:
         warnings.warn("clip_grad_norm_ found no gradient on this rank", stacklevel=2)
     device = next((flat.storage.pool.device for unit in units for flat in unit.flats), torch.device("cpu"))
     total = torch.zeros((), dtype=_widest(gradients), device=device)
-    for copies, same in by_copies.items():
-        part = _over_ranks(_norm(same, norm_type, total.dtype, device), copies, around, norm_type)
+    for copies, group_gradients in by_copies.items():
+        part = _over_ranks(_norm(group_gradients, norm_type, total.dtype, device), copies, around, norm_type)
         total = torch.maximum(total, part) if norm_type == math.inf else total + part
     if norm_type != math.inf:
         total = total ** (1.0 / norm_type)
@@ -77,10 +77,10 @@ def _by_copies(units: Sequence[ShardedUnit], module: nn.Module, around: Sharding
         for flat in unit.flats:
             group = None if flat.is_whole else flat.storage.group
             # Also without a gradient here: each key is a collective, which every rank of the group must take part in.
-            same = by_copies.setdefault(_Copies(group, unit.spec.groups.size), [])
+            group_gradients = by_copies.setdefault(_Copies(group, unit.spec.groups.size), [])
             parameters = [member.parameter for member in flat.members]
             owned.update(map(id, parameters))
-            same += [parameter.grad for parameter in parameters if parameter.grad is not None]
+            group_gradients += [parameter.grad for parameter in parameters if parameter.grad is not None]
     outside = [p.grad for p in module.parameters() if id(p) not in owned and p.grad is not None]
     by_copies.setdefault(_Copies(None, around.size), []).extend(outside)
     return by_copies
@@ -88,9 +88,9 @@ def _by_copies(units: Sequence[ShardedUnit], module: nn.Module, around: Sharding
 
 def _over_ranks(norm: Tensor, copies: _Copies, around: ShardingGroups, norm_type: float) -> Tensor:
     """
-    From the norm of this rank's part to that of all parts. Collective.
+    Combine the norms of all parts, given that of this rank's part. Collective.
 
-    That is the largest of them for the infinity norm, and the sum of their powers for all others.
+    Returns the largest of them for the infinity norm, and the sum of their powers for all others.
     """
     # Units on fewer ranks differ from one group of ranks to the next: all of them count.
     wider = () if copies.num_ranks == around.size else (around.shard, around.replica)
@@ -114,8 +114,8 @@ def _over_ranks(norm: Tensor, copies: _Copies, around: ShardingGroups, norm_type
 def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     # As torch.nn.utils.clip_grad_norm_ does, for the same numbers. The host does not wait to see if any is needed.
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for device, same in _by_device(gradients).items():
-        torch._foreach_mul_(same, coefficient.to(device))
+    for device, device_gradients in _by_device(gradients).items():
+        torch._foreach_mul_(device_gradients, coefficient.to(device))
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -124,7 +124,9 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, dev
     if not filled:
         return torch.zeros((), dtype=dtype, device=device)
     norms = [
-        norm.to(device) for same in _by_device(filled).values() for norm in torch._foreach_norm(same, norm_type, dtype)
+        norm.to(device)
+        for device_gradients in _by_device(filled).values()
+        for norm in torch._foreach_norm(device_gradients, norm_type, dtype)
     ]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm

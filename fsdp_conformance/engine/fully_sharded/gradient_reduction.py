@@ -209,7 +209,7 @@ class GradientReduction:
         """Let the user's hook reduce: it reads the whole gradient, and writes there or to this rank's shard, all 1D."""
         buffer = self.gradients.buffer
         buffer.complete()
-        # One object: torch's own hooks give it other memory.
+        # Kept as one object: torch's own hooks give it other memory.
         gradient = buffer.payload
         if self._partial is not None:
             # Hooks are refused where a replica has only a shard: here it has everything, and so has the partial sum.

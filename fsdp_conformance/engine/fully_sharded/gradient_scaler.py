@@ -32,7 +32,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """
-        torch's, for gradients on the CPU with copies that have arrived.
+        Call torch's method; for gradients on the CPU, with copies of the scale and the flag that have arrived.
 
         torch copies the scale and the flag to where gradients are, and does not wait. On the CPU they would be read too
         early, and a flag that is set there would be overwritten when its copy arrives (pytorch#176429).
@@ -46,18 +46,18 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         super().unscale_(optimizer)
-        found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        flags_by_device: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         device = torch.device(self._device)
         # A rank without elements, or with gradients on the CPU, takes part as well.
-        flags = [flag.to(device) for flag in found.values()]
+        flags = [flag.to(device) for flag in flags_by_device.values()]
         overflow = torch.stack(flags).amax() if flags else torch.zeros((), device=device)
         if self.process_group.size() > 1:
             all_reduce_max(overflow, self.process_group).wait()
-        if found:
-            for place, flag in found.items():
+        if flags_by_device:
+            for place, flag in flags_by_device.items():
                 flag.copy_(overflow.to(place))
         else:
-            found[device] = overflow
+            flags_by_device[device] = overflow
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """

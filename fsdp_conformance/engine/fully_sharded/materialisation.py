@@ -40,22 +40,22 @@ def materialise(
     None: the current accelerator, or the CPU. Raises ConfigError naming the parameters of modules that have no
     `reset_parameters` when there is no `init_fn`, and those that it left on meta.
     """
-    found = [module for module in _walk(modules, skipped) if _has_meta(module)]
-    if not found:
+    meta_modules = [module for module in _walk(modules, skipped) if _has_meta(module)]
+    if not meta_modules:
         return
     ties = _Ties()
-    with torch.no_grad(), _shared_with_earlier_units(found):
+    with torch.no_grad(), _shared_with_earlier_units(meta_modules):
         if init_fn is not None:
-            for module in found:
+            for module in meta_modules:
                 with ties.kept(module):
                     init_fn(module)
-            _check_initialised(found)
+            _check_initialised(meta_modules)
         else:
-            _check_initialisable(found)
-            for module in found:
+            _check_initialisable(meta_modules)
+            for module in meta_modules:
                 with ties.kept(module):
                     module.to_empty(device=device or present_accelerator() or torch.device("cpu"), recurse=False)
-            for module in found:
+            for module in meta_modules:
                 module.reset_parameters()  # type: ignore[operator]
     ties.note()
 
@@ -92,7 +92,7 @@ class _Ties:
 
     @contextmanager
     def kept(self, module: nn.Module) -> Iterator[None]:
-        """A context that may replace the parameters of `module`: the first replacement of each is everybody's."""
+        """A context that may replace the parameters of `module`: all modules get the first replacement of each."""
         before = dict(module._parameters)
         yield
         for key, old in before.items():
@@ -101,22 +101,22 @@ class _Ties:
                 module._parameters[key] = self._replaced.setdefault(id(old), (old, new))[1]
 
 
-def _check_initialisable(found: Sequence[nn.Module]) -> None:
+def _check_initialisable(modules: Sequence[nn.Module]) -> None:
     problems = [
         f"cannot initialise {', '.join(_meta_names(module))} of a {type(module).__name__}, on meta: it has no "
         "reset_parameters, and no param_init_fn was given"
-        for module in found
+        for module in modules
         if not hasattr(module, "reset_parameters")
     ]
     if problems:
         raise ConfigError(problems, where=_WHERE)
 
 
-def _check_initialised(found: Sequence[nn.Module]) -> None:
+def _check_initialised(modules: Sequence[nn.Module]) -> None:
     problems = [
         f"{', '.join(_meta_names(module))} of a {type(module).__name__} must not be on meta after param_init_fn: give "
         "them memory there, for example with module.to_empty(device=..., recurse=False)"
-        for module in found
+        for module in modules
         if _has_meta(module)
     ]
     if problems:
@@ -124,12 +124,12 @@ def _check_initialised(found: Sequence[nn.Module]) -> None:
 
 
 def _walk(modules: Sequence[nn.Module], skipped: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
-        if id(module) in seen:
+        if id(module) in visited:
             return
-        seen.add(id(module))
+        visited.add(id(module))
         yield module
         for child in module.children():
             if not skipped(child):
@@ -140,10 +140,10 @@ def _walk(modules: Sequence[nn.Module], skipped: Callable[[nn.Module], bool]) ->
 
 
 def _has_meta(module: nn.Module) -> bool:
-    own = [*module._parameters.values(), *module._buffers.values()]
-    return any(tensor is not None and tensor.is_meta for tensor in own)
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
 def _meta_names(module: nn.Module) -> list[str]:
-    own = {**module._parameters, **module._buffers}
-    return [name for name, tensor in own.items() if tensor is not None and tensor.is_meta]
+    tensors = {**module._parameters, **module._buffers}
+    return [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]

@@ -174,14 +174,14 @@ def settled(units: Sequence[ShardedUnit]) -> Iterator[FlatParameter]:
 
 def _restored_buffers(units: Sequence[ShardedUnit], offload: bool) -> dict[int, Tensor]:
     """Buffers in low precision, converted to their own dtype, by id."""
-    found = {key: value for unit in units for key, value in unit.buffers.in_own_dtype().items()}
-    return {key: value.cpu() if offload else value for key, value in found.items()}
+    buffers = {key: value for unit in units for key, value in unit.buffers.in_own_dtype().items()}
+    return {key: value.cpu() if offload else value for key, value in buffers.items()}
 
 
 def _value(value: object, values: Mapping[int, Tensor], offload: bool) -> object:
-    found = values.get(id(value))
-    if found is not None:
-        return found
+    replacement = values.get(id(value))
+    if replacement is not None:
+        return replacement
     if not isinstance(value, Tensor):
         return value
     return value.detach().to("cpu", copy=True) if offload else value.detach()

@@ -55,17 +55,17 @@ def full_optimizer_state(
         return view.to("cpu" if offload_to_cpu else view.device, copy=True)
 
     names = original_names(module)
-    found: dict[str, dict[str, Any]] = {}
+    state_by_name: dict[str, dict[str, Any]] = {}
     flats = list(_flats(module))
     for flat in flats:
-        found |= _state_of(flat, optimizer, names, whole)
+        state_by_name |= _state_of(flat, optimizer, names, whole)
     owned = {id(member.parameter) for flat in flats for member in flat.members}
     for parameter, entries in optimizer.state.items():
         # Parameters outside any unit are not sharded.
         name = names.get(id(parameter))
-        if name is not None and name not in found and id(parameter) not in owned:
-            found[name] = dict(entries)
-    state = {name: found[name] for name in names.values() if name in found}
+        if name is not None and name not in state_by_name and id(parameter) not in owned:
+            state_by_name[name] = dict(entries)
+    state = {name: state_by_name[name] for name in names.values() if name in state_by_name}
     return {"state": state, "param_groups": _named_groups(optimizer, names)}
 
 
@@ -78,15 +78,15 @@ def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str
     """
     names = original_names(module)
     places = {id(member.parameter): (flat, i) for flat in _flats(module) for i, member in enumerate(flat.members)}
-    found: dict[str, dict[str, Any]] = {}
+    state_by_name: dict[str, dict[str, Any]] = {}
     for parameter, entries in optimizer.state.items():
         flat, index = places.get(id(parameter), (None, 0))
         if id(parameter) in names and (flat is None or flat.has_elements(index)):
-            found[names[id(parameter)]] = {
+            state_by_name[names[id(parameter)]] = {
                 key: own_pieces(flat, index, value) if flat is not None and _is_part(value, flat, index) else value
                 for key, value in entries.items()
             }
-    return {"state": found, "param_groups": _named_groups(optimizer, names)}
+    return {"state": state_by_name, "param_groups": _named_groups(optimizer, names)}
 
 
 @torch.no_grad()
@@ -163,19 +163,21 @@ def _state_of(
     """State of the parameters in one storage. One all-gather per kind of tensor."""
     storage = flat.storage
     states = [optimizer.state.get(member.parameter, {}) for member in flat.members]
-    described = _described_by_holders(flat, states)
-    found: dict[str, dict[str, Any]] = {}
-    for index, (member, entries, given) in enumerate(zip(flat.members, states, described, strict=True)):
-        if given is not None:
-            described_here = storage.layout.holders(index)[0] == storage.layout.rank
-            found[names[id(member.parameter)]] = {
-                key: entries[key] if described_here else _placed(value, storage.pool.device, key in given.off_cpu)
-                for key, value in given.whole.items()
+    descriptions = _described_by_holders(flat, states)
+    state_by_name: dict[str, dict[str, Any]] = {}
+    for index, (member, entries, description) in enumerate(zip(flat.members, states, descriptions, strict=True)):
+        if description is not None:
+            is_described_here = storage.layout.holders(index)[0] == storage.layout.rank
+            state_by_name[names[id(member.parameter)]] = {
+                key: entries[key]
+                if is_described_here
+                else _placed(value, storage.pool.device, key in description.off_cpu)
+                for key, value in description.whole.items()
             }
-    dtypes = {key: dtype for each in described if each is not None for key, dtype in each.sharded.items()}
+    dtypes = {key: dtype for each in descriptions if each is not None for key, dtype in each.sharded.items()}
     for key, dtype in sorted(dtypes.items()):
         shard = torch.zeros(storage.layout.shard_numel, dtype=dtype, device=storage.shard_device)
-        has_key = [each is not None and key in each.sharded for each in described]
+        has_key = [each is not None and key in each.sharded for each in descriptions]
         for entries, has, part in zip(states, has_key, storage.layout.parts(shard), strict=False):
             if has and part.numel():
                 part.copy_(entries[key])
@@ -184,8 +186,8 @@ def _state_of(
             if has:
                 value = finish(flat, view)
                 if value is not None:
-                    found[names[id(member.parameter)]][key] = value
-    return found
+                    state_by_name[names[id(member.parameter)]][key] = value
+    return state_by_name
 
 
 def _described_by_holders(flat: FlatParameter, states: Sequence[Mapping[str, Any]]) -> list[_Entries | None]:
@@ -195,13 +197,13 @@ def _described_by_holders(flat: FlatParameter, states: Sequence[Mapping[str, Any
     Raises StructureMismatch on every rank if others with elements have state with other names or dtypes.
     """
     layout, group = flat.storage.layout, flat.storage.group
-    mine = [
+    own_entries = [
         _described(entries, part) if entries and flat.has_elements(index) else None
         for index, (entries, part) in enumerate(zip(states, flat.parts, strict=True))
     ]
     if flat.is_whole:
-        return mine
-    by_rank: list[list[_Entries | None]] = values_of_ranks(mine, group)
+        return own_entries
+    by_rank: list[list[_Entries | None]] = values_of_ranks(own_entries, group)
     problems = []
     for index, member in enumerate(flat.members):
         first, *others = layout.holders(index)
@@ -217,6 +219,7 @@ def _described_by_holders(flat: FlatParameter, states: Sequence[Mapping[str, Any
 
 
 def _described(entries: Mapping[str, Any], part: Tensor) -> _Entries:
+    """A parameter's state on this rank, as the rank describes it to the others."""
     sharded = {
         key: value.dtype
         for key, value in entries.items()
@@ -268,7 +271,7 @@ def _loaded_groups(
     """
     The optimizer's groups, with the hyper-parameters saved for the same parameters.
 
-    Groups without parameters have no other name than their place among such groups.
+    Groups without parameters are matched by their place among such groups, because nothing else identifies them.
     """
     saved_groups = state.get("param_groups", ())
     saved = {name: group for group in saved_groups for name in group["params"]}
@@ -276,9 +279,9 @@ def _loaded_groups(
     names = {id(parameter): name for name, parameter in by_name.items()}
     groups = []
     for group in optimizer.param_groups:
-        own = [names[id(p)] for p in group["params"] if id(p) in names]
-        known = [saved[name] for name in own if name in saved]
-        source = (known[0] if known else group) if own else next(empty, group)
+        own_names = [names[id(p)] for p in group["params"] if id(p) in names]
+        saved_for_own = [saved[name] for name in own_names if name in saved]
+        source = (saved_for_own[0] if saved_for_own else group) if own_names else next(empty, group)
         settings = {key: value for key, value in source.items() if key != "params"}
         groups.append({**settings, "params": [positions[id(p)] for p in group["params"]]})
     return groups

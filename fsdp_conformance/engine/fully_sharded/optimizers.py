@@ -3,8 +3,8 @@ The steps of optimizers that have shards: which of them are refused, and how uni
 
 Only optimizers that treat each element by itself may step shards. To an optimizer, a shard is a tensor of one
 dimension. One that needs whole tensors, for a norm, a row or a product of matrices, would take the shard for the
-tensor, and each rank would train something else. torch's own ones are known, so their step raises. Those that users
-have written are not: they are up to them.
+tensor, and each rank would train something else. torch's own ones are known, so their step raises. Optimizers that
+users have written are not known: users must check those themselves.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def refuse_whole_tensor_optimizers(owners: OwnerRegistry) -> None:
     def check(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            held = sum(_is_shard(parameter, owners) for parameter in parameters)
-            if held:
+            shards = sum(_is_shard(parameter, owners) for parameter in parameters)
+            if shards:
                 raise Unsupported(
                     "whole_tensor_optimizer",
-                    f"{type(optimizer).__name__} needs whole tensors, but {held} of its {len(parameters)} parameters "
+                    f"{type(optimizer).__name__} needs whole tensors, but {shards} of its {len(parameters)} parameters "
                     "are shards: use an optimizer that treats each element by itself, or do not shard",
                 )
 
@@ -50,8 +50,8 @@ def notice_steps(owners: OwnerRegistry) -> None:
     """
     From now on, what is gathered is stale after a step of an optimizer that has parameters in `owners`.
 
-    Version counters do not tell: fused optimizers write without them. And they differ between ranks, if only some of
-    those have elements of what was written, but all ranks must gather the same units.
+    Version counters are not enough: fused optimizers write without changing them. They also differ between ranks if
+    only some have elements of what was written, but all ranks must gather the same units.
     """
 
     def note(optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -75,11 +75,11 @@ class _Announcements:
         if store is None:
             return mine
         try:
-            found = store.compare_set(f"{self._prefix}/{iteration}/{place}", "", mine)
+            entry = store.compare_set(f"{self._prefix}/{iteration}/{place}", "", mine)
         except RuntimeError:
             # The store of a fake group cannot do this, and that of a group that is ending may no longer answer.
             return mine
-        return str(found.decode())
+        return str(entry.decode())
 
 
 class OrderWatch:
@@ -95,7 +95,7 @@ class OrderWatch:
         self._announcements: dict[str, _Announcements | None] = {}
 
     def begin(self) -> None:
-        """An iteration begins. Raises ExecutionOrderError as `judge` does."""
+        """Begin an iteration. Raises ExecutionOrderError as `judge` does."""
         self.judge()
         self._iteration += 1
         self._places.clear()
@@ -118,11 +118,11 @@ class OrderWatch:
             ranks = dist.get_process_group_ranks(group) if store is not None else []
             self._announcements[name] = None if store is None else _Announcements(store, ranks)
         announcements = self._announcements[name]
-        mine = f"{action} of {unit}"
-        first = mine if announcements is None else announcements.first(self._iteration, place, mine)
+        own_entry = f"{action} of {unit}"
+        first = own_entry if announcements is None else announcements.first(self._iteration, place, own_entry)
         if not first.startswith(f"{action} of "):
             raise ExecutionOrderError(
-                f"this rank is about to issue the {mine}, and another rank has issued the {first}",
+                f"this rank is about to issue the {own_entry}, and another rank has issued the {first}",
                 where=f"rank {dist.get_rank()}",
                 hint=_HINT,
             )
@@ -153,8 +153,8 @@ class OrderWatch:
         `what` was done with it; `tolerance`: how far it may be from `expected`.
         """
         if self.is_on:
-            kept = tag.detach().reshape(()).to(torch.float32, copy=True)
-            self._arrived.append(_Arrived(unit, expected, kept, what, tolerance))
+            tag_copy = tag.detach().reshape(()).to(torch.float32, copy=True)
+            self._arrived.append(_Arrived(unit, expected, tag_copy, what, tolerance))
 
     def judge(self) -> None:
         """Raise ExecutionOrderError naming every tag of another unit. The host waits if any tag was noted."""
@@ -179,12 +179,12 @@ class OrderWatch:
 
 
 def _numbers(arrived: Iterable[_Arrived]) -> Iterator[tuple[_Arrived, float]]:
-    """Each with the number that its tag is. The host waits once for each device: offloaded gradients are on the CPU."""
+    """Each with the value of its tag. The host waits once for each device: offloaded gradients are on the CPU."""
     by_device: dict[torch.device, list[_Arrived]] = {}
     for each in arrived:
         by_device.setdefault(each.tag.device, []).append(each)
-    for same in by_device.values():
-        yield from zip(same, torch.stack([each.tag for each in same]).tolist(), strict=True)
+    for on_device in by_device.values():
+        yield from zip(on_device, torch.stack([each.tag for each in on_device]).tolist(), strict=True)
 
 
 def _store_of(group: ProcessGroup) -> Store | None:

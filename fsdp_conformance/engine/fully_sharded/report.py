@@ -12,17 +12,17 @@ def memory_report(units: Iterable[ShardedUnit]) -> str:
     lines = []
     totals: dict[str, int] = {}
     for unit in units:
-        held: dict[str, int] = {}
+        bytes_by_device: dict[str, int] = {}
         gradients = 0
         for flat in unit.flats:
             for device, nbytes in flat.memory_usage.items():
-                held[device] = held.get(device, 0) + nbytes
+                bytes_by_device[device] = bytes_by_device.get(device, 0) + nbytes
             gradients += sum(m.parameter.grad.nbytes for m in flat.members if m.parameter.grad is not None)
-        for device, nbytes in held.items():
+        for device, nbytes in bytes_by_device.items():
             totals[device] = totals.get(device, 0) + nbytes
         totals["gradients"] = totals.get("gradients", 0) + gradients
         state = "unsharded" if unit.is_unsharded else "sharded"
-        lines.append(f"{unit.label}: {state}, {_listed(held)}, gradients of shards {gradients:,} B")
+        lines.append(f"{unit.label}: {state}, {_listed(bytes_by_device)}, gradients of shards {gradients:,} B")
     return "\n".join([*lines, f"all units: {_listed(totals)}"])
 
 

@@ -143,11 +143,11 @@ class UnitSchedule:
         self.watch(unit, output)
         while True:
             # Units of several modules, some of which did not run, may be above it.
-            left = self._stack.pop()
+            closed_unit = self._stack.pop()
             # A unit that calls itself is closed once, with its outer forward.
-            if left not in self._stack:
-                self._close(left)
-            if left is unit:
+            if closed_unit not in self._stack:
+                self._close(closed_unit)
+            if closed_unit is unit:
                 break
         if not self._stack and not _inside_backward():
             self._leave()
@@ -227,7 +227,7 @@ class UnitSchedule:
             self._leave()
 
     def _enter(self) -> None:
-        """An iteration begins, or a micro-batch of one."""
+        """Begin an iteration, or a micro-batch of one."""
         self.recover_if_interrupted()
         self.order.begin()
         units = self.units
@@ -420,9 +420,9 @@ class UnitSchedule:
         self._cursor = place
         while place > 0:
             place -= 1
-            found = self._at(self._ended[place : place + 1])
-            if found and found[0].flats and found[0] is not unit:
-                return found
+            units = self._at(self._ended[place : place + 1])
+            if units and units[0].flats and units[0] is not unit:
+                return units
         return []
 
     def _reduce(self, unit: ShardedUnit) -> None:
@@ -450,7 +450,7 @@ class UnitSchedule:
             post_accumulate_hooks(parameters)
 
     def _end_backward(self) -> None:
-        """The backward is over. Collective."""
+        """End the backward: reduce what is left, call the parameters' hooks, and free memory. Collective."""
         units = self.units
         # Units whose inputs need no gradient have not been reduced yet. They are now, in the order of other backwards.
         ended = self._at(reversed(self._ended))
@@ -479,8 +479,8 @@ class UnitSchedule:
         self.order.is_on = False
 
     def _at(self, indices: Iterable[int]) -> list[ShardedUnit]:
-        found = (self._units[index]() for index in indices)
-        return [unit for unit in found if unit is not None]
+        units = (self._units[index]() for index in indices)
+        return [unit for unit in units if unit is not None]
 
 
 def _in_own_backward(unit: ShardedUnit) -> bool:

@@ -103,11 +103,11 @@ def _own_group() -> ProcessGroup:
 def _group_of(members: tuple[int, ...]) -> ProcessGroup:
     """The group of these global ranks, which include this one. Created once per default group."""
     world = dist.group.WORLD
-    found = _groups.get((id(world), members))
-    if found is None or found[0] is not world:
+    entry = _groups.get((id(world), members))
+    if entry is None or entry[0] is not world:
         group = cast(ProcessGroup, dist.new_group(list(members), use_local_synchronization=True))
-        found = _groups[id(world), members] = (world, group)
-    return found[1]
+        entry = _groups[id(world), members] = (world, group)
+    return entry[1]
 
 
 #: Each with the default group it was created under: ranks that are threads have one each.

@@ -32,10 +32,10 @@ class Place:
         self.registry = module._parameters
         self.key = key
         # Modules that override __setattr__ (RNNs, for example) also keep their parameters elsewhere.
-        usual = getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
+        is_usual = getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
         # Weakly: the module has its unit, and a cycle would keep the model until Python collects cycles, as with FSDP1
         # (pytorch#183211).
-        self._module = None if usual else weakref.ref(module)
+        self._module = None if is_usual else weakref.ref(module)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Register `parameter` under the key."""
@@ -111,7 +111,7 @@ class ShownParameters:
         self.leaves: list[nn.Parameter] = []
         self.on_gradient: Callable[[Tensor], None] | None = None
         """Called with a leaf whenever it has received a gradient, from the next `follow_flags` on."""
-        # Of the leaves when they were sealed; empty while they are not.
+        # The versions of the leaves when they were sealed; empty while they are not.
         self._versions: list[int] = []
         self._places = [(place, index) for index, member in enumerate(members) for place in member.places]
         self.registered: Sequence[nn.Parameter] = [member.parameter for member in members]
@@ -130,7 +130,7 @@ class ShownParameters:
 
     def seal(self) -> None:
         """
-        The memory of the leaves is gone: let autograd refuse to use them.
+        Let autograd refuse to use the leaves, whose memory is gone.
 
         What a user has taken out of a forward unseen, in an attribute for example, leads to a backward that no hook
         announces. It would compute with whatever is in the memory, or where it was. Autograd raises if the version of
@@ -141,7 +141,7 @@ class ShownParameters:
             _set_versions(self.leaves, [version + FREED for version in self._versions])
 
     def unseal(self) -> None:
-        """The values of the leaves are back, the same as before."""
+        """Let autograd use the leaves again, whose values are back, the same as before."""
         if self._versions:
             _set_versions(self.leaves, self._versions)
             self._versions = []

@@ -30,16 +30,16 @@ def converted(options: Mapping[str, object]) -> dict[str, Any]:
     Values that are not torch's stay as they are. Raises Unsupported for what the engine does not offer, ConfigError for
     a device that cannot be parsed and for ignored states that are neither modules nor parameters.
     """
-    found: dict[str, Any] = dict(options)
-    if not found.pop("use_orig_params", True):
+    engine_options: dict[str, Any] = dict(options)
+    if not engine_options.pop("use_orig_params", True):
         raise Unsupported("orig_params", "use_orig_params=False: parameters always keep their objects here")
     # Streams order the memory that gathers use, so there is nothing to limit.
-    found.pop("limit_all_gathers", None)
+    engine_options.pop("limit_all_gathers", None)
     for name, convert in _CONVERSIONS.items():
-        if name in found:
-            found[name] = convert(found[name])
-    _split_ignored_states(found)
-    return found
+        if name in engine_options:
+            engine_options[name] = convert(engine_options[name])
+    _split_ignored_states(engine_options)
+    return engine_options
 
 
 def is_torchs(value: object, name: str) -> bool:

@@ -61,11 +61,11 @@ class TorchStateDicts(nn.Module):
         Raises Unsupported for local state dicts and for DTensors in sharded ones, ConfigError for a configuration of
         another kind, or if no wrapper is in `module`.
         """
-        before = TorchStateDicts.get_state_dict_type(module)
+        old_settings = TorchStateDicts.get_state_dict_type(module)
         settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
         for wrapper in _wrappers(module):
             wrapper._state_settings = settings
-        return before
+        return old_settings
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -240,17 +240,18 @@ def _settings(kind: object, config: Any, optimizer_config: Any) -> StateDictSett
     classes = configurations.get(kind.name)
     if classes is None:
         raise Unsupported("sharded_state_dict", f"{kind.name}: use SHARDED_STATE_DICT, which also communicates nothing")
-    given = [
-        wanted() if value is None else value for value, wanted in zip((config, optimizer_config), classes, strict=True)
+    configs = [
+        config_class() if value is None else value
+        for value, config_class in zip((config, optimizer_config), classes, strict=True)
     ]
-    for value, wanted in zip(given, classes, strict=True):
-        if not isinstance(value, wanted):
+    for value, config_class in zip(configs, classes, strict=True):
+        if not isinstance(value, config_class):
             raise ConfigError(
-                [f"the configuration of {kind.name} must be a {wanted.__name__}, got {value!r}"], where=_WHERE
+                [f"the configuration of {kind.name} must be a {config_class.__name__}, got {value!r}"], where=_WHERE
             )
         if getattr(value, "_use_dtensor", False):
             raise Unsupported("sharded_state_dict", "_use_dtensor=True: shards are ranges of elements, not of rows")
-    return StateDictSettings(kind, *given)
+    return StateDictSettings(kind, *configs)
 
 
 def _default_settings() -> StateDictSettings:
@@ -283,8 +284,8 @@ def _check_group(model: nn.Module, group: ProcessGroup | None) -> None:
         )
 
 
-def _refuse_optim_input(given: object) -> None:
-    if given is not None:
+def _refuse_optim_input(optim_input: object) -> None:
+    if optim_input is not None:
         raise Unsupported("optim_state_dict", "optim_input: pass the optimizer itself, as optim")
 
 

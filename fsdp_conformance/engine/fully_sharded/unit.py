@@ -147,7 +147,7 @@ class ShardedUnit:
         self.mixed_precision = spec.mixed_precision
         self.state = TrainingState.IDLE
         self.boundary = Boundary()
-        """Of its forward that is under way."""
+        """The boundary of its forward that is under way."""
         self.sync_gradients = True
         """True if gradients are reduced in backward; otherwise they are collected on this rank."""
         self.reshards_after_backward = True
@@ -403,10 +403,10 @@ class ShardedUnit:
         # Also those that stay: a flat parameter cannot lose members, so new ones are made.
         for flat in self.flats:
             flat.restore()
-        given = {id(parameter) for parameter in parameters}
-        self.take(self.spec.flat_parameters([each for each in members if id(each.parameter) not in given]))
+        given_ids = {id(parameter) for parameter in parameters}
+        self.take(self.spec.flat_parameters([each for each in members if id(each.parameter) not in given_ids]))
         self.rename(self.name)
-        return [each for each in members if id(each.parameter) in given]
+        return [each for each in members if id(each.parameter) in given_ids]
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

@@ -55,8 +55,8 @@ class UnitSpec:
             persists = 0 < member.parameter.numel() <= self.persist_numel
             kinds.setdefault((member.parameter.dtype, persists), []).append(member)
         return [
-            self._flat_parameter(same, place, self.groups.replicated() if persists else self.groups)
-            for place, ((_, persists), same) in enumerate(kinds.items())
+            self._flat_parameter(kind_members, place, self.groups.replicated() if persists else self.groups)
+            for place, ((_, persists), kind_members) in enumerate(kinds.items())
         ]
 
     def _flat_parameter(self, members: Sequence[Member], place: int, groups: ShardingGroups) -> FlatParameter:

@@ -18,7 +18,11 @@ _NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _LEAVES = (nn.MultiheadAttention,)
 
 WrapPolicy = Callable[[nn.Module, int], bool]
-"""From a submodule, and the number of elements below it in no unit yet, to whether it becomes one. Inner ones first."""
+"""
+Takes a submodule, and the number of elements below it that are in no unit yet. Returns True if it becomes a unit.
+
+Inner submodules are asked about first.
+"""
 
 
 @dataclass(frozen=True)
@@ -104,21 +108,21 @@ def wrap_submodules(
     skipped = {id(below) for module in ignored for below in module.modules()}
     uncounted = {id(parameter) for parameter in ignored_parameters}
     wrapped: dict[int, nn.Module] = {}
-    left: dict[int, set[int]] = {}
+    free_ids: dict[int, set[int]] = {}
     sizes: dict[int, int] = {}
 
     def own(module: nn.Module) -> set[int]:
-        found = [each for each in module._parameters.values() if each is not None and id(each) not in uncounted]
-        sizes.update({id(each): each.numel() for each in found})
-        return {id(each) for each in found}
+        parameters = [each for each in module._parameters.values() if each is not None and id(each) not in uncounted]
+        sizes.update({id(each): each.numel() for each in parameters})
+        return {id(each) for each in parameters}
 
     def below(module: nn.Module) -> set[int]:
         """The ids of the parameters of a module and the modules below it that are in no unit."""
-        found = own(module)
+        ids = own(module)
         for child in module._modules.values():
             if child is not None and id(child) not in skipped and not is_unit(child):
-                found |= below(child)
-        return found
+                ids |= below(child)
+        return ids
 
     def numel(parameters: set[int]) -> int:
         return sum(sizes[each] for each in parameters)
@@ -128,9 +132,9 @@ def wrap_submodules(
 
     def visit(module: nn.Module) -> set[int]:
         """Wrap below `module`. Returns the ids of the parameters there that are in no unit."""
-        if id(module) in left:
-            return left[id(module)]
-        free = left[id(module)] = own(module)
+        if id(module) in free_ids:
+            return free_ids[id(module)]
+        free = free_ids[id(module)] = own(module)
         for key, child in list(module._modules.items()):
             if child is None or id(child) in skipped or is_unit(child):
                 continue
@@ -141,8 +145,8 @@ def wrap_submodules(
                 free |= below(child)
                 continue
             inside = visit(child)
-            asked = not isinstance(child, _NO_FORWARD) and not isinstance(module, _LEAVES)
-            if asked and choice.selects(child, numel(inside)):
+            may_be_unit = not isinstance(child, _NO_FORWARD) and not isinstance(module, _LEAVES)
+            if may_be_unit and choice.selects(child, numel(inside)):
                 wrapped[id(child)] = module._modules[key] = wrap(child, choice.overrides.get(child, {}))
             else:
                 free |= inside

@@ -121,8 +121,8 @@ class FullyShardedDataParallel(TorchStateDicts):
         """
         super().__init__()
         # Before anything else is assigned: these are the arguments, by name.
-        given = locals()
-        options = ShardingOptions(**converted({name: given[name] for name in _OPTIONS}))
+        arguments = locals()
+        options = ShardingOptions(**converted({name: arguments[name] for name in _OPTIONS}))
         if auto_wrap_policy is not None:
             # The units inside first: a unit owns what no unit inside it owns.
             wrap_submodules(
@@ -187,11 +187,11 @@ class FullyShardedDataParallel(TorchStateDicts):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """The wrappers in a module, outermost first; with `root_only`, those that are in no other."""
-        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        wrappers = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         if not root_only:
-            return found
-        inner = {id(below) for each in found for below in each.modules() if below is not each}
-        return [each for each in found if id(each) not in inner]
+            return wrappers
+        inner = {id(below) for each in wrappers for below in each.modules() if below is not each}
+        return [each for each in wrappers if id(each) not in inner]
 
     def check_is_root(self) -> bool:
         """True if it is the outermost wrapper so far. A wrapper made around it later makes this False."""
@@ -246,13 +246,13 @@ class FullyShardedDataParallel(TorchStateDicts):
     def _switched_off(self, switch: str, units: Sequence[ShardedUnit]) -> Iterator[None]:
         """Turn off an attribute of some units within the context."""
         # Each unit's own value comes back: a context around this one may have switched off only some of them.
-        before = [(unit, getattr(unit, switch)) for unit in units]
+        old_values = [(unit, getattr(unit, switch)) for unit in units]
         try:
-            for unit, _ in before:
+            for unit, _ in old_values:
                 setattr(unit, switch, False)
             yield
         finally:
-            for unit, value in before:
+            for unit, value in old_values:
                 setattr(unit, switch, value)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -349,9 +349,9 @@ class FullyShardedDataParallel(TorchStateDicts):
         if keep_vars:
             raw: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=True)
             return raw
-        found = {} if destination is None else destination
-        found.update({f"{prefix}{name}": value for name, value in self._chosen_state_dict().items()})
-        return cast("dict[str, Any]", found)
+        state = {} if destination is None else destination
+        state.update({f"{prefix}{name}": value for name, value in self._chosen_state_dict().items()})
+        return cast("dict[str, Any]", state)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

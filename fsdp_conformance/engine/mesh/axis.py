@@ -56,9 +56,9 @@ def communicates_from(group: ProcessGroup, device: torch.device) -> bool:
     A process group written in Python is its own backend and names no devices, so it is asked.
     """
     named = group._device_types
-    return not named or any(known.type == device.type for known in named)
+    return not named or any(backend_device.type == device.type for backend_device in named)
 
 
 def devices_of(group: ProcessGroup) -> str:
     """The types of device that a group has backends for, in messages."""
-    return ", ".join(sorted({known.type for known in group._device_types}))
+    return ", ".join(sorted({backend_device.type for backend_device in group._device_types}))

@@ -128,24 +128,24 @@ def mesh_scatter(
     target = output.detach()
     if target.is_meta:
         return _nothing_sent(output)
-    mine = list(shards or ()) if is_source else []
+    source_shards = list(shards or ()) if is_source else []
     if group.size() == 1:
-        target.copy_(mine[0])
+        target.copy_(source_shards[0])
         return _nothing_sent(output)
     padding = [max(sizes) - size for size in sizes] if sizes is not None else [0] * group.size()
-    own = padding[group.rank()]
-    landing = target if target.is_contiguous() and not own else _padded(target, dim, own)
-    if not landing.numel():
+    own_padding = padding[group.rank()]
+    receive_buffer = target if target.is_contiguous() and not own_padding else _padded(target, dim, own_padding)
+    if not receive_buffer.numel():
         return _nothing_sent(output)
-    sent = [_padded(shard.detach(), dim, amount) for shard, amount in zip(mine, padding, strict=False)]
-    work = scatter(_as_bytes(landing), [_as_bytes(shard) for shard in sent], source, group)
+    sent = [_padded(shard.detach(), dim, amount) for shard, amount in zip(source_shards, padding, strict=False)]
+    work = scatter(_as_bytes(receive_buffer), [_as_bytes(shard) for shard in sent], source, group)
 
     def finish() -> Tensor:
-        if landing is not target:
-            target.copy_(unpad_tensor(landing, dim, own) if own else landing)
+        if receive_buffer is not target:
+            target.copy_(unpad_tensor(receive_buffer, dim, own_padding) if own_padding else receive_buffer)
         return output
 
-    return MeshWork(work, finish, [landing, target, *sent])
+    return MeshWork(work, finish, [receive_buffer, target, *sent])
 
 
 @torch.no_grad()
@@ -236,13 +236,13 @@ def shard_dim_all_to_all(
             problems.append(f"shard_dim and gather_dim must be different, got {shard_dim} for both")
     _raise(problems, "shard_dim_all_to_all")
     lengths = [shard.shape[gather_dim]] * group.size() if sizes is None else list(sizes)
-    own = chunk_sizes(shard.shape[shard_dim], group.size())[group.rank()]
+    own_length = chunk_sizes(shard.shape[shard_dim], group.size())[group.rank()]
     whole = with_length(shard.shape, gather_dim, sum(lengths))
     if shard.is_meta or not math.prod(whole):
-        return _nothing_sent(shard.new_empty(with_length(whole, shard_dim, own)))
+        return _nothing_sent(shard.new_empty(with_length(whole, shard_dim, own_length)))
     if group.size() == 1:
         return _copied(shard)
-    shapes = [with_length(with_length(whole, shard_dim, own), gather_dim, length) for length in lengths]
+    shapes = [with_length(with_length(whole, shard_dim, own_length), gather_dim, length) for length in lengths]
     receives = [math.prod(shape) for shape in shapes]
     parts = split_shards(shard.detach(), group.size(), shard_dim)
     sent = torch.cat([part.reshape(-1) for part in parts])
@@ -339,8 +339,8 @@ def _list_problems(
         expected = (tuple(shape), output.dtype, output.device)
         got_facts = (tuple(shard.shape), shard.dtype, shard.device)
         problems += [
-            f"{what} of shard {index}: expected {wanted}, as for the output, got {mine}"
-            for what, mine, wanted in zip(("shape", "dtype", "device"), got_facts, expected, strict=True)
-            if mine != wanted
+            f"{what} of shard {index}: expected {expected_fact}, as for the output, got {got_fact}"
+            for what, got_fact, expected_fact in zip(("shape", "dtype", "device"), got_facts, expected, strict=True)
+            if got_fact != expected_fact
         ]
     return problems
