@@ -90,7 +90,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: What any plan on the CPU asks for.
+#: The flag that any plan on the CPU asks for.
 _CPU_COMPUTE = "cpu_compute"
 
 
@@ -141,7 +141,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
 
     @property
     def case(self) -> Case:
-        """The case that the test method is bound to."""
+        """The case that the test method is bound to. Raises SuiteError for a method that is not a case."""
         case = case_of(getattr(type(self), self._testMethodName))
         if case is None:
             raise SuiteError(f"{self._testMethodName} is not a case: decorate it with conformance_case")
@@ -349,7 +349,8 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         """
         Let the referee choose, if there is one: for a choice that takes references.
 
-        Returns the result of `choose`, which must be data. The rank waits for it.
+        Returns the result of `choose`, which must be data. The rank waits for it. Raises SuiteError if the referee has
+        decided something else.
         """
         if self.role is Role.OBSERVED:
             _, content = self._instructions.next()
@@ -487,7 +488,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
 
     @property
     def kept_buffers(self) -> int:
-        """How many times the largest unit the implementation declares to keep in buffers."""
+        """The bytes that the implementation declares to keep in buffers, as a multiple of the largest unit."""
         return self.description.kept_buffers
 
     def unit_parameters(self, workload: Workload, unit: str) -> tuple[str, ...]:
@@ -542,7 +543,7 @@ class ConformanceTestCase(DeclaresCases, ShardedTrainingTestCase):
         return self.observe("allocated bytes", self.case_device.allocated_bytes)
 
     def allocated_bytes_without_backend(self, expected: int) -> int:
-        """The same without those that the process group still holds: see `CaseDevice`. Collective."""
+        """The same without the bytes that the process group still holds: see `CaseDevice`. Collective."""
         return self.observe("allocated bytes", lambda: self.case_device.allocated_bytes_without_backend(expected))
 
     def activations(self, workload: Workload) -> Activations:

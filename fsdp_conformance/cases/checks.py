@@ -203,7 +203,11 @@ class CaseChecks:
         self.expect(same, requirement, message, check=check, bound="bitwise", **where)
 
     def check_bitwise(self, run: TrainingHistory, expected: TrainingHistory, requirement: str) -> None:
-        """Losses, gradients and parameters of every step equal those of another run, bit for bit."""
+        """
+        Losses, gradients and parameters of every step equal those of another run, bit for bit.
+
+        Raises SuiteError if the runs have different numbers of steps.
+        """
         if len(run.steps) != len(expected.steps):
             raise SuiteError(f"steps: expected {len(expected.steps)}, got {len(run.steps)} [{self._here.case.id}]")
         for got, want in zip(run.steps, expected.steps, strict=True):
@@ -292,7 +296,7 @@ class CaseChecks:
         self.check_digests(schedule_digests(run), "schedule", requirement, "schedule equality")
 
     def check_digests(self, digests: Mapping[str, str], prefix: str, requirement: str, check: str) -> None:
-        """Each digest is the same on all ranks; labels begin with `prefix`."""
+        """Each digest is the same on all ranks; labels begin with `prefix`. Raises SuiteError for any other label."""
         foreign_labels = [label for label in digests if not label.startswith(prefix)]
         if foreign_labels:
             raise SuiteError(f"digest labels must begin with {prefix!r}, got {foreign_labels} [{self._here.case.id}]")
@@ -354,7 +358,7 @@ class CaseChecks:
         plan: Plan | None = None,
         regime: Regime | None = None,
     ) -> None:
-        """As `check_resharded`; also, no unit holds full parameters when a backward has returned."""
+        """Make `check_resharded`, and check that no unit holds full parameters when a backward has returned."""
         self.check_resharded(adapter, workload, requirement, run, plan, regime)
         after = {record.step: record.unsharded_after_backward for record in _settled(run, regime)}
         self._expect_resharded(after, "backward", workload, requirement)

@@ -55,7 +55,7 @@ class Admission:
     """A case that runs, as its test case needs to know it to start the ranks."""
 
     order: RunOrder
-    """For the ranks; its device is that of the case."""
+    """The order for the ranks; its device is that of the case."""
     description: AdapterDescription
     worker: TorchrunWorker | None
     """The torchrun worker that this process is."""
@@ -172,7 +172,7 @@ def _is_disturbed(judgement: RankReport | None) -> bool:
 
 
 def _reasons(judgements: Sequence[RankReport | None]) -> str:
-    """Why a referee has not judged."""
+    """The reasons why a referee has not judged, as text."""
     errors = [judgement.error for judgement in judgements if judgement is not None and judgement.error is not None]
     return "; ".join(f"{error.kind}: {error.message}" for error in errors) or "its process ended early"
 

@@ -61,7 +61,11 @@ class CaseDevice:
         return self.allocated_bytes()
 
     def activations(self, workload: Workload) -> Activations:
-        """Bytes that one forward of the unwrapped model takes on this rank's device, beyond its parameters."""
+        """
+        Bytes that one forward of the unwrapped model takes on this rank's device, beyond its parameters.
+
+        Raises SuiteError if no allocator counts bytes there.
+        """
         watch = watch_for(self._here.device)
         if not watch.counts_bytes:
             device = self._here.device
@@ -119,7 +123,8 @@ class CaseDevice:
         """
         Fill memory that torch allocates without initialising with NaN.
 
-        Uses torch's own mechanism: deterministic algorithms with `fill_uninitialized_memory`.
+        Uses torch's own mechanism: deterministic algorithms with `fill_uninitialized_memory`. Raises SuiteError if
+        torch does not fill the memory.
         """
         if not self._has_engine:
             yield

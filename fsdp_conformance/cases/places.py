@@ -17,7 +17,7 @@ from fsdp_conformance.simulator.device import build
 @functools.cache
 def build_problem() -> str:
     """
-    Why the simulated accelerator cannot be built, or "" if it is built: the first call may compile it.
+    The reason why the simulated accelerator cannot be built, or "" if it is built. The first call may compile it.
 
     Cached for the process, so that not every case tries a failing compiler again.
     """

@@ -82,7 +82,7 @@ class CaseRank:
         self.blame = before
 
     def note_refusal(self) -> None:
-        """An exception was taken as a refusal: no part is to blame."""
+        """Note that an exception was taken as a refusal: no part is to blame."""
         self.blame = None
         for call in self.on_refusal:
             call()

@@ -76,7 +76,7 @@ class Replay:
             return ObservationsInvalid(f"rank {self._here.rank} must show an exception, got {sorted(content)}: {error}")
 
     def result(self, name: str) -> Any:
-        """The result of a call."""
+        """The result of a call. Raises ObservationsInvalid if there is none."""
         _, content = self.next(name, "returned")
         if "value" not in content:
             raise ObservationsInvalid(f"rank {self._here.rank} must show what {name} returned, got {sorted(content)}")
@@ -228,7 +228,7 @@ def _typed(value: Any, hint: Any, place: str) -> Any:
 
 def exception_from(content: dict[str, Any]) -> ReportedError:
     """
-    An exception that a rank has raised: of the first of its classes that is known here, with its text.
+    Rebuild an exception that a rank has raised: with its text, and of the first of its classes that is known here.
 
     Raises KeyError, TypeError, ValueError or IndexError for something else.
     """

@@ -40,7 +40,7 @@ class CaseReferences:
         self._here = here
         self._offer = offer
         self._trained: dict[Hashable, tuple[Workload, References]] = {}
-        """By the content of workload and regime, so that a case with several checks trains them once."""
+        """Workload and references by their content, so that a case with several checks trains them once."""
 
     def of(self, workload: Workload, regime: Regime | None = None) -> References:
         """The references for the workload, in agreement. Collective, once per workload and regime."""

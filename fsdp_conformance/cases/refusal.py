@@ -23,7 +23,7 @@ BREAKDOWNS = (
 
 
 class ReportedError(Exception):
-    """An exception that a rank has raised, in the referee: also of the class that it has there, with its text."""
+    """The base of a rank's exceptions as the referee rebuilds them, with their text and a second base class."""
 
     described: RankError
     is_explicit: bool
@@ -43,7 +43,7 @@ class Refusal:
 
 def why_no_refusal(error: Exception, names: Sequence[str]) -> str | None:
     """
-    Why an error is not a refusal, or None if it is one.
+    The reason why an error is not a refusal, or None if it is one.
 
     `names` are the words of which the message must contain one, in any case: the feature, or the argument.
     """

@@ -68,7 +68,7 @@ class CaseTraining:
             adapter_type = registry.load(self._implementation)
             cuda_names.provide(adapter_type, here.device_type)
             adapter = adapter_type()
-        # What is declared was fixed by the controller: an adapter cannot say one thing there and another one here.
+        # The controller has fixed what is declared: an adapter cannot declare one thing there and another one here.
         vars(adapter)["declared"] = lambda: self._declared
         # The code that this rank has loaded, not the code that the controller was told of.
         here.report.environment["adapter"] = registry.identity_of(adapter_type)

@@ -37,7 +37,8 @@ class CaseWorlds:
         """
         Run `body` on the first `size` ranks, which are the whole world meanwhile; the others wait. Collective.
 
-        Adapters of the worlds before and after are closed: nothing survives the end of a world but files.
+        Adapters of the worlds before and after are closed: nothing survives the end of a world but files. Raises
+        SuiteError for a size that the case does not have.
         """
         whole = self._here.case.world_size
         if not 1 <= size <= whole:
@@ -57,7 +58,7 @@ class CaseWorlds:
             self._end_world(store, "smaller", size)
             store.set("the smaller world has ended", "")
         else:
-            # Longer than a collective may take: a whole training goes on meanwhile.
+            # This may take longer than a collective: the other ranks train meanwhile.
             with self._here.blaming("suite"):
                 store.wait(["the smaller world has ended"], self._patience)
         self._begin_world(store, "next whole", whole)

@@ -64,6 +64,7 @@ def collective_counts(history: TrainingHistory, workload: Workload, plan: Plan, 
     With n units that own trainable parameters: n all-gathers in forward; n in backward, or n - 1 where the root stays
     gathered, or none where all do; n reduce-scatters; nothing else but the all-reduces of hybrid sharding and of a
     gradient norm. Frozen units may be gathered, too. Without sharding: no all-gather, gradients by all-reduce only.
+    Raises SuiteError for a plan that it cannot judge.
     """
     if plan.sharding in (Sharding.OPTIM, Sharding.DEFAULT):
         raise SuiteError(
@@ -93,7 +94,8 @@ def deferred_counts(history: TrainingHistory, workload: Workload, plan: Plan, *,
     A step whose first micro-batches are deferred reduces every gradient once, after the last forward (R065).
 
     Judged by bytes, so that it holds for engines with buckets, too. Under gradient sharding parameters stay gathered
-    after a deferred backward: they are gathered once per step.
+    after a deferred backward: they are gathered once per step. Raises SuiteError for a step with fewer than two
+    micro-batches.
     """
     tally = Tally("deferred reduction", requirement, rank=history.rank)
     units = owning_units(workload, plan).shared
@@ -128,7 +130,8 @@ def reduced_once(history: TrainingHistory, workload: Workload, plan: Plan, *, re
     """
     A step of one micro-batch reduces no gradient more than once, by bytes (R135). Each unit runs once per forward.
 
-    Parity shows that each is reduced at all: an engine may do that where its collectives cannot be seen.
+    Parity shows that each is reduced at all: an engine may do that where its collectives cannot be seen. Raises
+    SuiteError for a step with more than one micro-batch.
     """
     tally = Tally("reduced once", requirement, rank=history.rank)
     units = owning_units(workload, plan).shared
@@ -150,7 +153,8 @@ def eval_collectives(history: TrainingHistory, workload: Workload, *, requiremen
     """
     A forward in eval mode under no_grad reduces nothing and gathers each parameter at most once, by bytes (R066).
 
-    No collective at all passes, too, and counts as one element that was compared.
+    No collective at all passes, too, and counts as one element that was compared. Raises SuiteError if the run made no
+    evaluation.
     """
     if not history.eval_outputs:
         raise SuiteError("eval outputs: expected at least 1, got 0 [eval_collectives]: the regime has no evaluation")
@@ -194,7 +198,8 @@ def frozen_reductions(history: TrainingHistory, workload: Workload, plan: Plan, 
     """
     Only the gradients of trainable units are reduced (R072).
 
-    By bytes for every engine, and also by count where the engine shows one all-gather per unit in forward.
+    By bytes for every engine, and also by count where the engine shows one all-gather per unit in forward. Raises
+    SuiteError if no unit is frozen.
     """
     tally = Tally("frozen units", requirement, rank=history.rank)
     units = owning_units(workload, plan)
@@ -290,7 +295,7 @@ def wire_volume(
     in that of the reduction for reductions. It takes at most 1 + `padding` times P with dim 0 of each parameter padded
     to a multiple of the shard group. A forward is one pass of gathers, a backward at most one, and a step one pass of
     reductions (of trainable parameters), unless micro-batches multiply them. Other ops carry at most the padding; under
-    hybrid sharding all-reduces carry one more shard's worth.
+    hybrid sharding all-reduces carry one more shard's worth. Raises SuiteError if the plan does not shard parameters.
     """
     if plan.sharding not in (Sharding.FULL, Sharding.HYBRID) or plan.replicas == world_size > 1:
         raise SuiteError(
@@ -404,7 +409,7 @@ def total_volume(
     over_replicas = 2 * trained / group_size if group_size < world_size else 0
     most = (passes + trained + over_replicas) * (1 + padding)
     for step in steady_steps(history):
-        # What one rank receives by itself, another has sent.
+        # A message counts once, on the rank that sends it.
         records = [record for record in in_step(history, step.step) if record.op is not Op.RECV]
         sent = nbytes(records) + nbytes(of(records, Op.ALL_REDUCE))
         tally.compare(
@@ -422,7 +427,7 @@ def _names(units: tuple[Unit, ...]) -> str:
 def _sharded_rules(step: StepRecord, units: OwningUnits, plan: Plan) -> list[_Rule]:
     trained, owning, passes = len(units.trainable), len(units.shared), len(step.losses)
     deferred = [unit for unit in units.trainable if unit.fqn in plan.deferred_units] or units.trainable
-    # What is deferred is reduced once, the rest after every micro-batch.
+    # Deferred units are reduced once, all others after every micro-batch.
     reductions = trained * passes - (len(deferred) * (passes - 1) if plan.defer_reduction else 0)
     most = owning * passes
     if _stays_gathered(plan):
@@ -463,7 +468,7 @@ def _judge_rule(tally: Tally, rule: _Rule, step: StepRecord, records: list[Colle
 def _judge_rest(
     tally: Tally, step: StepRecord, records: list[CollectiveRecord], units: OwningUnits, *, hybrid: bool
 ) -> None:
-    """Only gathers and scatters; the all-reduce of a gradient norm is allowed where the engine returned one."""
+    """Only gathers and scatters may occur, and the all-reduce of a gradient norm if the engine returned one."""
     countable = {Op.ALL_GATHER, Op.REDUCE_SCATTER}
     other = [
         record

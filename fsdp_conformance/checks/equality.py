@@ -35,7 +35,7 @@ def parameter_digests(history: TrainingHistory, *, exclude: Collection[str] = ()
 
 
 def buffer_digests(history: TrainingHistory, *, exclude: Collection[str] = ()) -> dict[str, str]:
-    """The same for buffers: "buffers init norm.running_mean". Only where buffers are synchronised."""
+    """Label to hash of every buffer: "buffers init norm.running_mean". Only for buffers that are synchronised."""
     return _digests("buffers", history.initial_buffers, [record.buffers for record in history.steps], exclude)
 
 

@@ -48,8 +48,9 @@ def groups_used(history: TrainingHistory, workload: Workload, plan: Plan, *, req
     """
     Collectives of forward and backward run over the declared groups only (R069).
 
-    Hybrid: gathers and scatters in the shard group, all-reduces in the replica group, and both occur. Local units:
-    what goes over more than one rank is too small to include their parameters. Otherwise: the world.
+    Hybrid: gathers and scatters in the shard group, all-reduces in the replica group, and both occur. Local units: what
+    goes over more than one rank is too small to include their parameters. Otherwise: the world. Raises SuiteError if
+    replicas do not divide the world, or local units own no parameters.
     """
     if history.world_size % plan.replicas:
         raise SuiteError(f"replicas must divide {history.world_size} ranks, got {plan.replicas} [groups_used]")
@@ -89,7 +90,8 @@ def reshard_group_used(history: TrainingHistory, workload: Workload, plan: Plan,
     """
     Backward gathers the units below the root over the group that parameters are resharded to after forward (R005).
 
-    Half of their bytes decide, because an engine may keep the last unit of the forward gathered.
+    Half of their bytes decide, because an engine may keep the last unit of the forward gathered. Raises SuiteError if
+    the plan names no group whose size divides the world.
     """
     size = plan.reshard_after_forward
     if not size or isinstance(size, bool) or history.world_size % size:
@@ -119,7 +121,7 @@ def unit_traffic(
     This happens once per micro-batch that is reduced. A reduce-scatter sends the unit's bytes, with dim 0 of each
     parameter padded to a multiple of the shard group and at most `padding` more; its all-reduce follows and carries
     what the reduce-scatter left on the rank. Collectives are matched with units by bytes, because the units of a model
-    differ in size.
+    differ in size. Raises SuiteError if the plan is not hybrid.
     """
     world, rank = history.world_size, history.rank
     if world % plan.replicas or not 1 < plan.replicas < world:
@@ -190,7 +192,7 @@ def _judge_presence(
 
 
 def _judge_local(tally: Tally, step: StepRecord, history: TrainingHistory, workload: Workload, plan: Plan) -> None:
-    """By bytes: a padded pass over the shared parameters leaves no room for half of the local ones."""
+    """Judge local units by bytes: a padded pass over shared parameters leaves no room for half of the local ones."""
     units = owning_units(workload, plan)
     local, names = parameter_bytes(units.local), ", ".join(plan.local_units)
     if not local:
@@ -253,7 +255,7 @@ def _least_bytes(unit: Unit) -> int:
 
 
 def _by_bytes(records: Iterable[CollectiveRecord]) -> list[CollectiveRecord]:
-    """In the order of the units; of equal size, in the order in which they were issued."""
+    """The records sorted by size, as units are; of equal size, in the order in which they were issued."""
     return sorted(records, key=lambda record: (record.nbytes, record.seq))
 
 

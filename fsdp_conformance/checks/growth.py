@@ -49,9 +49,9 @@ class Held:
     """The tensors and other things that a rank holds at one moment."""
 
     bytes: int
-    """Of tensors on any device, apart from the suite's own."""
+    """The bytes of tensors on any device, apart from the suite's own."""
     hooks: int
-    """On the wrapped module, its submodules and their parameters."""
+    """The number of hooks on the wrapped module, its submodules and their parameters."""
     groups: int
     """Process groups that this rank is in."""
     threads: int
@@ -59,7 +59,7 @@ class Held:
     @classmethod
     def now(cls, module: nn.Module | None) -> Held:
         """Count what is held now; without a module, no hooks are counted."""
-        # What a cycle through C++ holds, such as torch's own hooks on the nodes of a graph, is found in a later pass.
+        # Several passes: the first one does not find all of a cycle through C++, such as hooks on the nodes of a graph.
         for _ in range(_COLLECTIONS):
             if not gc.collect():
                 break
@@ -107,7 +107,7 @@ def no_more(earlier: Held, later: Held, *, rank: int, step: int, requirements: M
 
 def no_activations(held: Held, *, model_bytes: int, rank: int, step: int, requirement: str) -> CheckResult:
     """
-    Of what has been allocated since `youngest_alone`, a step of large batches leaves at most four copies of the model.
+    A step of large batches leaves at most four copies of the model, in bytes allocated since `youngest_alone`.
 
     An engine may keep units gathered, flat gradients, and buffers for the next step. The activations of such a step are
     larger by far.

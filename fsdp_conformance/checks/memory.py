@@ -55,7 +55,7 @@ class Sizes:
     below_root: int
     """Full bytes of all units except the root."""
     gathered: int
-    """Of all units, each padded to a multiple of the group's rows."""
+    """The bytes of all units, each padded to a multiple of the group's rows."""
     buffers: int
     units: dict[str, int]
     """Full bytes of each unit, padded, by its name in words."""
@@ -73,7 +73,11 @@ class Activations:
 
 
 def sizes(workload: Workload, plan: Plan, *, world_size: int) -> Sizes:
-    """The sizes that bounds are computed from. Hybrid sharding stores more: a shard group is smaller than the world."""
+    """
+    The sizes that bounds are computed from. Hybrid sharding stores more: a shard group is smaller than the world.
+
+    Raises SuiteError if there is no unit below the root.
+    """
     group = 1 if plan.sharding is Sharding.NONE else world_size // plan.replicas
     units = owning_units(workload, plan).shared
     inner = [unit for unit in units if unit.fqn]
@@ -303,7 +307,11 @@ def _sharded_bytes(history: TrainingHistory, bytes_of: Sizes, padding: float) ->
 
 
 def no_growth(history: TrainingHistory, *, first: int = 1) -> CheckResult:
-    """From step `first` on, each step ends with equally many bytes (R039). Earlier, optimizers create their state."""
+    """
+    From step `first` on, each step ends with equally many bytes (R039). Earlier, optimizers create their state.
+
+    Raises SuiteError if there are fewer than two such steps.
+    """
     held = {mark.step or 0: mark.allocated for mark in _marks(history, Point.STEP) if (mark.step or 0) >= first}
     if len(held) < 2:
         raise SuiteError(f"steps from step {first} on: expected at least 2, got {len(held)} [no_growth]")
@@ -422,7 +430,8 @@ def no_leak(history: TrainingHistory, workload: Workload, plan: Plan, *, world_s
     Memory on the host, of this process and of those that it has started, does not keep growing (R039).
 
     A cache stops growing once it is full, and a leak does not. So the bytes are compared after every third step, and
-    growth in each of these periods, by a quarter of a shard or more, is a leak.
+    growth in each of these periods, by a quarter of a shard or more, is a leak. Raises SuiteError if there are too few
+    steps for three periods.
     """
     shard = sizes(workload, plan, world_size=world_size).shard
     least = max(shard // 4, ON_HOST // 3)
@@ -452,7 +461,7 @@ _OF_POINT = {Point.SETUP: "R033", Point.BACKWARD: "R035", Point.STEP: "R039"}
 def _held(history: TrainingHistory) -> Iterator[tuple[str, MemoryMark, str, int]]:
     """Place, mark, name, and the bytes above those before setup, for each mark that bounds are about."""
     first = _first(history, Point.BEFORE_SETUP)
-    # On the CPU, no allocator counts.
+    # On the CPU, no allocator counts bytes.
     has_device = any(mark.allocated for mark in history.memory)
     for mark in history.memory:
         if mark.point in _OF_POINT:

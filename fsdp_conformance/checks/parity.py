@@ -138,7 +138,7 @@ def parity(
         judge = _Judge(kind, *sides, replaced.get(kind), none_or_zero=none_or_zero, diverged=diverged)
         result = judge.result()
         if sides[0] is not history:
-            # What a rounded change shows less of, the parameters themselves show in the next comparison.
+            # Rounded changes show small errors less clearly, but the next comparison, of the parameters, shows them.
             result.inconclusive = None
             result.notes.append("gradients are not exposed: they were derived from the changes of the parameters")
         if kind is Kind.GRADIENT:
@@ -615,7 +615,7 @@ def _factors(regime: Regime, workload: Workload) -> dict[str, float]:
 
 
 def _by_rank(references: References, step: int, name: str) -> list[list[Tensor | None]]:
-    """By rank and micro-batch: the gradient of that rank alone, of which the right one is the mean over the ranks."""
+    """The gradients of each rank alone, by rank and micro-batch; the right gradient is their mean over the ranks."""
     factor = references.world_size if references.regime.sums else 1
     return [
         [None if (grad := micro.get(name)) is None else grad * factor for micro in rank[step]]

@@ -65,7 +65,8 @@ def sharding_witness(
     between steps holds none.
 
     `total` are the bytes that all ranks hold together, by kind. An engine may give whole tensors to ranks, however
-    unevenly, if all ranks together hold the model once, or once for each replica, times 1 + `padding`.
+    unevenly, if all ranks together hold the model once, or once for each replica, times 1 + `padding`. Raises
+    SuiteError if no bytes were recorded.
     """
     if not history.held_bytes or not history.full_bytes:
         raise SuiteError(
@@ -182,7 +183,11 @@ def shard_group_size(history: TrainingHistory, plan: Plan, *, world_size: int) -
 
 
 def share(history: TrainingHistory, plan: Plan, group_size: int) -> Share:
-    """The shards of this model's parameters; local units and ignored submodules are whole on every rank."""
+    """
+    The shards of this model's parameters; local units and ignored submodules are whole on every rank.
+
+    Raises SuiteError for a model without parameters.
+    """
     tensors = history.initial_params or history.steps[-1].params
     whole, largest, smallest = 0, 0, 0
     for fqn, tensor in tensors.items():

@@ -38,7 +38,7 @@ class WrongElement:
     got: float
     expected: float
     wrong: int
-    """How many elements are wrong."""
+    """The number of elements that are wrong."""
     elements: int
     likely: str
     """The cause that the elements show; empty if they show none."""
@@ -102,7 +102,7 @@ class _Elements:
                 if total is None:
                     return None
                 passes.append(total if before is None else total - before)
-                # What has been reduced is set aside; the rest is in the next one as well.
+                # Reduced gradients are set aside; gradients that were not reduced are in the next total as well.
                 before = None if backward.is_reduced else total
             of_ranks.append(passes)
         return of_ranks if of_ranks and all(of_ranks) else None

@@ -32,7 +32,7 @@ class CheckResult:
     """JSON-ready figures for the report: noise floors, bounds, bytes."""
     notes: list[str] = field(default_factory=list)
     inconclusive: str | None = None
-    """Why no judgement is possible, where the references leave too wide a bound."""
+    """The reason why no judgement is possible: the references leave too wide a bound. None if it is."""
 
     def into(self, report: RankReport) -> None:
         """
@@ -92,7 +92,7 @@ class Tally:
         self.expect(holds, message, got=str(got), expected=str(expected), **where)
 
     def result(self, *, measurements: dict[str, Any] | None = None, notes: Sequence[str] = ()) -> CheckResult:
-        """Everything collected so far."""
+        """The result with everything that was collected so far."""
         return CheckResult(
             check=self.check,
             requirement=self.requirement,

@@ -86,7 +86,7 @@ def parameter_gathers(records: Iterable[CollectiveRecord]) -> list[CollectiveRec
 
 
 def sites(records: Iterable[CollectiveRecord]) -> str | None:
-    """Where the records were issued, each place once."""
+    """The places where the records were issued, each once, as text; None if none is known."""
     return ", ".join(dict.fromkeys(record.site for record in records if record.site)) or None
 
 

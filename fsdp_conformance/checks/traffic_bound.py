@@ -32,13 +32,13 @@ class Needs:
     """The traffic that a step needs at most."""
 
     passes: int
-    """How often each unit is gathered."""
+    """The number of times that each unit is gathered."""
     reductions: int
-    """How often each unit that trains is reduced."""
+    """The number of times that each unit that trains is reduced."""
     over_replicas: int | None = None
-    """How many of the reductions include the replicas of hybrid sharding; None: all."""
+    """The number of reductions that include the replicas of hybrid sharding; None if all do."""
     evaluations: int | None = None
-    """How many of the passes are evaluations; None: unknown."""
+    """The number of passes that are evaluations; None if it is unknown."""
     frozen: Collection[str] | None = None
     """The names of parameters that do not train; None: as the model says."""
 
@@ -135,7 +135,7 @@ def at_most(
 
 
 def _collectives(units: Collection[Unit]) -> int:
-    """How many collectives gather or reduce these units: one for each dtype that a unit is stored in."""
+    """The number of collectives that gather or reduce these units: one for each dtype that a unit is stored in."""
     return sum(len({parameter.itemsize for parameter in unit.parameters}) for unit in units)
 
 

@@ -72,7 +72,7 @@ class _Matrix:
 
     @torch.no_grad()
     def step(self, gradient: Tensor, after: Tensor) -> tuple[float, float]:
-        """How far the engine's update is from the one in float64, and how far torch's own is."""
+        """The relative distances from the update in float64 of the engine's update and of torch's own."""
         exact = self._exact(gradient.double())
         self._plain.copy_(self._before)
         self._plain.grad = gradient.clone()

@@ -35,7 +35,7 @@ class OverlapRecorder(CollectiveObserver):
         self.work = DeviceWork()
         self._order = itertools.count()
         self._before: dict[int, dict[int, int]] = {}
-        """For each collective that is being issued, by its number: how many operations each stream had."""
+        """The number of operations that each stream had, by the number of each collective that is being issued."""
 
     def __enter__(self) -> Self:
         log().observers.append(self)

@@ -100,7 +100,8 @@ class Pipeline:
         """
         Carry out one step's micro-batches. Collective. Exceptions of a pass are raised unchanged.
 
-        `module`: what torch drives itself, see `Adapter.pipeline_module`; it is asked for at the first step.
+        `module`: what torch drives itself, see `Adapter.pipeline_module`; it is asked for at the first step. Raises
+        SuiteError for micro-batches of different shapes.
         """
         if self._stage is None:
             from fsdp_conformance.driver.pipeline_stage import Stage

@@ -26,7 +26,7 @@ _SCHEDULES: dict[str, Any] = {"forwards-first": ScheduleGPipe, "1f1b": Schedule1
 
 
 def too_old() -> str:
-    """Why this torch's schedules cannot be used, or "". In torch 2.6, 1F1B waits forever on gloo."""
+    """The reason why this torch's schedules cannot be used, or "". In torch 2.6, 1F1B waits forever on gloo."""
     if all("scale_grads" in inspect.signature(schedule).parameters for schedule in _SCHEDULES.values()):
         return ""
     return f"needs pipeline schedules with the option scale_grads, which torch {torch.__version__} does not have"

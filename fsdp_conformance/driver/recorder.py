@@ -62,7 +62,7 @@ class Recorder:
         self._losses: list[Tensor] = []
         """The losses of the current step, on the device."""
         self._unread: list[tuple[StepRecord, list[Tensor]]] = []
-        """Of an undisturbed run: the steps so far, and their losses on the device."""
+        """The steps of an undisturbed run so far, and their losses on the device."""
         self._evaluated: list[Any] = []
         self._kept: list[tuple[str, Any, Any]] = []
         """Outputs that the user keeps, if the regime asks for that: which one, its tensors, and copies of them."""
@@ -122,7 +122,7 @@ class Recorder:
         history_bytes = storage_bytes([*self.history.initial_params.values(), *self.history.initial_buffers.values()])
         held = host_memory.held_bytes() - self.watch.bytes_in_host() - history_bytes
         if point is Point.STEP:
-            # Those of the first step, and later ones with it: earlier, a new process may still be loading its code.
+            # Processes count from the end of the first step: before that, a new one may still be loading its code.
             self._helpers |= host_memory.children()
         return held, host_memory.bytes_of(self._helpers)
 
@@ -167,7 +167,7 @@ class Recorder:
 
     def unsharded_if_known(self) -> list[str] | None:
         """
-        The same in order; None if the adapter raises.
+        The units that hold full parameters, in order; None if the adapter raises.
 
         Every training asks, also of models whose units the adapter does not know, and few cases need the answer. A
         stage of a pipeline has only some of the units.

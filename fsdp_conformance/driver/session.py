@@ -92,7 +92,11 @@ def training(
     observer: Observer | None = None,
     conditions: Conditions | None = None,
 ) -> Iterator[Steps]:
-    """As `train`, but each step is trained when the caller asks for it. The history is complete after the context."""
+    """
+    As `train`, but each step is trained when the caller asks for it. The history is complete after the context.
+
+    Raises what `train` raises.
+    """
     plan = _with_regime(plan, workload, regime)
     adapter.refuse_undeclared(plan)
     for flag, why in _flags_of(workload, regime).items():

@@ -73,14 +73,15 @@ class SmokeResult:
     breaches: tuple[str, ...] = ()
     """The problems that are the adapter's: whatever the engine does, the adapter must not answer like this."""
     not_run: str = ""
-    """Why the check did not run; empty if it did."""
+    """The reason why the check did not run; empty if it did."""
 
 
 def smoke(spec: str, *, world_size: int = 2, device: str = "cpu", timeout_s: float = 60.0) -> list[SmokeResult]:
     """
     The results of CHECKS for an adapter, from `world_size` fresh ranks.
 
-    Raises AdapterNotFound or AdapterError if the adapter cannot be loaded.
+    Raises AdapterNotFound or AdapterError if the adapter cannot be loaded. Raises SuiteError if the ranks cannot be
+    started.
     """
     description = registry.describe_once(spec)
     case = _SmokeCase("test_adapter")
@@ -447,7 +448,7 @@ class SmokeRun:
     # What the checks share.
 
     def _microbatch(self, step: int, *, last: bool = True, reduced: bool = True) -> None:
-        """One forward and backward, as the suite runs them."""
+        """Run one forward and backward, as the suite runs them."""
         context = self.subject.microbatch(last, reduced=reduced)
         if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
             self._returned("microbatch()", "a context manager", context)

@@ -33,13 +33,13 @@ class Observer:
     """Functions that are called with the adapter and, except for `on_setup`, the step. By default they do nothing."""
 
     on_setup: Callable[[Adapter], object] = _do_nothing
-    """After setup, before initial values are recorded."""
+    """Called after setup, before initial values are recorded."""
     on_loss: Callable[[Adapter, int], object] = _do_nothing
-    """Between a loss and its backward, like a user's own code."""
+    """Called between a loss and its backward, like a user's own code."""
     on_gradients: Callable[[Adapter, int], object] = _do_nothing
-    """After a step's gradients are complete, as an observer: its collectives do not count as training."""
+    """Called when a step's gradients are complete, as an observer: its collectives do not count as training."""
     after_step: Callable[[Adapter, int], object] = _do_nothing
-    """After a step whose optimizer step has returned and whose values were recorded, like a user's own code."""
+    """Called when a step is over and its values were recorded, like a user's own code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class Conditions:
     inputs_on_cpu: bool = False
     """True: batches stay on the CPU for the engine to move."""
     first_step: int = 0
-    """For a run that continues another one: its hook `on_setup` loads what the other one has saved."""
+    """Above 0 for a run that continues another one: its hook `on_setup` loads what the other one has saved."""
     new_directory: Callable[[], Path] | None = None
     """Makes a directory that all ranks see, for a regime that saves checkpoints; collective."""
     weighs_host: bool = False

@@ -70,7 +70,7 @@ class Watch:
         return 0
 
     def free_unused(self) -> None:
-        """Free host memory that the device keeps for later, which is none of the engine's."""
+        """Free host memory that the device keeps for later: it is not the engine's."""
 
 
 class AcceleratorWatch(Watch):

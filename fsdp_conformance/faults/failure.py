@@ -26,7 +26,7 @@ from fsdp_conformance.faults.recorded import CollectiveFault
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.stress import EXIT_CODE, Failure
 
-#: The rank fails at one of its first so many collectives of training, which most engines issue in their first steps.
+#: The rank fails at one of this many collectives of training, the first ones: most engines reach them in a few steps.
 _PLACES = 6
 
 

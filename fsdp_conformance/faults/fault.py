@@ -51,7 +51,7 @@ class Fault(ABC):
 
     @property
     def fired(self) -> int:
-        """How often it struck on this rank since it was installed."""
+        """The number of times that it struck on this rank since it was installed."""
         return self._fired
 
     @property
@@ -82,6 +82,7 @@ class Fault(ABC):
         """
         if not self._installed:
             return
+        # First: a thread of the fault ends once it is no longer installed, and `_detach` waits for that.
         self._installed = False
         self._detach()
         # The world may have been unknown when it was installed.
@@ -174,7 +175,7 @@ class FaultSet(Fault):
 
     @property
     def fired(self) -> int:
-        """How often its members struck in total."""
+        """The number of times that its members struck, in total."""
         return sum(fault.fired for fault in self.faults)
 
     def prepare(self, model: nn.Module) -> None:

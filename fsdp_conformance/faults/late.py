@@ -131,7 +131,7 @@ class LateCollectives(RecordedFault):
     def _keep_back(self, collective: Collective) -> PendingCollective:
         inputs, outputs = collective.traffic.inputs, collective.traffic.outputs
         in_place = {id(tensor) for tensor in inputs} & {id(tensor) for tensor in outputs}
-        # An in-place collective cannot both keep its input for later and poison it, so the lot decides.
+        # An in-place collective cannot both keep its input for later and poison it, so a random number decides.
         reads_late = self._lot.random() < 0.5 if in_place else not _share_memory(inputs, outputs)
         self._number += 1
         pending = PendingCollective(collective, self._number, reads_late=reads_late)
@@ -206,7 +206,7 @@ class LateCollectives(RecordedFault):
             self._thread.start()
 
     def _work_off(self) -> None:
-        """Complete futures when they are due, and start what was kept back for long."""
+        """Complete futures when they are due, and start what was held back for long."""
         while (due := self._next_due()) is not None:
             self._start_all()
             for _, _, pending, trigger in due:

@@ -149,7 +149,7 @@ class LateWork(Work):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """The same as `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -165,7 +165,7 @@ class LateWork(Work):
         return done
 
     def is_success(self) -> bool:
-        """What the backend says; False before the start."""
+        """True if the backend says so; False before the start."""
         return self._pending.work is not None and self._pending.work.is_success()
 
     def exception(self) -> Any:

@@ -4,7 +4,7 @@ The verdict on a case in which a rank was made to fail: is the failure reported 
 Four things must hold, whatever the case would have found:
 
     the rank      the first failure is that of the rank that was made to fail
-    the cause     it ended as it was told to: by this exception, exit code or signal
+    the cause     it ended in the way it was made to: by this exception, exit code or signal
     the peers     each ended by itself, within the deadline of its collectives
     nothing left  no process of the case lives on
 

@@ -155,7 +155,7 @@ def _headline(failures: Sequence[RankEnding], reports: Sequence[RankReport]) -> 
 
 
 def _malformed(case: Case, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> str:
-    """Why the evidence cannot belong to the case, or ""."""
+    """The reason why the evidence cannot belong to the case, or ""."""
     size = case.world_size
     if len(reports) != size or len(exits) != size:
         return f"expected {size} reports and {size} exits, got {len(reports)} and {len(exits)} [{case.id}]"
@@ -193,7 +193,7 @@ def _collect(record: CaseRecord, reports: Sequence[RankReport]) -> None:
 
 
 def _per_rank(by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """One figure where all ranks agree, otherwise one per rank."""
+    """The figures by name: one value where all ranks agree, otherwise a dict with one per rank."""
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for figures in by_rank.values() for key in figures):
         values = {f"rank {rank}": figures[key] for rank, figures in by_rank.items() if key in figures}
@@ -229,7 +229,7 @@ def _judge_ending(record: CaseRecord, evidence: Evidence, headline: RankEnding) 
 
 
 def _blame(error: RankError) -> str:
-    """Who is to blame for an exception; references that disagree blame no one."""
+    """The part that is to blame for an exception. If the references disagree, it is "references"."""
     return "references" if class_of(error) == "ReferencesDisagree" and error.blame == "suite" else error.blame
 
 

@@ -64,7 +64,7 @@ def assert_exact(workload: Workload, regime: Regime, world_size: int) -> int:
 
 
 def values(history: TrainingHistory) -> Iterator[tuple[str, Tensor]]:
-    """Everything numeric in a history, with a label: losses, gradients, parameters, buffers, gradients of inputs."""
+    """All tensors of a history, each with a label: losses, gradients, parameters, buffers, gradients of inputs."""
     for index, grad in enumerate(history.input_grads):
         if grad is not None:
             yield f"gradient {index} of an input", grad

@@ -38,7 +38,7 @@ _UNUSED = "unused"
 #: How problems of `SelfCheck` begin.
 _EQUAL_BATCHES, _EQUAL_GRADIENTS = "the batch must depend on the rank", "gradients of "
 
-#: What helps against too much rounding.
+#: Advice for a workload that rounds too much.
 _NOISY = (
     "A fault could hide in so much rounding: build the model in float32, and give it larger initial values, a higher "
     "learning rate or, for Adam, a larger epsilon"
@@ -56,7 +56,7 @@ class Fitness:
     """The result of an examination."""
 
     problems: tuple[str, ...]
-    """Why the workload cannot judge an engine; empty if it can."""
+    """The reasons why the workload cannot judge an engine; empty if it can."""
     has: tuple[str, ...] = ()
     """The things that cases can ask of it: names of `contract.case.OF_WORKLOAD`, sorted."""
     name: str = ""
@@ -239,7 +239,7 @@ def first_optimizer(workload: Workload) -> str:
 
 def _disagreement(workload: Workload, regime: Regime, world_size: int) -> str:
     """
-    How far float64 and two orders of adding in the model's dtype disagree, or how little a parameter moves compared
+    Say how far float64 and two orders of adding in the model's dtype disagree, or how little a parameter moves compared
     with its own rounding; empty if a comparison would see a weak fault.
     """
 

@@ -53,7 +53,7 @@ class Replica:
     optimizers: list[Optimizer]
     history: TrainingHistory
     contributions: list[list[Gradients]] = field(default_factory=list)
-    """By step and micro-batch: the gradient of this rank's loss alone, if requested."""
+    """The gradients of this rank's loss alone, by step and micro-batch, if requested."""
     scale: float = 1.0
     """The factor of the next loss."""
     num_good: int = 0

@@ -26,7 +26,7 @@ class PlainState:
     """The unwrapped training at one moment."""
 
     model: dict[str, Any]
-    """Its state dict, cloned."""
+    """The module's state dict, cloned."""
     optimizer: dict[str, Any]
     """{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}, cloned."""
     gradients: dict[str, Tensor] = field(default_factory=dict)

@@ -121,7 +121,7 @@ class References:
     """If gradients are derived from changes of parameters: the values that a change rounds, see `checks.derived`."""
     _bounds: dict[tuple[Kind, int], dict[str, Bound | None]] = field(default_factory=dict, repr=False)
     _scales_so_far: dict[Kind, list[dict[str, float]]] = field(default_factory=dict, repr=False)
-    """By kind, step and name."""
+    """The scales of tensors, by kind, step and name."""
     _contributions: list[list[list[Gradients]]] | None = field(default=None, repr=False)
 
     @property
@@ -164,7 +164,7 @@ class References:
                         )
 
     def contributions(self) -> list[list[list[Gradients]]]:
-        """By rank, step and micro-batch: the gradient of that rank's loss alone. Computed on first use."""
+        """The gradients of each rank's loss alone, by rank, step and micro-batch. Computed on first use."""
         if self._contributions is None:
             self._contributions = contributions(self.workload, self.regime, world_size=self.world_size)
         return self._contributions
@@ -273,7 +273,7 @@ class References:
         return floor_of(max(dims, default=1) * self.world_size * self.regime.micro_batches)
 
     def measurements(self, kind: Kind) -> dict[str, Any]:
-        """For the report: the references, and for a calibrated comparison its largest noise and widest bound."""
+        """Figures for the report: the references, and the largest noise and widest bound of a calibrated comparison."""
         figures: dict[str, Any] = {
             "comparison": "bitwise" if self.exact else "calibrated",
             "references": sorted(self.histories),

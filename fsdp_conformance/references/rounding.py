@@ -55,7 +55,7 @@ class Rounding(SingleProcess):
             )
         self.plan = plan
         self._places: dict[int, dict[str, tuple[nn.Module, str]]] = {}
-        """By rank: every place of a parameter, also where it is tied, as module and key."""
+        """Every place of a parameter by rank, as module and key; a tied parameter has several."""
         self._originals: dict[int, dict[str, nn.Parameter]] = {}
         for replica in self.replicas:
             self._places[replica.rank] = places = dict(_places_of(replica.module))

@@ -19,7 +19,7 @@ class Segments:
 
     shapes: tuple[torch.Size, ...]
     tensor_of: Tensor
-    """For each element the number of its tensor; int64."""
+    """The number of the tensor that each element belongs to: 1D, int64."""
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> Segments:
@@ -51,6 +51,6 @@ class Segments:
         return zeros.scatter_reduce_(0, self.tensor_of, vector.abs(), "amax").tolist()
 
     def counts(self, mask_E: Tensor) -> list[int]:
-        """How many elements of each tensor are True."""
+        """The number of elements of each tensor that are True."""
         zeros = torch.zeros(len(self.shapes), dtype=torch.int64, device=mask_E.device)
         return zeros.index_add_(0, self.tensor_of, mask_E.long()).tolist()

@@ -1,5 +1,5 @@
 """
-Which references a case may take from the store, and which ranks may write there: the rules of `reference_store`.
+Which references a case may take from the store, and which ranks may write there: the rules of `references.store`.
 
     Offer       the store as the controller describes it to the ranks of a case, the same on every rank
     offered     makes the offer; None if sharing is switched off
@@ -32,7 +32,7 @@ from fsdp_conformance.workload.definition import Regime, Workload
 #: The store's size in MiB, unless the variable says otherwise.
 _LIMIT_MB = 512
 
-#: One in so many of the entries that a case could use is trained again.
+#: One in this many of the entries that a case could use is trained again.
 SPOT_CHECKS = 16
 
 #: Modules of the suite that are, or hold, code under test.
@@ -46,7 +46,7 @@ _RUN = secrets.token_hex(8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """The store as it was when the case began, so that all of its ranks decide alike."""
+    """The store as it was when the case began, so that all of its ranks decide the same."""
 
     directory: str
     limit: int

@@ -184,7 +184,7 @@ def single_process_reference(
 
 
 def contributions(workload: Workload, regime: Regime, *, world_size: int) -> list[list[list[Gradients]]]:
-    """By rank, step and micro-batch: the gradient of that rank's loss alone, in float64. For `explain`."""
+    """The gradients of each rank's loss alone, by rank, step and micro-batch, in float64. For `explain`."""
     run = SingleProcess(
         workload, regime, keep_contributions=True, ranks=range(world_size), world_size=world_size, dtype=torch.float64
     )

@@ -55,12 +55,12 @@ _EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """How far a value may differ from the expected one. `limit` None: not at all."""
+    """How far a value may differ from the expected one. If `limit` is None, they must be equal."""
 
     limit: Tensor | None = None
     """Absolute, one value per element or 0-dim; float64."""
     relative: float = 0.0
-    """In units of the scale."""
+    """The limit in units of the scale, without rounding."""
     scale: float = 0.0
     noise: float = 0.0
     floor: float = 0.0
@@ -70,7 +70,7 @@ class Bound:
     inconclusive: bool = False
     """True if a fault as weak as WEAKEST_FAULT could hide in the bound."""
     rounding: float = 0.0
-    """In units of the scale: the rounding of the parameter itself."""
+    """The rounding of the parameter itself, in units of the scale."""
 
     @property
     def bitwise(self) -> bool:
