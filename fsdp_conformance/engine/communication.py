@@ -149,12 +149,12 @@ class ChunkStreams(Streams):
 
     @functools.cached_property
     def gather(self) -> torch.Stream | None:
-        """Where all-gathers are issued."""
+        """The stream that all-gathers are issued on."""
         return self._new_stream()
 
     @functools.cached_property
     def reduce(self) -> torch.Stream | None:
-        """Where reduce-scatters, and the steps after them, are issued."""
+        """The stream that reduce-scatters, and the steps after them, are issued on."""
         return self._new_stream()
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:

@@ -64,11 +64,11 @@ class MixedPrecision:
     """
 
     param_dtype: torch.dtype | None = None
-    """For unsharded parameters and the all-gather; None: the parameters' own."""
+    """The dtype of unsharded parameters and of the all-gather; None for the parameters' own."""
     reduce_dtype: torch.dtype | None = None
-    """For the reduction, and for what is accumulated before it; None: `param_dtype`."""
+    """The dtype of the reduction, and of what is accumulated before it; None for `param_dtype`."""
     buffer_dtype: torch.dtype | None = None
-    """For floating-point buffers from the first forward on; None: their own, which state dicts always contain."""
+    """The dtype of floating-point buffers from the first forward on; None for their own. State dicts have their own."""
     cast_forward_inputs: bool = False
     """True if a unit casts floating-point inputs of its forward to `param_dtype`."""
     cast_root_forward_inputs: bool = True

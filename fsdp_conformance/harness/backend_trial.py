@@ -52,7 +52,7 @@ def try_backend(device: torch.device, *, timeout_s: float) -> None:
         )
 
 
-#: What to do next.
+#: Advice for the user.
 _ADVICE = "Run `fsdp-conformance doctor --device TYPE`, with NCCL_DEBUG=INFO for what NCCL says."
 
 

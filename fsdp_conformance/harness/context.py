@@ -64,7 +64,7 @@ def running() -> RankRun:
 
 @contextmanager
 def working(part: Part) -> Iterator[None]:
-    """Tell the controller whose code this rank runs inside (`harness.accounting`). Without a case, nothing is told."""
+    """Tell the controller whose code this rank runs inside (`harness.accounting`). Does nothing without a case."""
     run = _current.run
     if run is None:
         yield

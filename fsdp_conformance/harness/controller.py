@@ -60,7 +60,7 @@ def failure_text(
     elapsed_s: float,
 ) -> str:
     """
-    Why a case failed: the first failure, its consequences, then the evidence rank by rank.
+    The text that explains a failed case: the first failure, its consequences, then the evidence rank by rank.
 
     The lines that begin with "Process" are those of torch's harness, and tests look for them.
     """

@@ -39,7 +39,7 @@ _PRELOAD = {SIMULATED: ("fsdp_conformance.simulator.activate_on_import",)}
 
 def device_count(device_type: str) -> int:
     """
-    How many devices of that type this process sees; for the CPU, the cores that it may run on.
+    The number of devices of that type that this process sees; for the CPU, the cores that it may run on.
 
     CUDA is not started here: torch asks NVML for the number of GPUs, or a child does. The simulated accelerator has
     devices only in processes in which it is active.
@@ -115,7 +115,11 @@ def backend_for(device_type: str, *, shared: bool = False) -> str:
 
 
 def device_of(device_type: str, rank: int) -> torch.device:
-    """The device that a rank computes on. Ranks share devices if there are fewer devices than ranks."""
+    """
+    The device that a rank computes on. Ranks share devices if there are fewer devices than ranks.
+
+    Raises EnvironmentUnavailable if there is no device.
+    """
     if not is_accelerator(device_type):
         return torch.device(device_type)
     count = device_count(device_type)
@@ -184,7 +188,7 @@ def present_environments(device_type: str) -> tuple[frozenset[str], int | None]:
     if not is_accelerator(device_type):
         return frozenset(present), None
     if device_type == SIMULATED:
-        # Only the simulator knows whether it can be built.
+        # Nothing is built here: the simulator itself finds out if it can be built.
         return frozenset({"gloo", "accelerator", "pinned_memory", "stream_order"}), None
     count = device_count(device_type)
     if count == 0:
@@ -197,7 +201,7 @@ def present_environments(device_type: str) -> tuple[frozenset[str], int | None]:
 
 def slots(device_type: str, world_size: int, *, shared: bool = False, per_device: int = 1) -> int:
     """
-    How many cases of that world size fit at the same time, at least 1; `per_device` is how many may use one device.
+    The number of cases of that world size that fit at the same time, at least 1; `per_device` may use one device.
 
     Cases divide an accelerator's devices; where ranks share them, there is one case for each device. On the CPU and the
     simulated accelerator ranks share the cores, and spend most of a case waiting for each other: one case per core

@@ -54,11 +54,11 @@ class Determinism:
     """Seeds, threads and the switches that make two runs equal."""
 
     seed: int = 20261121
-    """For torch, numpy and random, the same on every rank; data that must differ between ranks depends on the rank."""
+    """The seed of torch, numpy and random on every rank; data that must differ between ranks depends on the rank."""
     num_threads: int = 1
     """Intra-op threads."""
     algorithms: str = "warn"
-    """torch.use_deterministic_algorithms: "off", "warn" or "error"."""
+    """The mode of torch.use_deterministic_algorithms: "off", "warn" or "error"."""
     tf32: bool = False
     """True if float32 matrix products on the GPU may be rounded to TF32."""
     fill_uninitialized: bool = False

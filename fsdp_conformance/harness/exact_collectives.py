@@ -33,9 +33,9 @@ class CollectivesChecked:
 
     world_size: int
     seconds: float
-    """From the start of the ranks to their end."""
+    """The time from the start of the ranks to their end."""
     rendezvous: str = ""
-    """Why the ranks did not find each other; empty if they did."""
+    """The reason why the ranks did not find each other; empty if they did."""
     wrong: dict[str, str] = field(default_factory=dict)
     """Operation to its first wrong element; empty if all were exact."""
 
@@ -98,7 +98,7 @@ def wrong_collectives(rank: int, world_size: int, device: torch.device) -> dict[
 
 
 def first_wrong(got: torch.Tensor, expected: torch.Tensor) -> str:
-    """The first element that differs, in words."""
+    """The first element that differs, as text."""
     index = int((got != expected).nonzero()[0])
     return f"element {index}: expected {expected[index].item():g}, got {got[index].item():g}"
 

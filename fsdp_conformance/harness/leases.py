@@ -58,7 +58,7 @@ class Lease:
     """Devices on which a case holds a slot each, while the lease is held."""
 
     devices: tuple[str, ...] = ()
-    """As the caller's own list names them; empty for the CPU."""
+    """The devices as the caller's own list names them; empty for the CPU."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables that make a rank see only these devices."""
 
@@ -169,7 +169,7 @@ class _Slot:
 
     resources: ExitStack
     neighbours: int
-    """How many other slots of the device are taken."""
+    """The number of other slots of the device that are taken."""
 
 
 def _free_slot(device: Path, slots: int) -> _Slot | None:
@@ -217,9 +217,8 @@ def can_hide(device_type: str) -> bool:
 
 def slots_of(device_type: str, slots: int) -> int:
     """
-    How many slots a device has: as many as wanted, or with 0 what the memory of the smallest device holds.
-
-    Raises EnvironmentUnavailable if the memory of a device does not hold what is wanted.
+    The number of slots of a device: `slots`, or if that is 0, what the memory of the smallest device holds.
+        Raises EnvironmentUnavailable if the memory of a device is too small for `slots`.
     """
     if slots == 1 or not devices.is_scarce(device_type):
         return 1
@@ -251,7 +250,7 @@ def memory_of(device_type: str, name: str) -> DeviceMemory | None:
 
 
 def _shortage(name: str, memory: DeviceMemory | None) -> str:
-    """Why the device cannot take another rank, or ""."""
+    """The reason why the device cannot take another rank, or ""."""
     if memory is None or memory.free_mib >= RANK_MIB:
         return ""
     return f"device {name} has {memory.free_mib} MiB of free memory, and a rank may take {RANK_MIB} MiB"

@@ -40,12 +40,12 @@ class ObservationsInvalid(ConformanceError):
 
 
 def observations_file(directory: str, rank: int) -> Path:
-    """Where a rank writes."""
+    """The file that a rank writes to."""
     return Path(directory) / f"rank{rank}.observations"
 
 
 def decisions_directory(directory: str) -> str:
-    """Where the referee writes what it decides for the ranks that write to `directory`."""
+    """The directory of the referee's decisions, for the ranks that write to `directory`."""
     return str(Path(directory) / "referee")
 
 

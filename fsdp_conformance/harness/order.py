@@ -49,7 +49,7 @@ class FirstGroup:
     """The default group of every rank of a conformance case, which records collectives (`harness.rank_startup`)."""
 
     only: str = ""
-    """Its only backend; empty: those of the device."""
+    """Its only backend; empty for the backends of the device."""
 
 
 class Role(StrEnum):
@@ -69,7 +69,7 @@ class Refereed:
 
     role: Role
     directory: str
-    """Where the ranks write what they observe."""
+    """The directory that the ranks write their observations to."""
     nonce: str
     """A random text that belongs to this case alone."""
     secret: str = ""
@@ -85,7 +85,7 @@ class CaseOrder:
     """The class whose `_run` is the entry of a rank."""
     test_name: str
     file_name: str
-    """The file store."""
+    """The file of the ranks' store."""
     directory: Path
     """The case's directory, for the files of its ranks."""
     world_size: int
@@ -115,7 +115,7 @@ class CaseOrder:
     share_devices: bool = False
     """Hold no devices: all ranks see all of them, and share them."""
     slots_per_device: int = 1
-    """How many cases may use a device at the same time (`leases.slots_of`)."""
+    """The number of cases that may use a device at the same time (`leases.slots_of`)."""
     group: FirstGroup | None = None
     """The default group that the ranks begin with; None if the test makes its own, or none."""
     ahead: bool = False
@@ -127,7 +127,7 @@ class CaseOrder:
     name: str = ""
     """Under torchrun: a name that no other case of the run has."""
     refereed: Refereed | None = None
-    """None: each rank judges alone."""
+    """Set if the case has a referee; None if each rank judges alone."""
     worker: TorchrunWorker | None = None
     """The torchrun worker that starts one of the ranks; its peers may be on other hosts."""
 
@@ -188,7 +188,7 @@ class CaseOrder:
 
     @property
     def _shared_devices(self) -> int:
-        """How many devices ranks share. Engines call `set_device(LOCAL_RANK)`, so LOCAL_RANK is less than that."""
+        """The number of devices that ranks share. LOCAL_RANK is less: engines call `set_device(LOCAL_RANK)`."""
         return max(1, devices.device_count(self.device_type))
 
 

@@ -251,7 +251,7 @@ def _backends() -> Iterator[object]:
 
 
 def describe_error(error: BaseException) -> RankError:
-    """An exception as data, with the part that is to blame if its class tells."""
+    """An exception as data, with the part that is to blame according to its class."""
     kind = type(error)
     return RankError(
         kind=f"{kind.__module__}.{kind.__qualname__}",

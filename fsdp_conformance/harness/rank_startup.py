@@ -36,7 +36,7 @@ def make_first_group(order: RankOrder, device: torch.device) -> None:
     Make the default group, which records every collective, and try it. Collective.
 
     One collective before anything is judged: if ranks cannot communicate, the environment is to blame. Raises
-    EnvironmentUnavailable if the device's backend does not work.
+    EnvironmentUnavailable if the device's backend does not work. Raises SuiteError if the order names no group.
     """
     case = order.case
     if case.group is None:

@@ -55,9 +55,9 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     """The type of device that ranks compute on. Accelerators are leased, and numbered by rank."""
     case_timeout_s: float = 60.0
     rank_timeout_s: float | None = None
-    """None: 85 % of the case's."""
+    """The deadline of a rank; None for 85 % of the case's."""
     collective_timeout_s: float | None = None
-    """None: 60 % of the case's. The default of init_process_group, also in a test's own calls."""
+    """The timeout of a collective, also in a test's own calls of init_process_group; None for 60 % of the case's."""
     deadline_scale: float = 1.0
     first_part: Part = Part.ENGINE
     """Whose code a rank runs at first. A body that is the suite's own says when it enters the code under test."""
@@ -75,7 +75,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     share_devices: bool = False
     """Let ranks share the devices that there are, without a lease, and communicate through gloo."""
     slots_per_device: int = 1
-    """How many cases may use a device at the same time; 0: what its memory holds."""
+    """The number of cases that may use a device at the same time; 0 for as many as its memory holds."""
     first_group: FirstGroup | None = None
     """The default group that the ranks begin with, so that it can be made ahead; None if a test makes its own."""
     simulated_ranks: bool = False
@@ -285,7 +285,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
 
     @property
     def init_method(self) -> str:
-        """For init_process_group: a file, so that no port is opened."""
+        """The argument for init_process_group: a file, so that no port is opened."""
         return f"file://{self.file_name}"
 
     def start_process_group(self, backend: str | None = None) -> None:

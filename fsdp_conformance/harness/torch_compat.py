@@ -182,7 +182,7 @@ def _device_count(number: int) -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    """All other names of torch's test modules."""
+    """Return any other name of torch's test modules. Raises AttributeError if none of them has it."""
     for module in (common_fsdp, common_distributed, common_utils, common_dtensor):
         if hasattr(module, name):
             return getattr(module, name)

@@ -175,11 +175,11 @@ class ReduceScatterBucketer:
 
     @property
     def num_pending(self) -> int:
-        """How many inputs wait in buckets."""
+        """The number of inputs that wait in buckets."""
         return sum(len(bucket.pending) for bucket in self._buckets.values())
 
     def shard_capacity(self, dtype: torch.dtype, group: ProcessGroup | None = None) -> int:
-        """How many elements a bucket holds for each rank: floor(cap / element size / group size)."""
+        """The number of elements that a bucket holds for each rank: floor(cap / element size / group size)."""
         return _capacity(self.bucket_cap_mb, dtype, dist.get_world_size(resolve_group(group)))
 
     @torch.no_grad()

@@ -53,7 +53,7 @@ class GradientBuffer:
         self.payload = payload
         self.block = block
         self.present = [False] * len(layout.slots)
-        """For each tensor, whether its gradient has arrived."""
+        """True for each tensor whose gradient has arrived, in order."""
         self._layout = layout
         self._views: list[Tensor] | None = None
 
@@ -173,15 +173,15 @@ class ReductionPlan(NamedTuple):
     group: ProcessGroup
     world_size: int
     replica_group: ProcessGroup | None
-    """None: there is one replica."""
+    """The group to all-reduce over; None if there is one replica."""
     all_reduce: bool
     """False: the all-reduce and the steps after it are left for later. The result is then the sum over the shard group,
     in the reduce dtype and on the device of the buffer."""
     factors: DivideFactors
     dtype: torch.dtype
-    """Of the result."""
+    """The dtype of the result."""
     device: torch.device
-    """Of the result."""
+    """The device of the result."""
     pin_memory: bool
 
 

@@ -82,7 +82,7 @@ class StorageConfig:
     align: int = 1
     """Every tensor begins at a multiple of this many elements. Gaps are padding and are communicated."""
     alias_whole: bool = False
-    """In a group of one rank: whether the shard itself serves as the unsharded data, without a block or a copy. Writing
+    """True if the shard itself serves as the unsharded data in a group of one rank, without a block or a copy. Writing
     to an unsharded tensor then writes to the shard."""
 
     def __post_init__(self) -> None:
@@ -238,7 +238,11 @@ class ShardedStorage:
         replica_group: ProcessGroup | None = None,
         config: StorageConfig | None = None,
     ) -> Self:
-        """The smallest storage that holds copies of `tensors`, in this order: at least one, all of one dtype."""
+        """
+        The smallest storage that holds copies of `tensors`, in this order: at least one, all of one dtype.
+
+        Raises TensorRefused for no tensors.
+        """
         if not tensors:
             raise TensorRefused("tensors must not be empty", where=f"{cls.__name__}.of")
         config = config or cls.config_type()
@@ -535,7 +539,7 @@ class ShardedStorage:
         finally:
             # Also after a failed gather: its block must go back, or the pool would run out after a few retries.
             self._go(StorageState.SHARDED)
-            # From now on the old handle means nothing: see `_arrive`.
+            # From now on `_arrive` ignores the old handle.
             self._gathering = None
             if self._block is not None:
                 self._give_back(self._block, after)

@@ -61,7 +61,7 @@ class TensorStates:
         return self._states[index]
 
     def count(self, state: TensorState) -> int:
-        """How many tensors are in `state`."""
+        """The number of tensors in `state`."""
         return self._counts[state]
 
     def add(self) -> None:

@@ -357,7 +357,7 @@ class DataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join`. Reads `divide_by_initial_world_size`; other options are for other joinables."""
+        """The hook for torch's `Join`. Reads `divide_by_initial_world_size`; other options are for other joinables."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return _JoinHook(self)
 

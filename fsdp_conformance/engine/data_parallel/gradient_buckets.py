@@ -72,7 +72,7 @@ class BucketQueue:
     The buckets of `entries`, whose indices are 0, 1, 2, ...
 
     The initial order is the reverse one, because backward goes from the last parameter to the first.
-    `sparse_flags[index]` tells whether a parameter's gradient is sparse.
+    `sparse_flags[index]` is true if a parameter's gradient is sparse.
     """
 
     def __init__(

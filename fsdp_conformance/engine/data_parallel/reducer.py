@@ -184,7 +184,7 @@ class Reducer:
 
     @property
     def reductions(self) -> int:
-        """How many reductions this rank has taken part in."""
+        """The number of reductions that this rank has taken part in."""
         return self._reductions
 
     def used_names(self) -> list[str]:
@@ -273,7 +273,7 @@ class Reducer:
 
     def rebuild(self) -> None:
         """
-        Once, after the first reduction: reorder buckets by when gradients became ready on the group's first rank.
+        Reorder buckets, once, after the first reduction, by when gradients became ready on the group's first rank.
 
         Collective that one time; otherwise does nothing. Never done while searching for unused parameters, because then
         the order differs from one backward to the next.

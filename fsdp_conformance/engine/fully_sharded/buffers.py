@@ -52,7 +52,7 @@ class UnitBuffers:
         return True
 
     def in_own_dtype(self) -> dict[int, Tensor]:
-        """Those that are cast, converted to their own dtype, by the id of the registered tensor."""
+        """The buffers that are cast, converted to their own dtype, by the id of the registered tensor."""
         restored: dict[int, Tensor] = {}
         for (registry, key), dtype in zip(self._places, self._own, strict=True):
             buffer = registry.get(key)

@@ -187,7 +187,7 @@ class FlatParameter:
         self.storage.wait_shard_reads()
         with torch.no_grad():
             for member, part, value in zip(self.members, self.parts, values, strict=True):
-                # Those that the user has left alone are views of the shard still.
+                # Parameters that the user has left alone are still views of the shard.
                 if part.data_ptr() != value.data_ptr():
                     part.copy_(value)
                 member.parameter.data = part

@@ -24,7 +24,7 @@ class _Copies(NamedTuple):
     group: ProcessGroup | None
     """The group that they are sharded over; None: each rank has all of them."""
     num_ranks: int
-    """How many ranks have a part of them."""
+    """The number of ranks that have a part of them."""
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ class GradientReduction:
         self._partial: Tensor | None = None
         # For each parameter, True if this rank has used it since the originals last got gradients.
         self._used: list[bool] = []
-        # They have got a gradient, and no call of `finish` has returned them yet.
+        # Parameters that have got a gradient, and that no call of `finish` has returned yet.
         self._delivered: list[nn.Parameter] = []
         # What sums are divided by; None: by the number of ranks.
         self._divisor: float | None = None
@@ -98,7 +98,7 @@ class GradientReduction:
         share = 1.0
         if self._divisor is not None:
             self.gradients.divide_by(self._divisor)
-            # What is handed over is not divided.
+            # Gradients that are handed over without a reduction are not divided.
             self._reduces_nothing = self._reduces_nothing and self._divisor == 1
             share = self._divisor / (storage.layout.world_size * storage.num_replicas)
         self._tag_gradient: Tensor | None = None

@@ -28,7 +28,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         return torch.Size(self.sizes).numel()
 
 

@@ -83,7 +83,7 @@ class _Ties:
 
     def __init__(self) -> None:
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """By the id of the parameter that was replaced, which is kept alive: ids are used again."""
+        """Old and new parameter by the id of the old one, which is kept alive, because ids are used again."""
 
     def note(self) -> None:
         """Let units that are made later share the replacements; a parameter keeps the first that it ever had."""

@@ -24,7 +24,7 @@ from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
 from fsdp_conformance.engine.fully_sharded.model_state import fits, original_names, own_pieces, settled
 from fsdp_conformance.engine.verification import values_of_ranks
 
-#: What torch's optimizers keep once for each parameter: tensors without dims, like a scalar parameter's own state.
+#: State that torch's optimizers have once for each parameter: tensors without dims, as a scalar parameter's state is.
 _KEPT_ONCE = frozenset({"step", "eta", "mu", "mu_product"})
 
 
@@ -33,9 +33,9 @@ class _Entries(NamedTuple):
 
     sharded: dict[str, torch.dtype]
     whole: dict[str, Any]
-    """All that is not sharded. Tensors are on the CPU."""
+    """The entries that are not sharded. Tensors are on the CPU."""
     off_cpu: frozenset[str]
-    """The keys of those that are not on the CPU there."""
+    """The keys of the tensors in `whole` that are not on the CPU on that rank."""
 
 
 @torch.no_grad()

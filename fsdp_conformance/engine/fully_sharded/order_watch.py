@@ -90,7 +90,7 @@ class OrderWatch:
         """True if this iteration is checked."""
         self._arrived: list[_Arrived] = []
         self._iteration = 0
-        # By the group's name: how many collectives this iteration has had, and what compares them.
+        # By the group's name: the number of its collectives in this iteration, and their announcements.
         self._places: Counter[str] = Counter()
         self._announcements: dict[str, _Announcements | None] = {}
 

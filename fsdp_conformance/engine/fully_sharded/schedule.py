@@ -119,7 +119,7 @@ class UnitSchedule:
                 return self._placed(unit, arguments) if entering else arguments
             unit.use_full_precision(full)
             self._note_begin(unit)
-            # Its own gather first: all gathers share a stream, so this one would wait behind those ahead of it.
+            # This unit's gather before those ahead: all gathers share a stream, so it would have to wait for them.
             unit.start_unshard(self._written, self.order)
             for ahead in self._ahead_in_forward(unit):
                 ahead.start_unshard(self._written, self.order)
@@ -473,7 +473,7 @@ class UnitSchedule:
             if pool.streams.exist:
                 # Its allocator keeps memory for the next step. The CPU's does not, and fresh pages are expensive.
                 pool.trim()
-        # First: the backward has ended, also if ranks turn out to disagree.
+        # Before `judge`, which may raise: the backward has ended even if ranks turn out to disagree.
         self._in_backward = False
         self.order.judge()
         self.order.is_on = False

@@ -63,7 +63,7 @@ class Member:
     parameter: nn.Parameter
     places: list[Place]
     shape: torch.Size = field(init=False)
-    """Of the whole parameter, unsharded."""
+    """The shape of the whole parameter, unsharded."""
 
     guard_key: int | None = field(init=False, default=None)
     """The key of the guard among the hooks of the original; None before `guard`."""

@@ -78,7 +78,7 @@ def _mixed_precision(value: Any) -> object:
             f"_module_classes_to_ignore={classes}: wrap these modules one by one, with another mixed_precision",
         )
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "cast_forward_inputs", "cast_root_forward_inputs")
-    # As torch's class, which has no other way to be told.
+    # torch's class reads this from the environment, too, and has no option for it.
     in_eval = os.environ.get(_FULL_PRECISION_IN_EVAL) == "1"
     return MixedPrecision(**{name: getattr(value, name) for name in names}, full_precision_in_eval=in_eval)
 

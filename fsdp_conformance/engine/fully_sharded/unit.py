@@ -138,7 +138,7 @@ class ShardedUnit:
         self.device = spec.device
         """Where it computes."""
         self.schedule: Schedule
-        """That of the outermost unit known so far. Set by the schedule, once the unit is complete."""
+        """The schedule of the outermost unit known so far. Set by the schedule, once the unit is complete."""
         self.foreign = dict(foreign)
         """Parameters that its modules use and another unit owns, by id; an outer unit has to join the two."""
         self.index = 0
@@ -155,7 +155,7 @@ class ShardedUnit:
         self.all_reduces = True
         """True if a reduction in backward includes the replicas; otherwise that is left for later."""
         self.num_expected = 0
-        """How many of its forwards in this iteration have yet to see their backward."""
+        """The number of its forwards in this iteration that have yet to see their backward."""
         self.is_held = False
         """True if an output was of an unknown kind: its backward may begin unnoticed, so it stays unsharded."""
         self.keeps_graph = False

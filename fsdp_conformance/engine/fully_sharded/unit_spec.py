@@ -49,7 +49,7 @@ class UnitSpec:
     """Its number among the units of its groups: the same on every rank."""
 
     def flat_parameters(self, members: Sequence[Member]) -> list[FlatParameter]:
-        """One per dtype, in order of occurrence. The parameters are sharded from then on."""
+        """Make one flat parameter per dtype, in order of occurrence. The parameters are sharded from then on."""
         kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
         for member in members:
             persists = 0 < member.parameter.numel() <= self.persist_numel

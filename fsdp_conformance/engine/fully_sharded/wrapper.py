@@ -177,7 +177,7 @@ class FullyShardedDataParallel(TorchStateDicts):
             args, kwargs = schedule.before_forward(unit, (args, kwargs), training=self.training)
             output = function(*args, **kwargs)
         except BaseException:
-            # Of any kind: checkpoints end a recomputation with an exception, and after KeyboardInterrupt users go on in
+            # Any exception: checkpoints end a recomputation with one, and after KeyboardInterrupt users go on in
             # a notebook. Modules must show originals again, and the units inside, too.
             schedule.forward_failed(unit)
             raise

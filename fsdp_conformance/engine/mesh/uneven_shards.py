@@ -33,7 +33,11 @@ def split_shards(tensor: Tensor, num_shards: int, dim: int = 0) -> list[Tensor]:
 
 
 def pad_tensor(tensor: Tensor, dim: int, amount: int) -> Tensor:
-    """A tensor with `amount` zeros appended along `dim`; the tensor itself if that is 0."""
+    """
+    A tensor with `amount` zeros appended along `dim`; the tensor itself if that is 0.
+
+    Raises MeshError if the tensor has no such dim, or `amount` is negative.
+    """
     dim = _checked_dim(tensor, dim, "pad_tensor")
     if amount < 0:
         raise MeshError(f"amount must be at least 0, got {amount}", where="pad_tensor")
@@ -41,7 +45,11 @@ def pad_tensor(tensor: Tensor, dim: int, amount: int) -> Tensor:
 
 
 def unpad_tensor(tensor: Tensor, dim: int, amount: int) -> Tensor:
-    """A view of a tensor without the last `amount` elements along `dim`; the tensor itself if that is 0."""
+    """
+    A view of a tensor without the last `amount` elements along `dim`; the tensor itself if that is 0.
+
+    Raises MeshError if there is no such dim, or fewer elements.
+    """
     dim = _checked_dim(tensor, dim, "unpad_tensor")
     if not 0 <= amount <= tensor.shape[dim]:
         raise MeshError(f"amount must be from 0 to {tensor.shape[dim]}, got {amount}", where="unpad_tensor")

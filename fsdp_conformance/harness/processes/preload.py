@@ -85,7 +85,8 @@ def import_file(path: Path) -> ModuleType:
     """
     The module of a file outside any package, executed once per process.
 
-    Raises FileNotFoundError for a missing file, and any exception of the file itself.
+    Raises FileNotFoundError for a missing file, and any exception of the file itself. Raises ImportError for one that
+    is not Python.
     """
     name = module_name_of_file(path)
     if name in sys.modules:

@@ -36,10 +36,10 @@ from fsdp_conformance.harness.processes.rank_set import Member, RankSet, fork_ra
 #: How long a case waits for a set that is not ready. Starting afresh would take as long.
 READY_S = 60.0
 
-#: What a case must have in common with the one that the ranks were told to get ready for.
+#: The fields that must be equal in a case and in the one that the ranks got ready for.
 _BEGINNING = ("world_size", "device_type", "group", "collective_timeout_s", "determinism", "imports_main")
 
-#: What pytest changes with every test: of no meaning to a rank.
+#: Variables that pytest changes with every test, and that mean nothing to a rank.
 _CHANGING = frozenset({"PYTEST_CURRENT_TEST"})
 
 
@@ -109,7 +109,7 @@ class PreparedRanks:
             return None
         with ExitStack() as resources:
             resources.callback(waiting.ranks.end)
-            # What else the server of this case has imported, a rank can import by itself.
+            # Modules are not compared: a rank can import by itself what only the server of this case has imported.
             if waiting.server.environment != server.environment or not _same_beginning(waiting, case):
                 return None
             lease = leases.again(case.device_type, waiting.ranks.lease, slots=case.slots_per_device)
@@ -181,5 +181,5 @@ def _says_ready(connection: Connection, ends: Sequence[int], deadline: float) ->
 #: The set of this process.
 prepared = PreparedRanks()
 
-# As with the pool of reused ranks: the ranks end before their server.
+# Registered after the forkserver's own exit function, so it runs before it: the ranks end before their server.
 atexit.register(prepared.close)

@@ -46,7 +46,7 @@ from fsdp_conformance.harness.processes.stacks import STACK_SIGNAL
 from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, RankRun, destroy_process_group
 from fsdp_conformance.harness.torchrun import worker as torchrun
 
-#: What a rank says that has got ready before its case, and what it is asked before it gets one.
+#: The message of a rank that has got ready before its case, and the question that it gets before the case.
 READY, ASKED = b"ready", b"still there?"
 
 #: faulthandler needs the file for the life of the process.
@@ -93,6 +93,7 @@ def main(pipe: Connection, directory: Path) -> NoReturn:
         code = run.run()
         if code or not order.case.reuse:
             leave(code, pipe)
+        # Before the rank says that it is idle: after that, the next case may begin at any time.
         _forget_case()
         start = "reused"
         pipe.send_bytes(json.dumps({"idle": True}).encode())

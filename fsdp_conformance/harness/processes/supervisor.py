@@ -218,7 +218,7 @@ class Supervisor:
                 self._release([seat for seat in self.seats if seat.failed])
             busy = Part.SUITE in self._parts() or any(seat.at_prompt for seat in waiting)
             if given_up < float("inf") and busy:
-                # Such a rank does not wait for others, and has its own report to make.
+                # A busy rank does not wait for others, and will report by itself.
                 given_up = max(given_up, now + self.deadlines.grace_s)
             if now >= given_up or self._is_overdue(waiting):
                 self._end(waiting)
@@ -254,7 +254,7 @@ class Supervisor:
     def _await_peers(self, meeting: CaseMeeting) -> None:
         """Wait until the ranks of the other workers have spoken, too."""
         if any(seat.failed for seat in self.seats):
-            # As with the ranks of one worker: the peers hear of it from the transport.
+            # As with the ranks of one worker: once the rank is released, the transport tells its peers.
             time.sleep(self.deadlines.settle_s)
             self._release(self.seats)
         meeting.meet("spoken", self._case_deadline)

@@ -29,7 +29,7 @@ def calling_frame() -> Frame | None:
 
 
 def call_site() -> str:
-    """The same as text: "file.py:123 in function"; "" if there is none."""
+    """The place of `calling_frame` as text: "file.py:123 in function"; "" if there is none."""
     place = calling_frame()
     return f"{os.path.basename(place.file)}:{place.line} in {place.function}" if place is not None else ""
 

@@ -38,7 +38,7 @@ class _Call(NamedTuple):
 
 _ALL_GATHER = _Call(Op.ALL_GATHER, outputs=0, inputs=1)
 _REDUCE_SCATTER = _Call(Op.REDUCE_SCATTER, outputs=0, inputs=1, unsharded="inputs")
-# Only the root has everything, but all ranks must count the same.
+# Only the root has the whole, but all ranks must count the same bytes: those of one part, times the ranks.
 _GATHER = _Call(Op.GATHER, outputs=0, inputs=1, unsharded="inputs", per_rank=True)
 _ALL_TO_ALL = _Call(Op.ALL_TO_ALL, outputs=0, inputs=1, unsharded="inputs")
 _BARRIER = _Call(Op.BARRIER)
@@ -134,12 +134,12 @@ def is_integer(value: Any) -> bool:
 
 
 def input_splits_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """How an all-to-all of single tensors splits its input; empty for equal parts, None for other collectives."""
+    """The sizes that an all-to-all of single tensors splits its input into; () if equal, None for other calls."""
     return _splits_of(name, args, kwargs, position=3, keyword="input_split_sizes")
 
 
 def output_splits_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """How an all-to-all of single tensors splits its output; empty for equal parts, None for other collectives."""
+    """The sizes that an all-to-all of single tensors splits its output into; () if equal, None for other calls."""
     return _splits_of(name, args, kwargs, position=2, keyword="output_split_sizes")
 
 

@@ -107,13 +107,13 @@ class CollectiveTrace:
             self._pending.clear()
 
     def _release(self, seq: int) -> None:
-        """The caller is done with the Work: close the line, or have it closed when the device has come so far."""
+        """Close the line of a Work that its caller has released, now or when the device has passed this point."""
         if self._mark is None or self._file < 0:
             self._close(seq)
             return
         try:
             mark = self._mark()
-        except RuntimeError:  # the device has failed, which its caller will hear
+        except RuntimeError:  # the device has failed; its next call raises
             return
         with self._lock:
             self._pending[seq] = mark

@@ -106,7 +106,7 @@ class _Receipt(Work):
         return True
 
     def is_completed(self) -> bool:
-        """As gloo says: for a receive, once it has been waited for."""
+        """True if gloo says so: for a receive, once it has been waited for."""
         return self._work.is_completed()
 
     def _source_rank(self) -> int:

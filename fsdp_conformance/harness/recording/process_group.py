@@ -228,7 +228,7 @@ def ensure_cpu_backend(timeout: timedelta) -> None:
     gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
     name, description = group.group_name, group.group_desc
     group._register_backend(cpu, ProcessGroup.BackendType.GLOO, gloo)
-    # A group has its name and its description from its backends, so the new one must be told.
+    # A group reads its name and its description from its backends, so set them in the new one, too.
     group._set_group_name(name)
     group._set_group_desc(description)
 
@@ -251,7 +251,8 @@ def backends_of(device_type: str, *, shared: bool = False) -> str:
     """
     The backends that BACKEND stands for: "gloo", or "cpu:gloo,cuda:nccl".
 
-    Ranks that share GPUs have "gloo", as `init_process_group("gloo")` makes it, which takes CUDA tensors, too.
+    Ranks that share GPUs have "gloo", as `init_process_group("gloo")` makes it, which takes CUDA tensors, too. Raises
+    ConfigError if torch has no backend for the device type.
     """
     defaults = distributed_c10d.Backend.default_device_backend_map
     if device_type not in defaults:

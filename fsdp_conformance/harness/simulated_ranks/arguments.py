@@ -50,9 +50,9 @@ class Call:
     reduce_op: str = ""
     root: int = 0
     rank: int
-    """Of the caller, in the group."""
+    """The caller's rank in the group."""
     size: int
-    """Of the group."""
+    """The size of the group."""
     coalesced: bool = False
     """True if several collectives are issued as one."""
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None

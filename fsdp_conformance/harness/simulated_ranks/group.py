@@ -45,7 +45,7 @@ from fsdp_conformance.harness.simulated_ranks.arguments import (
 from fsdp_conformance.harness.simulated_ranks.meeting import Channel, Contribution, Meeting
 from fsdp_conformance.history.collective import Op
 
-#: What gloo does not have.
+#: Methods that gloo does not have.
 _NOT_ON_THE_CPU = frozenset({"gather_into_tensor", "gather_single"})
 
 
@@ -58,14 +58,14 @@ class _Shared:
     open: dict[int, Meeting] = field(default_factory=dict)
     """The collectives that some rank has not reached, by number."""
     channels: dict[tuple[int, int, int], Channel] = field(default_factory=lambda: defaultdict(Channel))
-    """By sender, receiver and tag."""
+    """The messages under way, by sender, receiver and tag."""
     last: dict[int, tuple[int, str]] = field(default_factory=dict)
     """The number and the call of each rank's latest collective."""
     failure: str = ""
 
     @property
     def name(self) -> str:
-        """As shown in messages: "[0, 2]"."""
+        """The group's name in messages: "[0, 2]"."""
         return str(list(self.ranks))
 
 
@@ -153,7 +153,7 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
         """Nothing to shut down: the CPU's backend is shared, and others end with the group."""
 
     def abort(self) -> None:
-        """As `shutdown`."""
+        """The same as `shutdown`."""
 
     @property
     def shared(self) -> _Shared:
@@ -166,7 +166,11 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
         return self._joined
 
     def meet(self, traffic: Traffic, call: Call) -> Work:
-        """Take part in a collective on the CPU."""
+        """
+        Take part in a collective on the CPU.
+
+        Raises DistBackendError if the ranks call different collectives, or have failed before.
+        """
         contribution = self._contribution(traffic, call)
         shared = self.shared
         if shared.failure:
@@ -299,7 +303,7 @@ for _name in METHODS:
 def _splits_of(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """How an all-to-all of single tensors splits its output and its input; None for other collectives."""
+    """The sizes into which an all-to-all of single tensors splits output and input; None for other collectives."""
     output_splits, input_splits = output_splits_of(name, args, kwargs), input_splits_of(name, args, kwargs)
     return None if output_splits is None or input_splits is None else (output_splits, input_splits)
 

@@ -57,7 +57,7 @@ class _SimulatedRankRun(RankRun):
             super().wait_for_goodbye()
 
     def collect_garbage(self) -> None:
-        """Once for all ranks: each collection walks through what all of them have."""
+        """Collect once for all ranks: each collection walks through what all of them have."""
         rank_scheduler.running().once_together(super().collect_garbage)
 
 
@@ -68,7 +68,7 @@ def main(pipe: Connection, directory: Path) -> NoReturn:
 
 
 def running_file(files: RankFiles) -> Path:
-    """Where the process notes whose turn it is, in case it dies."""
+    """The file in which the process notes whose turn it is, in case it dies."""
     return Path(files.collectives).with_name("running")
 
 
@@ -106,9 +106,9 @@ class HostSeat(Seat):
     spoke: dict[int, RankReport] = field(default_factory=dict)
     """The reports that have arrived, by rank."""
     parts_by_rank: dict[int, Part] = field(default_factory=dict)
-    """Of the ranks that have changed it."""
+    """The parts of the ranks that have changed theirs, by rank."""
     _in_part: Counter[Part] = field(default_factory=Counter)
-    """How many ranks that have not reported run each part, less those that were there from the start."""
+    """The number of ranks that have not reported and run each part, less those that began in it."""
 
     @property
     def parts(self) -> list[Part]:

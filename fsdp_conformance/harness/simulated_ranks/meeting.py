@@ -30,18 +30,18 @@ class Contribution:
 
     op: Op
     call: str
-    """As shown in messages: "all_reduce(SUM, 12 float32) at model.py:7 in step"."""
+    """The call in messages: "all_reduce(SUM, 12 float32) at model.py:7 in step"."""
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     reduce_op: str = ""
     root: int = 0
     """Rank in the group."""
     sizes: tuple[int, ...] | None = None
-    """For an all-to-all of single tensors: rows of the input for each rank; empty for equal parts."""
+    """The rows of the input for each rank, in an all-to-all of single tensors; empty for equal parts."""
     together: bool = False
     """True for an all-reduce in which the tensors of each rank are reduced together, to one result."""
     refused: str = ""
-    """Why the rank cannot have its result, although the others can have theirs."""
+    """The reason why the rank cannot have its result, although the others can have theirs; empty if it can."""
     is_there: bool = False
     """True if the outputs hold the result."""
 
@@ -94,7 +94,7 @@ class Meeting:
         self._first: tuple[int, Contribution, tuple[object, ...]] | None = None
         """The rank that came first, its contribution, and what the others must agree on."""
         self._waiting: dict[int, Contribution] = {}
-        """Those whose result cannot be computed yet, by rank."""
+        """The contributions whose result cannot be computed yet, by rank."""
 
     def join(self, rank: int, contribution: Contribution, names: Sequence[int]) -> str:
         """

@@ -113,6 +113,7 @@ def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
     rank_scheduler.use(scheduler)
     try:
         with ExitStack() as stack:
+            # Registered first, so that the state of the process is restored last, after all that belongs to the ranks.
             own.save()
             stack.callback(own.restore)
             isolate(True)

@@ -42,7 +42,7 @@ class _Seat:
     wakes_at: float = 0.0
     """When its pause ends, by time.monotonic(); 0 if it does not pause."""
     is_done: bool = False
-    """Its body has ended, and it only waits for the others to end."""
+    """True if its body has ended, and it only waits for the others to end."""
     has_left: bool = False
     failure: str | None = None
     """The error to raise in the rank instead of returning from its wait."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-#: What gloo and NCCL read.
+#: The variables that gloo and NCCL read.
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 _PROC = Path("/proc")
@@ -38,7 +38,7 @@ class Route:
 
 
 def network_of_this_process(proc: Path = _PROC) -> str:
-    """A name that two processes share if and only if they can talk over the loopback; "" if it cannot be told."""
+    """A name that two processes share if and only if they can talk over the loopback; "" if that is unknown."""
     try:
         boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.stat(proc / 'self/ns/net').st_ino}"
@@ -101,7 +101,7 @@ def _leads_somewhere(flags: int, interface: str) -> bool:
 
 
 def _ipv4(text: str) -> ipaddress.IPv4Address:
-    # As a number of this processor, whose bytes are in the order of the network.
+    # The kernel prints the address as a number of this processor; its bytes in memory are in network order.
     return ipaddress.IPv4Address(int(text, 16).to_bytes(4, sys.byteorder))
 
 
