@@ -553,7 +553,7 @@ class Observer:
         why, at = f"{type(error).__name__}: {error} ({_place_in_recorder(error)})", script_line()
         print(
             f"fsdp-conformance: the recording ends in step {self._step}{f', at {at}' if at else ''}, because the "
-            f"recorder failed: {why}. The training goes on. Please report this error of fsdp-conformance",
+            f"recorder failed: {why}. The training goes on. Please report this as a bug in fsdp-conformance",
             file=sys.stderr,
         )
         self._has_ended = True

@@ -38,7 +38,7 @@ def _begin(settings: RecordSettings) -> None:
             raise
         print(
             f"fsdp-conformance: this process is not recorded, because the recorder cannot begin: "
-            f"{type(error).__name__}: {error}. The training goes on. Please report this error of fsdp-conformance",
+            f"{type(error).__name__}: {error}. The training goes on. Please report this as a bug in fsdp-conformance",
             file=sys.stderr,
         )
 

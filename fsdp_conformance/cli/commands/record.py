@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
         rank = min(run.recorder_errors)
         messages.complain(
             f"the recorder failed on rank {rank}, so later steps are not recorded: {run.recorder_errors[rank]}. Please "
-            "report this error of fsdp-conformance"
+            "report this as a bug in fsdp-conformance"
         )
     if status is None:
         messages.complain(f"the command was ended after {timeout_s:g} s (--timeout)")
