@@ -78,6 +78,8 @@ class Seat:
     """True once the controller has told the process to end."""
     mute: bool = False
     """True once the rank is past its deadline: its messages are ignored."""
+    unreadable: RankError | None = None
+    """The error of a rank that has sent what cannot be read. A report that says no other one later has it, too."""
     at_prompt: bool = False
     """True while a debugger in the rank waits for a person: no rank is terminated meanwhile."""
     part: Part = Part.ENGINE
@@ -138,17 +140,26 @@ class Seat:
             return
         if message[:1] != b"{":
             # Torch's own protocol, from a test that overrides run_test: the traceback as a pickled string.
-            self.report = _report_of_text(self.rank, _pickled_text(message))
+            self.report = report_of_text(self.rank, _pickled_text(message))
             return
         data = json.loads(message)
         if "report" in data:
-            self.report = rank_report_from_json(data["report"])
+            report = rank_report_from_json(data["report"])
+            if report.rank != self.rank:
+                raise ValueError(f"rank {self.rank} has sent the report of rank {report.rank}")
+            report.error = report.error or self.unreadable
+            self.report = report
         elif "part" in data:
             self.part = Part(data["part"])
         elif "prompt" in data:
             self.at_prompt = bool(data["prompt"])
         elif "idle" in data:
             self.idle = True
+
+    def fail(self, text: str) -> None:
+        """Take a traceback as the rank's report, for something that cannot be read."""
+        self.report = report_of_text(self.rank, text)
+        self.unreadable = self.report.error
 
 
 class Supervisor:
@@ -337,9 +348,7 @@ class Supervisor:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, pickle.UnpicklingError) as error:
             # Code under test can write to the pipe, too. The rank is responsible for whatever comes from there.
             reason = f"{type(error).__name__}: {str(error)[:200]}"
-            seat.report = _report_of_text(
-                seat.rank, f"RuntimeError: the rank sent a message that cannot be read ({reason})"
-            )
+            seat.fail(f"RuntimeError: the rank sent a message that cannot be read ({reason})")
         if seat.part is not part:
             seat.part_since = self._clock.suite_s
         if seat.failed and not had_failed:
@@ -410,7 +419,7 @@ def _pickled_text(message: bytes) -> str:
     return text
 
 
-def _report_of_text(rank: int, text: str) -> RankReport:
+def report_of_text(rank: int, text: str) -> RankReport:
     """The report of a rank that sent only a traceback."""
     last = text.strip().rsplit("\n", 1)[-1]
     kind, _, message = last.partition(": ")

@@ -22,7 +22,7 @@ from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.order import RankFiles, RankOrder, Role
 from fsdp_conformance.harness.processes import rank_process
 from fsdp_conformance.harness.processes.stacks import last_collectives
-from fsdp_conformance.harness.processes.supervisor import Seat
+from fsdp_conformance.harness.processes.supervisor import Seat, report_of_text
 from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, RankRun, skip_message
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 from fsdp_conformance.harness.simulated_ranks.ranks import simulated_world, start_ranks
@@ -135,15 +135,32 @@ class HostSeat(Seat):
         data: dict[str, Any] = json.loads(message)
         if "report" in data:
             report = rank_report_from_json(data["report"])
-            if report.rank not in self.spoke:
-                self._in_part[self._part_of(report.rank)] -= 1
-            self.spoke[report.rank] = report
+            report.error = report.error or self.unreadable
+            self._take(report)
         elif "part" in data:
             rank, part = data["rank"], Part(data["part"])
             if rank not in self.spoke:
                 self._in_part[self._part_of(rank)] -= 1
                 self._in_part[part] += 1
             self.parts_by_rank[rank] = part
+
+    def fail(self, text: str) -> None:
+        """
+        Take a traceback as the report of every rank that has not reported, or of rank 0.
+
+        Any of them may have sent what cannot be read.
+        """
+        waiting = [rank for rank in range(len(self.rank_files)) if rank not in self.spoke]
+        for rank in waiting or [0]:
+            self._take(report_of_text(rank, text))
+        self.unreadable = report_of_text(0, text).error
+
+    def _take(self, report: RankReport) -> None:
+        if report.rank not in range(len(self.rank_files)):
+            raise ValueError(f"there is no rank {report.rank}")
+        if report.rank not in self.spoke:
+            self._in_part[self._part_of(report.rank)] -= 1
+        self.spoke[report.rank] = report
 
     def blame_suite(self) -> None:
         """Note that the ranks that work for the suite have kept the case waiting."""

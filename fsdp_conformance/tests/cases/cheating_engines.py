@@ -185,6 +185,15 @@ class SendsNonsense(Doubles):
         context.running().pipe.send_bytes(b'{"part": "no such part", "at": 1}')
 
 
+class ReportsForAnotherRank(TorchFSDP2):
+    """Trains rightly, and sends the report of a rank that does not exist."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        report = json.dumps({"report": codec.plain(RankReport(rank=99))})
+        context.running().pipe.send_bytes(report.encode())
+        super().setup(model_fn, optim_fn, plan)
+
+
 class SpeaksOfTheMachine(Doubles):
     """Says in the report of its rank that the machine is to blame, after a body that ended well."""
 

@@ -35,7 +35,7 @@ CHEATS = {
     "ForgesTheEnd": (Verdict.FAIL, "must show 3 steps of rank"),
     "SendsGarbage": (Verdict.FAIL, "cannot be read"),
     "SendsCode": (Verdict.FAIL, "gradient"),
-    "SendsNonsense": (Verdict.FAIL, "gradient"),
+    "SendsNonsense": (Verdict.FAIL, "the rank sent a message that cannot be read"),
     "SpeaksOfTheMachine": (Verdict.FAIL, "no"),
     "RaisesFromC": (Verdict.FAIL, "no such device"),
     "ShowsWords": (Verdict.FAIL, "as Tensor, got str"),
@@ -55,12 +55,14 @@ CHEATS = {
     "LimitsTheReferee": (Verdict.FAIL, "gradient"),
     "ShowsAWordForSeconds": (Verdict.FAIL, "seconds as float, got str"),
     "ShowsNumbersForFaults": (Verdict.FAIL, "as str, got int"),
+    "ReportsForAnotherRank": (Verdict.FAIL, "has sent the report of rank 99"),
 }
 
 
 #: Each is like another one in the way that its verdict comes about.
 _NIGHTLY = {
-    "Doubles", "ShowsLittle", "LeavesByASkip", "BlamesTheReferences", "BlamesTheSuite", "RefusesLate", "ExitsQuietly",
+    "Doubles", "ReportsForAnotherRank", "ShowsLittle", "LeavesByASkip", "BlamesTheReferences", "BlamesTheSuite",
+    "RefusesLate", "ExitsQuietly",
 }  # fmt: skip
 
 
@@ -74,6 +76,15 @@ def test_no_cheat_changes_the_verdict(engine: str) -> None:
 
     verdict, words = CHEATS[engine]
     assert (record.verdict, words in record.reason) == (verdict, True), record.reason
+
+
+@pytest.mark.parametrize("engine", ["SendsNonsense", "ReportsForAnotherRank"])
+def test_what_simulated_ranks_send_is_read_as_warily(engine: str) -> None:
+    """They share a process and its pipe, so any of them may have sent it: none of them has a good report."""
+    record = run_case(bound_case("R001/exact-probe-ws2"), f"{FILE}:{engine}", base=replace(BASE, ranks="simulated"))
+
+    assert record.verdict is Verdict.FAIL
+    assert "the rank sent a message that cannot be read" in record.reason
 
 
 @pytest.mark.parametrize(
