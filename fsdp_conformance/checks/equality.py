@@ -7,7 +7,7 @@ Each rank hashes what it reads itself. Nothing is gathered, so a wrong gather ca
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -31,12 +31,14 @@ def parameter_digests(history: TrainingHistory, *, exclude: Collection[str] = ()
 
     `exclude` lists the parameters that differ between ranks by design: experts, and those of ignored modules.
     """
-    return _digests("params", history.initial_params, [record.params for record in history.steps], exclude)
-
-
-def buffer_digests(history: TrainingHistory, *, exclude: Collection[str] = ()) -> dict[str, str]:
-    """Label to hash of every buffer: "buffers init norm.running_mean". Only for buffers that are synchronised."""
-    return _digests("buffers", history.initial_buffers, [record.buffers for record in history.steps], exclude)
+    moments = {"init": history.initial_params}
+    moments |= {f"step {index}": record.params for index, record in enumerate(history.steps)}
+    return {
+        f"params {moment} {name}": digest(value)
+        for moment, parameters in moments.items()
+        for name, value in parameters.items()
+        if name not in exclude
+    }
 
 
 def schedule_digests(history: TrainingHistory) -> dict[str, str]:
@@ -56,15 +58,4 @@ def schedule_digests(history: TrainingHistory) -> dict[str, str]:
             entry = (record.phase, record.op.value, record.reduce_op, record.nbytes, record.dtype, len(record.group))
             sha256.update(f"{entry}\n".encode())
         digests[f"schedule step {step.step}"] = sha256.hexdigest()
-    return digests
-
-
-def _digests(
-    prefix: str, initial: Mapping[str, Tensor], steps: list[dict[str, Tensor]], exclude: Collection[str]
-) -> dict[str, str]:
-    digests = {f"{prefix} init {name}": digest(value) for name, value in initial.items() if name not in exclude}
-    for step, tensors in enumerate(steps):
-        digests |= {
-            f"{prefix} step {step} {name}": digest(value) for name, value in tensors.items() if name not in exclude
-        }
     return digests

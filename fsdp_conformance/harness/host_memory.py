@@ -31,11 +31,6 @@ _LARGE = 128 * 1024
 _KIB = 1024
 
 
-def is_countable() -> bool:
-    """True if the kernel counts the memory of processes; Linux does."""
-    return (_PROC / "self" / "smaps_rollup").exists()
-
-
 def return_large_blocks() -> None:
     """
     Make glibc return each large block to the system as soon as it is freed.

@@ -224,5 +224,5 @@ def _check_tag(tag: Tensor, expected: int, what: str, *, name: str) -> None:
         raise ExecutionOrderError(
             f"expected unit {expected} ({name}), {what} unit {value:g}",
             where=f"{name}, rank {torch.distributed.get_rank()}",
-            hint="All ranks must run the same units in the same order.",
+            hint=_HINT,
         )
