@@ -30,6 +30,9 @@ _EXTRAS: dict[str, tuple[tuple[int, ...], ...]] = {
     "not contiguous": ((3, 12),),
 }
 
+#: Trainings that compute in bfloat16, but reduce gradients in float32.
+_REDUCED_IN_FLOAT32 = ("bfloat16, reduced in float32", "bfloat16, one unit in float32")
+
 #: The first three blocks in the order of their calls, by turn. Further blocks follow in order.
 _CALLS: dict[str, tuple[tuple[int, ...], ...]] = {
     "another order by step": ((0, 1, 2), (1, 0, 2)),
@@ -342,6 +345,8 @@ class _Builder:
             ),
             casts=choice["precision"] == "bfloat16, one unit in float32" or choice["dtypes"] == "one for each unit",
             fine=choice["precision"] != "float32",
+            # Where gradients are reduced in bfloat16, it is open in which dtype an engine adds them up.
+            finer_micro_batches=choice["precision"] in _REDUCED_IN_FLOAT32,
             salt=self.salt,
             names=self.scenario.extent.names,
         )
