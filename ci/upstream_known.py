@@ -38,6 +38,7 @@ KINDS = {
     "digits": "the last digits of numbers",
     "race": "a race in the test",
     "torch_race": "a race in torch",
+    "unwritten": "memory that nothing has written",
     "together": "tests that only pass alone",
     "device": "what is not simulated",
 }

@@ -122,6 +122,7 @@ def _create(options: Any, backend_options: Any) -> dist.Backend:
     """Create a group's backend from torch's _DistributedBackendOptions and the extension's `ProcessGroupOptions`."""
     allows_sparse = _allows_sparse()
     group = _made(options, backend_options)
+    group.options.global_ranks_in_group = list(options.global_ranks_in_group)
     if allows_sparse:
         group.allow_sparse()
     elif _watch is not None and _thread_world is None:

@@ -513,7 +513,13 @@ c10::Device SimGroup::barrier_device(const c10d::BarrierOptions& opts) {
     return c10::Device(c10::DeviceType::CPU);  // The caller does not say which device; torch prefers the CPU.
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  return c10::Device(kSim, streams_.empty() ? current_device() : streams_.begin()->first.first);
+  if (!streams_.empty()) {
+    return c10::Device(kSim, streams_.begin()->first.first);
+  }
+  // NCCL's group guesses: by the rank in the job, not by the current device, which all ranks may have left at 0.
+  const auto& ranks = options_->global_ranks_in_group;
+  const auto rank = ranks.empty() ? static_cast<uint64_t>(rank_) : ranks[static_cast<size_t>(rank_)];
+  return c10::Device(kSim, static_cast<c10::DeviceIndex>(rank % static_cast<uint64_t>(num_devices())));
 }
 
 c10::intrusive_ptr<Work> SimGroup::point_to_point(Tensors& tensors, int peer, int tag, OpType type) {

@@ -327,6 +327,28 @@ def test_ranks_that_reduce_differently_are_named(tmp_path: Path) -> None:
     assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 8
 
 
+_BARRIER_FIRST = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+dist.barrier()
+torch.cuda.set_device(dist.get_rank())
+dist.all_reduce(torch.ones(4, device="cuda"))
+"""
+
+
+@pytest.mark.parametrize("sets_device", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_a_barrier_before_any_device_is_set_is_right(sets_device: bool, tmp_path: Path) -> None:
+    """NCCL's group guesses the device by the rank. Tensors of all ranks on device 0 are not right."""
+    script = _BARRIER_FIRST if sets_device else _BARRIER_FIRST.replace("torch.cuda.set_device(dist.get_rank())\n", "")
+
+    run = sanitize("--as-cuda", written(tmp_path, script), cwd=tmp_path)
+
+    assert run.status == (0 if sets_device else 1), run.out + run.err
+    assert ("use the same device, 0" in run.out) is not sets_device
+
+
 _NUMPY = """
 import numpy as np
 import torch
