@@ -69,7 +69,8 @@ class Prepared:
             histories=self.histories[rank],
             exact=self.exact or self.rounds is not None,
             rounds=self.rounds is not None,
-            roundings=partial(self._roundings, rank),
+            # Trained once for all kinds of values, and only if some differ.
+            roundings=cache(partial(self._roundings, rank)),
             dtypes=dtypes_of(model),
             local=local_names(self.workload, dict(model.named_parameters())),
         )
