@@ -160,7 +160,7 @@ class Progress:
         running = min(self.running.values(), key=lambda each: each.since, default=None)
         if running is None or self._clock() - running.since < HEARTBEAT_S:
             return ""
-        # A scenario that fails is then trained with fewer features, to find those that it takes.
+        # It may be a failing scenario that is being shrunk.
         return f"{running.case} has run for {duration(self._clock() - running.since)}"
 
     def words(self) -> str:

@@ -25,7 +25,7 @@ from fsdp_conformance.recordings import files, stacks
 #: Between two looks whether the command has ended.
 _LOOK_S = 0.05
 
-#: How long ranks may go on when their programs have ended. A process may wait in torch's destructors for ever.
+#: How long ranks may go on when their programs have ended. A process may wait in torch's destructors forever.
 LINGER_S = 60.0
 
 #: Between two looks whether the programs of all ranks have ended.
@@ -36,7 +36,7 @@ _OUTPUT_S = 5.0
 
 
 class Lingering:
-    """Looks whether all ranks have recorded their end, and go on for too long nevertheless."""
+    """Tells whether all ranks have recorded their end, but their processes have stayed for too long since."""
 
     def __init__(self, directory: Path, world_size: int, linger_s: float) -> None:
         self._directory = directory

@@ -45,7 +45,7 @@ def not_recorded(run: Run, reference: Run) -> Iterator[Finding]:
                 whose=Whose.SUITE,
                 step=min(len(run.steps), len(reference.steps)),
                 first=f"in the {name}, rank {rank} · {errors[rank]}",
-                likely="an error of fsdp-conformance, which the training has nothing to do with: please report it",
+                likely="a bug in fsdp-conformance, not in the training. Please report it",
                 evidence=(f"ranks on which it failed: {', '.join(map(str, sorted(errors)))} of {each.world_size}",),
                 is_exact=True,
             )

@@ -47,12 +47,12 @@ class Changes:
             may_change = getattr(function, "__name__", "").endswith("_")
         else:
             may_change = event == "return"
-        if may_change:
-            self._guard.run(self._note_change, frame)
-
-    def _note_change(self, frame: FrameType) -> None:
-        if is_of_script(frame.f_code.co_filename) and self._has_changed():
-            self.line = script_line(frame)
+        # Inline, not `guard.run`: this is called for every function that returns.
+        try:
+            if may_change and is_of_script(frame.f_code.co_filename) and self._has_changed():
+                self.line = script_line(frame)
+        except Exception as error:  # noqa: BLE001 - it must not reach the script
+            self._guard.fail(error)
 
     def _has_changed(self) -> bool:
         """True if something has changed since the last look."""

@@ -37,7 +37,7 @@ def _begin(settings: RecordSettings) -> None:
         if settings.sharding != "kept":
             raise
         print(
-            f"fsdp-conformance: this process is not recorded, because the recorder cannot begin: "
+            f"fsdp-conformance: this process is not recorded, because the recorder cannot start: "
             f"{type(error).__name__}: {error}. The training goes on. Please report this as a bug in fsdp-conformance",
             file=sys.stderr,
         )

@@ -91,9 +91,7 @@ class Reference(ABC):
         self.regime = regime
         self.world_size = world_size
         self.device = torch.device(device)
-        # A model in its own dtype may have parameters of others, which then stay what they are.
-        self._own_dtype: torch.dtype = getattr(torch, workload.dtype)
-        self.dtype = dtype or self._own_dtype
+        self.dtype = dtype or getattr(torch, workload.dtype)
         self.sets_to_none = True
         """True if gradients are None after a step, and not zero."""
         self.replicas = [self._replica(rank, source or self.name) for rank in ranks]
@@ -191,7 +189,8 @@ class Reference(ABC):
 
     def _replica(self, rank: int, source: str) -> Replica:
         module = self.workload.build(rank).to(self.device)
-        if self.dtype is not self._own_dtype:
+        if self.dtype is not getattr(torch, self.workload.dtype):
+            # In its own dtype, a model may also have parameters of other dtypes, which they keep.
             module.to(self.dtype)
         params = dict(module.named_parameters())
         return Replica(

@@ -39,7 +39,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "what waits for the end of a step": (Named, "values"),
     "a mark": (Observer, "mark"),
     "a mean": (Observer, "mean"),
-    "a change of a gradient": (Changes, "_note_change"),
+    "a change of a gradient": (Changes, "_has_changed"),
     "a collective": (TrafficCount, "_add"),
     "hooks of the script": (gradient_hooks, "_place"),
 }
