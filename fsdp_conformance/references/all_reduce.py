@@ -55,11 +55,15 @@ class AllReduce(Reference):
         used = [name for name, count in zip(params, uses.tolist(), strict=True) if count]
         if not used:
             return {}
-        flat = torch.cat([_gradient_or_zeros(params[name]).flatten() for name in used])
-        dist.all_reduce(flat)
-        flat /= self.world_size
-        parts = torch.split(flat, [params[name].numel() for name in used])
-        means = {name: part.view_as(params[name]).clone() for name, part in zip(used, parts, strict=True)}
+        means: dict[str, Tensor] = {}
+        # Apart for each dtype: `torch.cat` would promote them all to the widest one.
+        for dtype in dict.fromkeys(params[name].dtype for name in used):
+            names = [name for name in used if params[name].dtype is dtype]
+            flat = torch.cat([_gradient_or_zeros(params[name]).flatten() for name in names])
+            dist.all_reduce(flat)
+            flat /= self.world_size
+            parts = torch.split(flat, [params[name].numel() for name in names])
+            means.update((name, part.view_as(params[name]).clone()) for name, part in zip(names, parts, strict=True))
         for param in params.values():
             param.grad = None
         return means

@@ -40,6 +40,7 @@ _REGIMES: dict[str, tuple[str, Regime]] = {
     "scaled": ("graded", Regime(init_scale=64.0, growth_interval=2)),
     "scaled and clipped": ("nested", Regime(init_scale=64.0, max_norm=0.1)),
     "adam": ("transformer", Regime(optimizer="adam", steps=5)),
+    "parameters of two dtypes": ("mixed-storage", Regime(steps=2)),
     "outputs": ("structured", Regime(keep_outputs=True, steps=2)),
     "loaded and interrupted": ("fused", Regime(events=(
         Event(action=Action.SAVE, moment=Moment.END, step=0),
