@@ -40,7 +40,7 @@ from fsdp_conformance.scenarios.axes import PROCESSES_ALONE
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import ACCUSING, CERTIFIABLE, Verdict
 
-#: How many ids a reason names.
+#: How many ids a reason names, and how many avoided combinations are listed one by one.
 _NAMED = 3
 
 #: Verdict to the number of cases that have it.
@@ -381,15 +381,21 @@ def _declarations(run: RunFile) -> list[str]:
         phrases.append(
             f"kept_buffers: up to {described['kept_buffers']} times the largest unit in buffers between steps"
         )
-    phrases += [
-        f"avoids: {' and '.join(f'{axis} {value}' for axis, value in values.items())}"
-        for values in described.get("avoids") or ()
-    ]
+    phrases += _avoided(described.get("avoids") or ())
     phrases += [f"environment: {key}={value}" for key, value in (described.get("environment") or {}).items()]
     phrases += [
         f"declines on {device}: {', '.join(flags)}" for device, flags in (described.get("declines_on") or {}).items()
     ]
     return phrases
+
+
+def _avoided(combinations: Sequence[Mapping[str, str]]) -> list[str]:
+    """A phrase for each combination if there are few, and otherwise one that counts them by their axes."""
+    if len(combinations) <= _NAMED:
+        return [f"avoids: {' and '.join(f'{axis} {value}' for axis, value in each.items())}" for each in combinations]
+    counts = Counter(" with ".join(sorted(each)) for each in combinations)
+    axes = ", ".join(axes if count == 1 else f"{axes} ({count})" for axes, count in counts.most_common())
+    return [f"avoids: {len(combinations)} combinations, which the run file's header lists: {axes}"]
 
 
 #: What a header must say for a certificate to name what was judged.

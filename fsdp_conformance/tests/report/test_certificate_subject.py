@@ -117,6 +117,21 @@ def test_what_loosens_a_check_is_printed() -> None:
     )
 
 
+def test_avoided_combinations_take_one_line() -> None:
+    """A few are listed; many are counted by their axes, so that they do not fill the screen."""
+    run = a_run()
+    run.header["implementation"]["avoids"] = [{"use": "one twice", "checkpointing": "reentrant"}]
+    assert certificate_of(run).declarations == ("avoids: use one twice and checkpointing reentrant",)
+
+    run.header["implementation"]["avoids"] += [
+        *({"checkpointing": "reentrant", "use": use} for use in ("one never", "one skipped by step")),
+        {"exception": "in backward"},
+    ]
+    assert certificate_of(run).declarations == (
+        "avoids: 4 combinations, which the run file's header lists: checkpointing with use (3), exception",
+    )
+
+
 def test_a_certificate_is_json() -> None:
     """The footer of the run file holds this JSON."""
     data = certified().to_json()
