@@ -8,6 +8,7 @@ from fsdp_conformance.listing import some
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
 from fsdp_conformance.parity.samples import repetition, shares_samples
+from fsdp_conformance.parity.words import both_settings
 from fsdp_conformance.recordings.events import Backward, Clip, Initial, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint
 
@@ -25,6 +26,7 @@ def suspicions(run: Run) -> Iterator[Finding]:
     yield from different_models(run)
     yield from _same_samples(run)
     yield from _repeated_order(run)
+    yield from _different_settings(run)
     yield from _untrained(run)
     yield from _nothing_trained(run)
     yield from _unknown(run)
@@ -83,6 +85,25 @@ def _repeated_order(run: Run) -> Iterator[Finding]:
             evidence=(f"the order repeats every {period} micro-batches",),
             line=first_line(run),
         )
+
+
+def _different_settings(run: Run) -> Iterator[Finding]:
+    """The optimizers of the ranks update the same parameter in different ways."""
+    for step in run.steps:
+        first = step.settings_of(0)
+        for rank in range(1, len(step.steps)):
+            for name, settings in step.settings_of(rank).items():
+                key = next((key for key, value in first.get(name, {}).items() if settings.get(key, value) != value), "")
+                if key:
+                    yield _suspicion(
+                        "The ranks' optimizers have different settings",
+                        step=step.number,
+                        first=f"rank {rank} · '{name}' · {key} is {both_settings(settings[key], first[name][key])}, "
+                        "which rank 0 has",
+                        likely="what the script sets depends on the rank",
+                        line=step.steps[rank].line,
+                    )
+                    return
 
 
 def _untrained(run: Run) -> Iterator[Finding]:

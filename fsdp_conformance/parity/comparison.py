@@ -608,13 +608,15 @@ class _Comparing:
 
     # --- settings ----------------------------------------------------------------------------------------------------
 
-    def _setting_difference(self, number: int) -> tuple[str, str] | None:
-        """The first setting of an optimizer that differs at a step: where, and what."""
-        mine = _settings(self.run.steps[number])
-        for name, wanted in _settings(self.reference.steps[number]).items():
-            for key, value in wanted.items():
-                if name in mine and key not in _IGNORED_SETTINGS and mine[name].get(key, value) != value:
-                    return self._named(name), f"{key} is {both_settings(mine[name][key], value)}"
+    def _setting_difference(self, number: int) -> tuple[int, str, str] | None:
+        """The first setting of an optimizer that differs at a step: the rank, the parameter, and what differs."""
+        step, expected = self.run.steps[number], self.reference.steps[number]
+        for rank in range(len(step.steps)):
+            mine = step.settings_of(rank)
+            for name, wanted in expected.settings_of(rank % len(expected.steps)).items():
+                for key, value in wanted.items():
+                    if name in mine and key not in _IGNORED_SETTINGS and mine[name].get(key, value) != value:
+                        return rank, self._named(name), f"{key} is {both_settings(mine[name][key], value)}"
         return None
 
     def _why_setting(self, number: int, difference: str) -> str:
@@ -642,14 +644,16 @@ class _Comparing:
     def _settings(self, number: int) -> Iterator[Finding]:
         difference = self._setting_difference(number)
         if difference is not None:
+            rank, name, what = difference
+            of_one = "rank 0 has the same setting as the reference: what the script sets depends on the rank"
             yield Finding(
                 title="The optimizer has different settings",
                 is_exact=True,
                 whose=Whose.SCRIPT,
                 step=number,
-                first=f"{difference[0]} · {difference[1]}",
-                likely=self._why_setting(number, difference[1]),
-                line=self.run.steps[number].steps[0].line,
+                first=f"rank {rank} · {name} · {what}" if rank else f"{name} · {what}",
+                likely=of_one if rank else self._why_setting(number, what),
+                line=self.run.steps[number].steps[rank].line,
             )
 
     def _other_settings(self) -> Iterator[Finding]:
@@ -731,10 +735,6 @@ def _after_backward(step: TrainingStep) -> str:
 
 def _reduced(step: TrainingStep) -> list[bool]:
     return [backward.is_reduced for backward in step.backwards[0]]
-
-
-def _settings(step: TrainingStep) -> dict[str, dict[str, Any]]:
-    return {name: group.settings for group in step.steps[0].groups for name in group.parameters}
 
 
 def _first_group(step: TrainingStep) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fsdp_conformance.recordings.events import Backward, Clip, Forward, Initial, Mark, Step
 from fsdp_conformance.recordings.files import Recording
@@ -67,6 +67,10 @@ class TrainingStep:
     def gradients(self) -> Tensors:
         """As the optimizer got them."""
         return whole_tensors([step.gradients for step in self.steps])
+
+    def settings_of(self, rank: int) -> dict[str, dict[str, Any]]:
+        """The settings of a rank's optimizer, by the names of its parameters."""
+        return {name: group.settings for group in self.steps[rank].groups for name in group.parameters}
 
     @functools.cached_property
     def unclipped(self) -> Tensors:

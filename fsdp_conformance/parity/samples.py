@@ -96,10 +96,11 @@ def _repeated(run: Run, reference: Run, number: int) -> str:
     mine = repetition(run, least=1)
     if mine is None or number < mine[1] or repetition(reference, least=1) is not None:
         return ""
-    return (
-        f"after {mine[0]} micro-batches the run trains the same samples again in the same order, and the reference in "
-        "another one: the sampler's `set_epoch` is not called in each epoch"
-    )
+    again = f"after {mine[0]} micro-batches the run trains the same samples again in the same order, and the reference"
+    epoch = {sample for step in run.steps[: mine[1]] for sample in _samples(step, run)}
+    if epoch.issuperset(_samples(reference.steps[number], reference)):
+        return f"{again} in another one: the sampler's `set_epoch` is not called in each epoch"
+    return f"{again} goes on with others: the loader, its iterator or its sampler begins again where it should go on"
 
 
 def _shifted(run: Run, reference: Run, number: int) -> str:

@@ -45,27 +45,55 @@ def named_with_ties(name: str, tied: Mapping[str, Sequence[str]]) -> str:
     return f"'{name}' (tied to {', '.join(map(repr, others))})" if others else f"'{name}'"
 
 
-def why_loss(backwards: Sequence[Sequence[Backward]], others: Sequence[Sequence[Backward]]) -> str:
-    """The likely cause of losses, by rank, that are multiples of the expected ones."""
+def why_loss(backwards: Sequence[Sequence[Backward]], expected: Sequence[Sequence[Backward]]) -> str:
+    """The likely cause of losses, by rank, that differ from the expected ones although the outputs do not."""
     factors = [
         (rank, mine.number, mine.loss / theirs.loss)
-        for rank, pair in enumerate(zip(backwards, others, strict=False))
+        for rank, pair in enumerate(zip(backwards, expected, strict=False))
         for mine, theirs in zip(*pair, strict=False)
         if mine.loss is not None and theirs.loss
     ]
     if not factors:
         return ""
     values = [factor for _, _, factor in factors]
-    if max(values) - min(values) > _SAME_FACTOR * max(map(abs, values)):
-        shown = ", ".join(f"rank {rank} micro-batch {number}: {factor:.4g}" for rank, number, factor in factors[:4])
+    others = [value for value in values if not _are_equal(value, 1)]
+    one = others[0] if all(_are_equal(value, others[0]) for value in others) else None
+    if one is not None and len(others) == len(values):
+        return (
+            f"the loss is scaled by {one:.4g}: by the number of ranks or micro-batches, a count of tokens, or a "
+            "gradient scaler"
+        )
+    shown = ", ".join(f"rank {rank} micro-batch {number}: {factor:.4g}" for rank, number, factor in factors[:4])
+    if one is not None:
+        return (
+            f"some losses are scaled by {one:.4g} and others are not ({shown}): a gradient scaler, or a division by a "
+            "number of batches, does not cover all backwards"
+        )
+    if _are_shares(values, ranks=len(backwards)):
         return (
             f"each batch is scaled by another factor ({shown}): its loss is divided by its own number of tokens or "
             "samples, and not by one that counts those of all ranks and micro-batches, or the other way round"
         )
     return (
-        f"the loss is scaled by {values[0]:.4g}: by the number of ranks or micro-batches, a count of tokens, or a "
-        "gradient scaler"
+        f"each batch has another factor ({shown}), and together they are not those of another count of tokens: the "
+        "loss has other labels (shifted, masked or padded differently), or is computed in another way"
     )
+
+
+def _are_equal(value: float, wanted: float) -> bool:
+    return abs(value - wanted) <= _SAME_FACTOR * abs(wanted)
+
+
+def _are_shares(factors: Sequence[float], *, ranks: int) -> bool:
+    """
+    True if factors are what dividing by each batch's own count makes of losses that were divided by the count of all.
+
+    A batch of n of N tokens has the factor N / n, so the reciprocals of all factors add up to 1; where both losses are
+    averaged over ranks or micro-batches, to their number. The other way round, the factors themselves do.
+    """
+    sums = {1, ranks, len(factors), len(factors) // ranks}
+    totals = sum(factors), sum(1 / factor for factor in factors if factor)
+    return any(_are_equal(total, expected) for total in totals for expected in sums)
 
 
 def number_of_tensors(count: int, total: int) -> tuple[str, ...]:

@@ -137,8 +137,6 @@ class TorchFSDP1(TorchCheckpoints):
             for precision in ("bfloat16, reduced in float32", "bfloat16, one unit in float32")
             for deferred in ("two, first deferred", "three, two deferred", "three, middle deferred", "kept gathered")
         ),
-        # ci/findings/torch-fsdp1/reentrant_checkpoint_called_twice.py
-        {"use": "one twice", "checkpointing": "reentrant"},
         # Parameters that are not used get a gradient of zeros, so weight decay changes them.
         {"inputs": "detached", "optimizer": "adamw, fused"},
         # On one rank nothing is sharded, and gradients that a forward alone or no_sync precedes are not the model's.

@@ -97,3 +97,21 @@ def test_sums_over_ranks_are_suspicious(factor: float, tmp_path: Path) -> None:
 def test_clipping_what_is_still_scaled_is_suspicious(tmp_path: Path) -> None:
     assert [finding.title for finding in found(tmp_path / "late", unscales="late")] == [CLIPPED]
     assert found(tmp_path / "first", unscales="first") == []
+
+
+def test_settings_that_depend_on_the_rank_are_suspicious(tmp_path: Path) -> None:
+    """The parameters of the ranks are then no longer those of one training, whatever the reference does."""
+    for rank in range(2):
+        with as_rank(rank, 2), recording(tmp_path):
+            model = nn.Linear(3, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                optimizer.param_groups[0]["lr"] = 0.2 if rank and step else 0.1
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+
+    findings = [each for each in suspicions(Run(files.read(tmp_path))) if "different settings" in each.title]
+
+    assert [(each.step, each.first) for each in findings] == [
+        (1, "rank 1 · 'weight' · lr is 0.2 instead of 0.1, which rank 0 has")
+    ]

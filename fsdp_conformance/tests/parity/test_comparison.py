@@ -85,6 +85,10 @@ def hooked(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Opti
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
 
 
+def faster_on_rank_1(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr * (1 + int(os.environ["RANK"])), weight_decay=weight_decay)
+
+
 def of_a_copy(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
     tensors = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
     return torch.optim.AdamW(tensors, lr=lr, weight_decay=weight_decay)
@@ -124,6 +128,10 @@ def damped(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Opti
 MISTAKES = {
     "rate times ranks": (Script(lr=0.2), Whose.SCRIPT, 0, "lr is 0.2 instead of 0.1", "scaled by the number of ranks"),
     "weight decay": (Script(weight_decay=0.0), Whose.SCRIPT, 0, "weight_decay is 0 instead of 0.01", ""),
+    "rate of one rank": (
+        Script(optimizer=faster_on_rank_1), Whose.SCRIPT, 0, "rank 1 · 'first.weight' · lr is 0.2 instead of 0.1",
+        "rank 0 has the same setting as the reference: what the script sets depends on the rank",
+    ),
     "parameter left out": (
         Script(optimizer=without_last), Whose.SCRIPT, 0, "'second.bias' is missing", "where it makes the optimizer",
     ),
@@ -158,6 +166,18 @@ MISTAKES = {
     "each batch by its own count": (
         Script(scale=lambda rank, number: 1.5 if rank else 0.5), Whose.SCRIPT, 0, "rank 0 · micro-batch 0",
         "each batch is scaled by another factor (rank 0 micro-batch 0: 0.5, rank 0 micro-batch 1: 0.5, rank 1",
+    ),
+    "only the last is scaled": (
+        Script(scale=lambda rank, number: 65536.0 if number else 1.0), Whose.SCRIPT, 0, "rank 0 · micro-batch 1",
+        "some losses are scaled by 6.554e+04 and others are not (rank 0 micro-batch 0: 1, rank 0 micro-batch 1: 6.5",
+    ),
+    "other labels": (
+        Script(scale=lambda rank, number: 1.05 if rank else 0.97), Whose.SCRIPT, 0, "rank 0 · micro-batch 0",
+        "the loss has other labels (shifted, masked or padded differently), or is computed in another way",
+    ),
+    "begins again": (
+        Script(batch=lambda step, rank: step % 2), Whose.DATA, 2, "rank 0",
+        "goes on with others: the loader, its iterator or its sampler begins again where it should go on",
     ),
     "cleared in every pass by hand": (
         Script(before_backward=lambda model, number: model.zero_grad()), Whose.SCRIPT, 0, "'first.",
