@@ -17,16 +17,19 @@ from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
 from fsdp_conformance.recordings.events import Backward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
 
+#: The cause of a script that changes the tensors that it sees, which are shards.
+OF_A_SHARD = (
+    "what it does to the shard of a rank is not what it does to a whole tensor: a norm, a mean or a maximum of a shard "
+    "must be combined over the ranks"
+)
+
 
 def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
     """The likely cause of gradients that agree after the backward and no longer before the step; in words."""
     factors = _factors(step)
     wanted = _factors(expected)
     if not factors or not wanted or not _are_near(wanted, [wanted[0]] * len(wanted)):
-        return (
-            "what it does to the shard of a rank is not what it does to a whole tensor: a norm, a mean or a maximum of "
-            "a shard must be combined over the ranks"
-        )
+        return OF_A_SHARD
     shown = ", ".join(f"rank {rank}: {factor:.3g}" for rank, factor in enumerate(factors))
     if _are_near(factors, _by_own_norm(step, wanted[0] * _norm(expected.reduced.values))):
         return (
@@ -46,6 +49,17 @@ def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
             f"clipped or changed; {scaled}"
         )
     return scaled
+
+
+def written_by_script(step: TrainingStep, expected: TrainingStep) -> Sequence[str]:
+    """
+    The parameters that the script has written to since the step before.
+
+    Those of the reference, which has no engine that might do so, if the run has written to one of them as well.
+    """
+    names = [name for each in expected.steps for name in each.written]
+    mine = {name for each in step.steps for name in each.written}
+    return list(dict.fromkeys(names)) if mine.intersection(names) else ()
 
 
 def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | None:

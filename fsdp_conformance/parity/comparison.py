@@ -15,12 +15,12 @@ from typing import Any
 
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
-from fsdp_conformance.parity.changed import lost_by_script, whose_backward, why_changed
+from fsdp_conformance.parity.changed import OF_A_SHARD, lost_by_script, whose_backward, why_changed, written_by_script
 from fsdp_conformance.parity.collectives import other_collectives
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.forwards import first_error, unequal_forwards
 from fsdp_conformance.parity.models import compare_models, divided_tie, ties_of
-from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of, relative
+from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of
 from fsdp_conformance.parity.runs import Run, TrainingStep, norm_together, whole_tensors
 from fsdp_conformance.parity.samples import compare_samples
 from fsdp_conformance.parity.vacuous import not_recorded, nothing_to_compare
@@ -35,11 +35,14 @@ from fsdp_conformance.parity.words import (
     short,
     size_of_difference,
     why_loss,
+    why_random,
+    why_replicas,
     why_scaled,
+    why_written,
 )
 from fsdp_conformance.recordings.events import Backward, Forward
 from fsdp_conformance.recordings.files import Recording
-from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
+from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of, relative
 
 #: Settings that a scheduler or a script may leave out of one run, and that change nothing by themselves.
 _IGNORED_SETTINGS = frozenset({"initial_lr", "name", "decoupled_weight_decay", "maximize"})
@@ -264,7 +267,7 @@ class _Comparing:
                     if mine.random.get(name) != theirs.random.get(name)
                 ]
                 if names:
-                    self._random = f"{' and '.join(names)} on rank {rank}, first before step {step.number}"
+                    self._random = f"{' and '.join(names)} on rank {rank}"
                     return
 
     def _other_draws(self, expected: TrainingStep) -> Iterator[Finding]:
@@ -301,9 +304,10 @@ class _Comparing:
             output = f"output of {name!r}" if name else "output of the model"
             where = f"rank {rank} · micro-batch {mine.number} · {output}"
             divided = divided_tie(self.run.tied, mine) if step.number else ""
+            whose = self._whose_forward(step, mine, theirs)
             yield Finding(
                 title="The forward computes something else",
-                whose=Whose.SCRIPT if divided or mine.dtype != theirs.dtype else self._whose_forward(step),
+                whose=Whose.SCRIPT if divided or mine.dtype != theirs.dtype else whose,
                 step=step.number,
                 first=f"{where} · {size_of_difference(value, wanted, bound)}",
                 likely=divided or self._why_forward(step, mine, theirs, value, wanted),
@@ -311,17 +315,18 @@ class _Comparing:
                 evidence=self._still_equal(),
             )
 
-    def _whose_forward(self, step: TrainingStep) -> Whose:
-        if self._is_whole_batch:
+    def _whose_forward(self, step: TrainingStep, mine: Forward, theirs: Forward) -> Whose:
+        if self._is_whole_batch or written_by_script(step, self.reference.steps[step.number]):
             return Whose.SCRIPT
-        if not step.number and self.reference.sharding == "kept" and not self._random:
+        is_another = not step.number or mine.line.partition(":")[0] != theirs.line.partition(":")[0]
+        if is_another and self.reference.sharding == "kept" and not self._random:
             # Another script may have another model, or compute in another dtype.
             return Whose.EITHER
         return self._whose()
 
     def _why_forward(self, step: TrainingStep, mine: Forward, theirs: Forward, value: Whole, wanted: Whole) -> str:
         if self._random:
-            return f"random numbers: the generators of {self._random} are in another state, as before dropout"
+            return why_random(self._random)
         if mine.dtype != theirs.dtype:
             return f"it runs {_autocast(mine)}, and the reference {_autocast(theirs)}"
         if value.dtype != wanted.dtype:
@@ -333,6 +338,8 @@ class _Comparing:
             )
         if not value.square:
             return "the output is zero: parameters were released, or not gathered, before they were used"
+        if written := written_by_script(step, self.reference.steps[step.number]):
+            return why_written(written)
         if step.number and not self.comparison.findings:
             return (
                 "the parameters after the last step agree: either they were changed since, or the engine computes "
@@ -365,18 +372,23 @@ class _Comparing:
         return max(_LOSS, _AMPLIFIED * distance, FACTOR * noise)
 
     def _gradients(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        values, others = step.unclipped.values, expected.unclipped.values
+        values, others = step.unclipped.farthest(expected.unclipped), expected.unclipped.values
         missing = [name for name in others if name not in values and others[name].square]
         extra = [name for name in values if name not in others and values[name].square]
         if (missing or extra) and not step.unclipped.incomplete:
             lost = lost_by_script(self.run, self.reference, step.number)
             name, verb = (missing[0], "is missing") if missing else (extra[0], "should not be there")
+            whose, likely = self._whose_gradients(step, expected), ""
+            if lost is not None:
+                whose, likely = Whose.SCRIPT, lost[0]
+            elif whose is Whose.ENGINE:
+                whose, likely = whose_backward(step, expected, same_script=self.reference.sharding != "kept")
             yield Finding(
                 title="Different parameters have gradients",
-                whose=self._whose_gradients(step, expected) if lost is None else Whose.SCRIPT,
+                whose=whose,
                 step=step.number,
                 first=f"the gradient of '{name}' {verb}",
-                likely="" if lost is None else lost[0],
+                likely=likely,
                 evidence=missing_and_extra(len(missing), len(extra), len(others)),
                 line=step.backward_line if lost is None else lost[1],
             )
@@ -413,6 +425,8 @@ class _Comparing:
         lost = lost_by_script(self.run, self.reference, step.number)
         if lost is not None:
             whose, (likely, line) = Whose.SCRIPT, lost
+        elif whose is Whose.ENGINE and not likely and name in step.unclipped.differing:
+            likely = why_replicas(step.unclipped.differing[name])
         elif whose is Whose.ENGINE and not likely:
             whose, likely = whose_backward(step, expected, same_script=self.reference.sharding != "kept")
         yield Finding(
@@ -453,7 +467,7 @@ class _Comparing:
 
     def _why_gradients(self, step: TrainingStep, expected: TrainingStep) -> str:
         if self._random:
-            return f"random numbers: the generators of {self._random} are in another state"
+            return why_random(self._random)
         if step.passes != expected.passes:
             return f"the step has {step.passes} backwards instead of {expected.passes}"
         if self._is_whole_batch:
@@ -515,14 +529,15 @@ class _Comparing:
         )
         if clipped:
             name, value, wanted, bound = clipped[0]
+            rewritten = next((each.rewritten for each in step.steps if each.rewritten), "")
             yield Finding(
                 title="The gradients differ after clipping",
-                whose=self._whose(),
+                whose=Whose.SCRIPT if rewritten else self._whose(),
                 step=step.number,
                 first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
-                likely=scaled(value, wanted),
+                likely=f"the script changes them afterwards: {OF_A_SHARD}" if rewritten else scaled(value, wanted),
                 evidence=number_of_tensors(len(clipped), len(expected.gradients.values)),
-                line=line,
+                line=rewritten or line,
                 kind="clipped",
                 tensors=tuple(item[0] for item in clipped),
             )
@@ -533,6 +548,8 @@ class _Comparing:
         for kind in ("parameter", "optimizer state", "buffer"):
             select = TENSORS[kind]
             values, others = select(step).values, select(expected).values
+            if kind == "parameter":
+                values = select(step).farthest(select(expected))
             beyond = list(self._beyond(kind, select, step.number, values, others))
             if not beyond:
                 continue

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_conformance.parity.alone import different_models, first_line
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.noise import relative
 from fsdp_conformance.parity.runs import Run, TrainingStep
 from fsdp_conformance.parity.words import missing_and_extra, named_with_ties, number_of_tensors, size_of_difference
 from fsdp_conformance.recordings.events import Forward
-from fsdp_conformance.recordings.fingerprint import Whole
+from fsdp_conformance.recordings.fingerprint import Whole, relative
 
 #: Causes of other initial values.
 _MOVED = "the same numbers are in other places: shards or rows are exchanged, as where a checkpoint is loaded"

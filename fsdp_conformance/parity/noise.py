@@ -24,7 +24,7 @@ from operator import attrgetter
 from fsdp_conformance.parity.runs import Run, Tensors, TrainingStep
 from fsdp_conformance.recordings.events import Backward
 from fsdp_conformance.recordings.files import Recording
-from fsdp_conformance.recordings.fingerprint import Whole
+from fsdp_conformance.recordings.fingerprint import relative
 
 #: Factors between tensors that differ by less, relative to themselves, are equal.
 SAME = 1e-2
@@ -128,18 +128,6 @@ def nudge_of(reference: Recording) -> float:
 def eps_of(dtype: str) -> float:
     """The distance from 1 to the next number of a dtype; 0 for integers."""
     return EPS.get(dtype, 0.0)
-
-
-def relative(value: Whole, expected: Whole) -> float:
-    """The distance of two tensors, relative to the norm of the expected one. Infinite if only one has that shape."""
-    if value.shape != expected.shape or value.nonfinite != expected.nonfinite:
-        return float("inf")
-    if value.equals(expected):
-        return 0.0
-    distance = value.distance(expected)
-    if not distance:
-        return 0.0
-    return distance / expected.norm if expected.norm else float("inf")
 
 
 def _eps(run: Run) -> float:

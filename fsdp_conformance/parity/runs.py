@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fsdp_conformance.recordings.events import Backward, Clip, Forward, Initial, Mark, Step
 from fsdp_conformance.recordings.files import Recording
-from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, whole
+from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, relative, whole
 
 E = TypeVar("E")
 
@@ -26,8 +26,25 @@ class Tensors:
     values: Mapping[str, Whole]
     differing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Ranks whose replica differs from an earlier rank's."""
+    others: Mapping[str, Whole] = field(default_factory=dict)
+    """Those tensors made of the last replicas; `values` has them made of the first."""
     incomplete: Mapping[str, str] = field(default_factory=dict)
     """Why a tensor could not be added up."""
+
+    def farthest(self, expected: Tensors) -> Mapping[str, Whole]:
+        """
+        The values, made of those replicas that are further from the expected ones.
+
+        Not where ranks are expected to differ.
+        """
+        farther = {
+            name: other
+            for name, other in self.others.items()
+            if name in expected.values
+            and name not in expected.differing
+            and relative(other, expected.values[name]) > relative(self.values[name], expected.values[name])
+        }
+        return {**self.values, **farther}
 
 
 def whole_tensors(of_ranks: OfRanks) -> Tensors:
@@ -37,6 +54,7 @@ def whole_tensors(of_ranks: OfRanks) -> Tensors:
         for name, value in values.items():
             parts[name].append((rank, value))
     wholes: dict[str, Whole] = {}
+    others: dict[str, Whole] = {}
     differing: dict[str, tuple[int, ...]] = {}
     incomplete: dict[str, str] = {}
     for name, items in parts.items():
@@ -47,7 +65,8 @@ def whole_tensors(of_ranks: OfRanks) -> Tensors:
             continue
         if indices:
             differing[name] = tuple(items[index][0] for index in indices)
-    return Tensors(wholes, differing, incomplete)
+            others[name], _ = whole([value for _, value in reversed(items)])
+    return Tensors(values=wholes, differing=differing, others=others, incomplete=incomplete)
 
 
 @dataclass(frozen=True, kw_only=True)

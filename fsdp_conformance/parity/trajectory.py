@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp_conformance.parity.noise import TENSORS, Noise, Select, relative
+from fsdp_conformance.parity.noise import TENSORS, Noise, Select
 from fsdp_conformance.parity.runs import Run, TrainingStep
+from fsdp_conformance.recordings.fingerprint import relative
 
 #: The kinds that are followed.
 KINDS = ("gradient", "parameter", "optimizer state", "buffer")

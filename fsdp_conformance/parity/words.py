@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_conformance.parity.noise import relative
+from fsdp_conformance.listing import some
 from fsdp_conformance.recordings.events import Backward
-from fsdp_conformance.recordings.fingerprint import Whole
+from fsdp_conformance.recordings.fingerprint import Whole, relative
 
 #: Factors between losses that differ by less, relative to the largest, are one factor: losses have rounding errors.
 _SAME_FACTOR = 1e-3
+#: Parameters that are named of many.
+_NAMED = 3
 
 
 def instead(value: float, wanted: float) -> str:
@@ -94,6 +96,30 @@ def _are_shares(factors: Sequence[float], *, ranks: int) -> bool:
     sums = {1, ranks, len(factors), len(factors) // ranks}
     totals = sum(factors), sum(1 / factor for factor in factors if factor)
     return any(_are_equal(total, expected) for total in totals for expected in sums)
+
+
+def why_random(generators: str) -> str:
+    """The likely cause of another state of random number generators, which are in words."""
+    return (
+        f"random numbers: the generators of {generators} are in another state: something draws more or fewer numbers "
+        "than in the reference (dropout, augmentation, a checkpoint that does not preserve the random state), or sets "
+        "a seed"
+    )
+
+
+def why_replicas(ranks: Sequence[int]) -> str:
+    """The likely cause of a gradient that has other values on these ranks than on others that hold the same part."""
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"{who} and others hold the same part of it, and not the same values: it is not reduced over all ranks"
+
+
+def why_written(names: Sequence[str]) -> str:
+    """The likely cause of a forward that differs after a script has written to these parameters between two steps."""
+    return (
+        f"the script writes to {some(list(map(repr, names)), _NAMED)} between the steps: what it computes from a shard "
+        "(a norm, a mean, a maximum) must be combined over the ranks, and units that were gathered when it wrote must "
+        "be gathered again (FSDP2: `reshard()`)"
+    )
 
 
 def number_of_tensors(count: int, total: int) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class Changes:
         self.stop()
         self.line = ""
         if sys.getprofile() is None:
-            self._watched = [(each, each.grad, _writes_to(each.grad)) for each in parameters]
+            self._watched = [(each, each.grad, writes_to(each.grad)) for each in parameters]
             self._is_watching = True
             sys.setprofile(self._look)
 
@@ -59,14 +59,15 @@ class Changes:
         has_changed = False
         for index, (parameter, gradient, version) in enumerate(self._watched):
             now = parameter.grad
-            if now is not gradient or _writes_to(now) != version:
-                self._watched[index] = parameter, now, _writes_to(now)
+            if now is not gradient or writes_to(now) != version:
+                self._watched[index] = parameter, now, writes_to(now)
                 has_changed = True
         return has_changed
 
 
-def _writes_to(gradient: Tensor | None) -> int:
+def writes_to(tensor: Tensor | None) -> int:
+    """How often a tensor was changed in place: its version number; 0 if there is no tensor, or it has no number."""
     # A DTensor's own number does not follow that of its shard.
-    held = getattr(gradient, "_local_tensor", gradient)
+    held = getattr(tensor, "_local_tensor", tensor)
     # Tensors of inference mode have no version.
     return 0 if held is None or held.is_inference() else held._version

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fsdp_conformance.recorder.changes import Changes
+from fsdp_conformance.recorder.changes import Changes, writes_to
 from fsdp_conformance.recorder.elements import elements_of
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
 from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
@@ -144,6 +144,11 @@ class Observer:
         self.guard = Guard(self._fail, lets_pass=sharding != "kept")
         """Runs everything that records inside calls of the script."""
         self._changes = Changes(self.guard)
+        # The line that has changed the gradients before they were clipped.
+        self._changed = ""
+        # The version numbers of parameters at the end of a step, and those that were written to since.
+        self._versions: dict[str, int] = {}
+        self._written: tuple[str, ...] = ()
         self.traffic = TrafficCount(self.guard)
         self.before_forward: Callable[[], object] = lambda: None
         """Called before each outermost forward, before anything is recorded of it."""
@@ -245,7 +250,11 @@ class Observer:
             self._kept = sum(parameter.grad is not None for parameter in self._parameters())
 
     def _before_training(self, module: nn.Module) -> None:
-        """Before the first forward that trains a module: its initial values."""
+        """Before a forward that trains a module: what was written since the last step, and its initial values."""
+        versions, self._versions = self._versions, {}
+        if versions:
+            now = self._versions_of_parameters()
+            self._written = tuple(name for name, version in versions.items() if now.get(name, version) != version)
         if module in self._seen:
             return
         self._seen.add(module)
@@ -361,9 +370,11 @@ class Observer:
         parts = self._gradients()
         if self._unclipped is None:
             self._keep_elements("gradient", parts)
+            self._changed = self._changes.line
         gradients = Named(parts)
         norm = call()
         self._clipped(step, line, gradients, norm, limit, kind)
+        self._changes.watch(self._parameters())
         return norm
 
     def clip_by_engine(self, step: Callable[[], Any], gradients: Parts, limit: float, norm: Callable[[], Any]) -> Any:
@@ -429,9 +440,10 @@ class Observer:
         parameters, state, buffers = map(Named, held.values())
         for kind, parts in held.items():
             self._keep_elements(kind, parts)
-        line = script_line()
+        line, is_clipped = script_line(), self._unclipped is not None
         self._flush()
         numbers = {name: _finite(value) for name, value in after.counters.items()}
+        changed, rewritten = (self._changed, self._changes.line) if is_clipped else (self._changes.line, "")
         reduced = self._changed_since_backward(gradients)
         self._writer.write(
             Step(
@@ -441,7 +453,9 @@ class Observer:
                 groups=after.groups,
                 gradients=gradients.values(),
                 reduced=reduced,
-                changed=self._changes.line,
+                changed=changed,
+                rewritten=rewritten,
+                written=self._written,
                 defined=after.defined,
                 parameters=parameters.values(),
                 state=state.values(),
@@ -458,6 +472,7 @@ class Observer:
         self._step += 1
         self._pass = -1
         self._has_layouts = False
+        self._versions, self._written, self._changed = self._versions_of_parameters(), (), ""
 
     def _keep_elements(self, kind: str, parts: Parts, *, step: int | None = None, number: int = 0) -> None:
         """Write the elements of the tensors that this run is for, if it is time for them."""
@@ -606,6 +621,9 @@ class Observer:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield f"{name}.{key}".removeprefix("."), parameter
+
+    def _versions_of_parameters(self) -> dict[str, int]:
+        return {name: writes_to(parameter) for name, parameter in self.named_parameters()}
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for _, parameter in self.named_parameters()]

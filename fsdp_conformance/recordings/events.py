@@ -185,6 +185,10 @@ class Step:
     """Where the optimizer's class is defined, if it is neither torch's nor an engine's."""
     changed: str = ""
     """The last line that has written to them in between, if it was seen."""
+    rewritten: str = ""
+    """The last line that has written to the gradients after they were clipped, if it was seen."""
+    written: tuple[str, ...] = ()
+    """Parameters that were written to between the step before and this step's first forward that trains."""
     hooks: tuple[str, ...] = ()
     """Where hooks of the script are defined that see the gradients of parameters, or of modules."""
     collectives: tuple[Collectives, ...] = ()

@@ -109,6 +109,18 @@ class Incomplete(ValueError):
     """The parts of a tensor do not make up the whole."""
 
 
+def relative(value: Whole, expected: Whole) -> float:
+    """The distance of two tensors, relative to the norm of the expected one. Infinite if only one has that shape."""
+    if value.shape != expected.shape or value.nonfinite != expected.nonfinite:
+        return float("inf")
+    if value.equals(expected):
+        return 0.0
+    distance = value.distance(expected)
+    if not distance:
+        return 0.0
+    return distance / expected.norm if expected.norm else float("inf")
+
+
 def whole(parts: Sequence[Fingerprint]) -> tuple[Whole, list[int]]:
     """
     A tensor from the ranks' parts of it, and the indices of parts that differ from an earlier replica of them.

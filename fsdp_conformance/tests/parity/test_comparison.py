@@ -85,6 +85,13 @@ def hooked(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Opti
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
 
 
+def halved_on_rank_1(model: nn.Module, step: int) -> None:
+    if os.environ["RANK"] == "1":
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-1e-4, 1e-4)
+
+
 def faster_on_rank_1(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr * (1 + int(os.environ["RANK"])), weight_decay=weight_decay)
 
@@ -221,7 +228,14 @@ MISTAKES = {
     "zero": (Script(gradients=scaled(0.0, from_step=1)), Whose.ENGINE, 1, "'first.", "the gradients are zero"),
     "infinite": (Script(gradients=scaled(1e39)), Whose.ENGINE, 0, "infinite or NaN", "an overflow"),
     "stale": (Script(gradients=Stale()), Whose.ENGINE, 1, "'first.", "stale"),
-    "scaled after clipping": (Script(clipped=scaled(0.9)), Whose.ENGINE, 0, "'first.", "scaled by 0.9"),
+    "scaled by hand after clipping": (
+        Script(clipped=scaled(0.9)), Whose.SCRIPT, 0, "'first.",
+        "the script changes them afterwards: what it does to the shard of a rank is not what it does to a whole tensor",
+    ),
+    "reduced on one rank": (
+        Script(gradients=halved_on_rank_1), Whose.ENGINE, 0, "'first.",
+        "rank 1 and others hold the same part of it, and not the same values: it is not reduced over all ranks",
+    ),
     "optimizer of the script's own": (
         Script(optimizer=damped), Whose.SCRIPT, 0, "'first.", "the optimizer's class Damped, defined at ",
     ),
@@ -249,6 +263,22 @@ def test_a_mistake_is_found_where_it_begins(name: str, tmp_path: Path) -> None:
     assert likely in finding.likely, finding
     where = "test_comparison.py:" if "hand" in name else "trainings.py:"
     assert finding.line.removeprefix("fsdp_conformance/tests/parity/").startswith(where), finding
+
+
+def test_what_the_script_writes_between_the_steps_is_not_the_engines(tmp_path: Path) -> None:
+    """A constraint on the weights takes the norm of a shard: the parameters agree after the step, and not later."""
+
+    def constrained(size: float) -> Script:
+        def shrink(model: nn.Module, step: int) -> None:
+            with torch.no_grad():
+                next(iter(model.parameters())).mul_(size)
+
+        return Script(updated=shrink)
+
+    finding = compared(constrained(0.9), tmp_path, constrained(0.8)).findings[0]
+
+    assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.SCRIPT, 1)
+    assert finding.likely.startswith("the script writes to 'first.weight' between the steps: ")
 
 
 @pytest.mark.slow
