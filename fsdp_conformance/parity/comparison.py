@@ -318,11 +318,11 @@ class _Comparing:
     def _whose_forward(self, step: TrainingStep, mine: Forward, theirs: Forward) -> Whose:
         if self._is_whole_batch or written_by_script(step, self.reference.steps[step.number]):
             return Whose.SCRIPT
-        is_another = not step.number or mine.line.partition(":")[0] != theirs.line.partition(":")[0]
-        if is_another and self.reference.sharding == "kept" and not self._random:
-            # Another script may have another model, or compute in another dtype.
-            return Whose.EITHER
-        return self._whose()
+        same_file = mine.line.partition(":")[0] == theirs.line.partition(":")[0]
+        # Another script may have another model, and an evaluation may have swapped weights and left units gathered.
+        is_another_script = self.reference.sharding == "kept" and not (step.number and same_file)
+        has_evaluated = step.number and not all(forward.with_gradients for forward in step.forwards[0])
+        return Whose.EITHER if (is_another_script or has_evaluated) and not self._random else self._whose()
 
     def _why_forward(self, step: TrainingStep, mine: Forward, theirs: Forward, value: Whole, wanted: Whole) -> str:
         if self._random:

@@ -8,6 +8,7 @@ they should have. A cause is named only if it explains the gradients to within t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from fsdp_conformance.recordings.fingerprint import Whole, inner_product, norm_o
 
 #: Tensors that are looked at; the largest ones.
 _MOST = 24
+#: Pairs of tensors that are named.
+_NAMED = 2
+#: How the cause begins that is only a guess from the size of differences.
+ROUNDED = "rounded to"
 #: Contributions that are told apart.
 _MOST_CONTRIBUTIONS = 64
 
@@ -47,7 +52,7 @@ class Gradients:
 def likely(gradients: Gradients) -> str:
     """The likely cause, or an empty string."""
     names = sorted(gradients.values, key=lambda name: -gradients.expected[name].norm)[:_MOST]
-    for explain in (_nothing, _factor, _of_previous_step, _of_contributions, _of_rounding):
+    for explain in (_nothing, _factor, _of_previous_step, _of_contributions, _exchanged, _of_rounding):
         cause = explain(gradients, names)
         if cause:
             return cause
@@ -208,6 +213,26 @@ def _read_ranks(counts: Mapping[int, float], ranks: int) -> str:
     return f"the ranks are weighted {shown} instead of equally, as where each has another number of samples or tokens"
 
 
+def _exchanged(gradients: Gradients, names: Sequence[str]) -> str:
+    """Two tensors of one shape add up to what they should: they have each other's elements, all or some of them."""
+    pairs = [
+        (one, other)
+        for one, other in itertools.combinations(sorted(names), 2)
+        if gradients.expected[one].shape == gradients.expected[other].shape and _is_sum_of(gradients, one, other)
+    ]
+    if not pairs or {name for pair in pairs for name in pair} != set(names):
+        return ""
+    return "; ".join(f"'{one}' and '{other}' have elements of each other" for one, other in pairs[:_NAMED])
+
+
+def _is_sum_of(gradients: Gradients, one: str, other: str) -> bool:
+    left = [a + b for a, b in zip(gradients.values[one].numbers, gradients.values[other].numbers, strict=True)]
+    right = [a + b for a, b in zip(gradients.expected[one].numbers, gradients.expected[other].numbers, strict=True)]
+    # Of what both differ by: a sum of small differences would be small as well.
+    differences = min(gradients.values[name].distance(gradients.expected[name]) for name in (one, other))
+    return differences > 0 and norm_of([a - b for a, b in zip(left, right, strict=True)]) <= EXPLAINED * differences
+
+
 def _of_rounding(gradients: Gradients, names: Sequence[str]) -> str:
     distances = [
         gradients.values[name].distance(gradients.expected[name]) / gradients.expected[name].norm
@@ -218,7 +243,7 @@ def _of_rounding(gradients: Gradients, names: Sequence[str]) -> str:
         eps = EPS[dtype]
         # Rounding to nearest changes a tensor by about 0.3 of the eps; sums of rounded values by a few of them.
         if distances and eps > gradients.eps and all(0.05 * eps <= distance <= 2 * eps for distance in distances):
-            return f"rounded to {dtype}: the differences have the size of its rounding errors on every tensor"
+            return f"{ROUNDED} {dtype}: the differences have the size of its rounding errors on every tensor"
     return ""
 
 

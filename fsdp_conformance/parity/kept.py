@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.gradients import ROUNDED
 from fsdp_conformance.parity.noise import TENSORS
 from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.parity.words import instead
@@ -57,7 +58,11 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
     evidence = (*finding.evidence, seen)
     if not likely:
         return replace(finding, evidence=evidence)
-    if finding.likely and finding.whose is not Whose.EITHER:
+    is_guess = finding.whose is Whose.EITHER or finding.likely.startswith(ROUNDED)
+    if element["name"] not in finding.tensors[:1]:
+        # What the elements of a small tensor show need not be what is wrong with all of them.
+        return replace(finding, evidence=(*evidence, f"its elements show: {likely}"))
+    if finding.likely and not is_guess:
         return replace(finding, evidence=(*evidence, f"the elements show: {likely}"))
     if finding.likely:
         # What the elements show is known of these gradients; the finding only says what may have changed them.

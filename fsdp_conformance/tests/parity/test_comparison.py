@@ -281,6 +281,24 @@ def test_what_the_script_writes_between_the_steps_is_not_the_engines(tmp_path: P
     assert finding.likely.startswith("the script writes to 'first.weight' between the steps: ")
 
 
+def test_an_evaluation_in_between_may_be_why_a_forward_differs(tmp_path: Path) -> None:
+    """It may have swapped weights, so a forward that differs although the parameters agree need not be the engine's."""
+
+    def evaluated(weight: float) -> Script:
+        def run(model: nn.Module, step: int) -> None:
+            if step == 1:
+                with torch.no_grad():
+                    model(torch.ones(1, 17))
+                # A write that no version number shows.
+                next(iter(model.parameters())).data.mul_(weight)
+
+        return Script(before_forward=run)
+
+    finding = compared(evaluated(0.5), tmp_path, evaluated(1.0)).findings[0]
+
+    assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.EITHER, 1)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_the_same_is_equal_bit_for_bit(tmp_path: Path) -> None:
     comparison = compared(Script(), tmp_path)

@@ -106,6 +106,19 @@ def test_a_factor_of_a_gradient_scaler() -> None:
     )
 
 
+def test_tensors_that_have_rows_of_each_other() -> None:
+    """As where one rank's shards are taken from each other's place. With another change it is not that."""
+    first, second = NAMES[:2]
+    exchanged = combined({})
+    rows = exchanged[first][30:].clone()
+    exchanged[first][30:] = exchanged[second][30:]
+    exchanged[second][30:] = rows
+
+    assert cause(exchanged) == f"'{first}' and '{second}' have elements of each other"
+    exchanged[second][0] *= 2
+    assert "each other" not in cause(exchanged)
+
+
 def test_rounding_has_the_size_of_its_dtype() -> None:
     rounded = {name: gradient.to(torch.bfloat16).to(torch.float64) for name, gradient in combined({}).items()}
 
