@@ -14,6 +14,7 @@ from fsdp_conformance.parity.alone import WRONG_BACKWARD
 from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
+from fsdp_conformance.parity.words import why_written
 from fsdp_conformance.recordings.events import Backward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
 
@@ -51,15 +52,23 @@ def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
     return scaled
 
 
-def written_by_script(step: TrainingStep, expected: TrainingStep) -> Sequence[str]:
+def why_stale(run: Run, reference: Run, number: int) -> str:
     """
-    The parameters that the script has written to since the step before.
+    Why the script may be the reason of a forward that differs although the parameters agreed after the step before.
 
-    Those of the reference, which has no engine that might do so, if the run has written to one of them as well.
+    In words; empty if it has done nothing in between that is known.
     """
-    names = [name for each in expected.steps for name in each.written]
-    mine = {name for each in step.steps for name in each.written}
-    return list(dict.fromkeys(names)) if mine.intersection(names) else ()
+    step, expected = run.steps[number], reference.steps[number]
+    # The reference has no engine that might write to them.
+    names = list(dict.fromkeys(name for each in expected.steps for name in each.written))
+    if any(name in names for each in step.steps for name in each.written):
+        return why_written(names)
+    if number and run.steps[number - 1].steps[0].in_autocast > reference.steps[number - 1].steps[0].in_autocast:
+        return (
+            "autocast was on while the optimizer stepped: it keeps copies of weights in low precision until it ends, "
+            "so the forward may compute with those of an earlier step. Enter it around each forward"
+        )
+    return ""
 
 
 def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | None:

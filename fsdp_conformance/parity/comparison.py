@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
-from fsdp_conformance.parity.changed import OF_A_SHARD, lost_by_script, whose_backward, why_changed, written_by_script
+from fsdp_conformance.parity.changed import OF_A_SHARD, lost_by_script, whose_backward, why_changed, why_stale
 from fsdp_conformance.parity.collectives import other_collectives
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.forwards import first_error, unequal_forwards
@@ -38,7 +38,6 @@ from fsdp_conformance.parity.words import (
     why_random,
     why_replicas,
     why_scaled,
-    why_written,
 )
 from fsdp_conformance.recordings.events import Backward, Forward
 from fsdp_conformance.recordings.files import Recording
@@ -316,7 +315,7 @@ class _Comparing:
             )
 
     def _whose_forward(self, step: TrainingStep, mine: Forward, theirs: Forward) -> Whose:
-        if self._is_whole_batch or written_by_script(step, self.reference.steps[step.number]):
+        if self._is_whole_batch or why_stale(self.run, self.reference, step.number):
             return Whose.SCRIPT
         same_file = mine.line.partition(":")[0] == theirs.line.partition(":")[0]
         # Another script may have another model, and an evaluation may have swapped weights and left units gathered.
@@ -338,8 +337,8 @@ class _Comparing:
             )
         if not value.square:
             return "the output is zero: parameters were released, or not gathered, before they were used"
-        if written := written_by_script(step, self.reference.steps[step.number]):
-            return why_written(written)
+        if stale := why_stale(self.run, self.reference, step.number):
+            return stale
         if step.number and not self.comparison.findings:
             return (
                 "the parameters after the last step agree: either they were changed since, or the engine computes "

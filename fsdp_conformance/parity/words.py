@@ -110,7 +110,7 @@ def why_random(generators: str) -> str:
 def why_replicas(ranks: Sequence[int]) -> str:
     """The likely cause of a gradient that has other values on these ranks than on others that hold the same part."""
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    return f"{who} and others hold the same part of it, and not the same values: it is not reduced over all ranks"
+    return f"{who} and others hold the same part of it with different values: it was not reduced over all ranks"
 
 
 def why_written(names: Sequence[str]) -> str:

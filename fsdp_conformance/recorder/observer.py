@@ -454,6 +454,7 @@ class Observer:
                 gradients=gradients.values(),
                 reduced=reduced,
                 changed=changed,
+                in_autocast=any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),
                 rewritten=rewritten,
                 written=self._written,
                 defined=after.defined,

@@ -185,6 +185,8 @@ class Step:
     """Where the optimizer's class is defined, if it is neither torch's nor an engine's."""
     changed: str = ""
     """The last line that has written to them in between, if it was seen."""
+    in_autocast: bool = False
+    """The optimizer stepped under autocast, whose copies of weights in low precision last until it ends."""
     rewritten: str = ""
     """The last line that has written to the gradients after they were clipped, if it was seen."""
     written: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ from fsdp_conformance.parity.text import lines_of, verdict_of
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.files import Recording
-from fsdp_conformance.tests.parity.trainings import SAMPLES, Net, Script, as_rank, compared, record, train
+from fsdp_conformance.tests.parity.trainings import SAMPLES, STEPS, Net, Script, as_rank, compared, record, train
 
 
 def scaled(factor: float, *, name: str = "", from_step: int = 0) -> Callable[[nn.Module, int], None]:
@@ -234,7 +235,7 @@ MISTAKES = {
     ),
     "reduced on one rank": (
         Script(gradients=halved_on_rank_1), Whose.ENGINE, 0, "'first.",
-        "rank 1 and others hold the same part of it, and not the same values: it is not reduced over all ranks",
+        "rank 1 and others hold the same part of it with different values: it was not reduced over all ranks",
     ),
     "optimizer of the script's own": (
         Script(optimizer=damped), Whose.SCRIPT, 0, "'first.", "the optimizer's class Damped, defined at ",
@@ -279,6 +280,32 @@ def test_what_the_script_writes_between_the_steps_is_not_the_engines(tmp_path: P
 
     assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.SCRIPT, 1)
     assert finding.likely.startswith("the script writes to 'first.weight' between the steps: ")
+
+
+def test_autocast_that_outlives_a_step_has_stale_weights(tmp_path: Path) -> None:
+    """Its copies of weights in low precision last until it ends, which the reference lets it do after each forward."""
+
+    def under_autocast(*, ends: bool) -> Script:
+        contexts = contextlib.ExitStack()
+
+        def enter(model: nn.Module, step: int) -> None:
+            if ends or not step:
+                contexts.enter_context(torch.autocast("cpu"))
+
+        def leave(model: nn.Module, number: int) -> None:
+            if ends and number:
+                contexts.close()
+
+        def end(model: nn.Module, step: int) -> None:
+            if step == STEPS - 1:
+                contexts.close()
+
+        return Script(before_forward=enter, before_backward=leave, updated=end, lr=1.0)
+
+    finding = compared(under_autocast(ends=False), tmp_path, under_autocast(ends=True)).findings[0]
+
+    assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.SCRIPT, 1)
+    assert finding.likely.startswith("autocast was on while the optimizer stepped: ")
 
 
 def test_an_evaluation_in_between_may_be_why_a_forward_differs(tmp_path: Path) -> None:
