@@ -64,7 +64,7 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
         return replace(finding, evidence=(*evidence, f"its elements show: {likely}"))
     if finding.likely and not is_guess:
         return replace(finding, evidence=(*evidence, f"the elements show: {likely}"))
-    if finding.likely:
+    if finding.likely and finding.whose is Whose.EITHER:
         # What the elements show is known of these gradients; the finding only says what may have changed them.
         evidence = (*evidence, f"it may be {finding.likely}")
     return replace(finding, likely=likely, evidence=evidence)
