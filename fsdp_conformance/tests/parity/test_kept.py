@@ -1,4 +1,4 @@
-"""What the elements of a second run add to a finding."""
+"""A finding with what the elements of a second run show."""
 
 from __future__ import annotations
 
