@@ -34,6 +34,7 @@ from fsdp_conformance.parity.words import (
     scaled,
     short,
     size_of_difference,
+    why_context,
     why_loss,
     why_random,
     why_replicas,
@@ -302,14 +303,14 @@ class _Comparing:
         for name, value, wanted, bound in self._beyond(f"{kind} {rank} {mine.number}", of, step.number, values, others):
             output = f"output of {name!r}" if name else "output of the model"
             where = f"rank {rank} · micro-batch {mine.number} · {output}"
-            divided = divided_tie(self.run.tied, mine) if step.number else ""
-            whose = self._whose_forward(step, mine, theirs)
+            by_script = (divided_tie(self.run.tied, mine) if step.number else "") or why_context(mine, theirs)
+            whose = Whose.SCRIPT if by_script else self._whose_forward(step, mine, theirs)
             yield Finding(
                 title="The forward computes something else",
-                whose=Whose.SCRIPT if divided or mine.dtype != theirs.dtype else whose,
+                whose=whose,
                 step=step.number,
                 first=f"{where} · {size_of_difference(value, wanted, bound)}",
-                likely=divided or self._why_forward(step, mine, theirs, value, wanted),
+                likely=by_script or self._why_forward(step, value, wanted),
                 line=mine.line,
                 evidence=self._still_equal(),
             )
@@ -323,11 +324,9 @@ class _Comparing:
         has_evaluated = step.number and not all(forward.with_gradients for forward in step.forwards[0])
         return Whose.EITHER if (is_another_script or has_evaluated) and not self._random else self._whose()
 
-    def _why_forward(self, step: TrainingStep, mine: Forward, theirs: Forward, value: Whole, wanted: Whole) -> str:
+    def _why_forward(self, step: TrainingStep, value: Whole, wanted: Whole) -> str:
         if self._random:
             return why_random(self._random)
-        if mine.dtype != theirs.dtype:
-            return f"it runs {_autocast(mine)}, and the reference {_autocast(theirs)}"
         if value.dtype != wanted.dtype:
             return f"it computes in {value.dtype} instead of {wanted.dtype}"
         if self._is_whole_batch:
@@ -734,10 +733,6 @@ class _Comparing:
 
 def _units_of(forward: Forward) -> Mapping[str, Fingerprint]:
     return forward.units
-
-
-def _autocast(forward: Forward) -> str:
-    return f"under autocast to {forward.dtype}" if forward.dtype else "without autocast"
 
 
 def _outputs_of(forward: Forward) -> Mapping[str, Fingerprint]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fsdp_conformance.listing import some
-from fsdp_conformance.recordings.events import Backward
+from fsdp_conformance.recordings.events import Backward, Forward
 from fsdp_conformance.recordings.fingerprint import Whole, relative
 
 #: Factors between losses that differ by less, relative to the largest, are one factor: losses have rounding errors.
@@ -45,6 +45,23 @@ def named_with_ties(name: str, tied: Mapping[str, Sequence[str]]) -> str:
     """A parameter's name, with those of modules that share it."""
     others = tied.get(name, ())
     return f"'{name}' (tied to {', '.join(map(repr, others))})" if others else f"'{name}'"
+
+
+def why_context(forward: Forward, expected: Forward) -> str:
+    """The difference between the mode or the autocast that two forwards run in; empty if there is none."""
+    if forward.dtype != expected.dtype:
+        return f"it runs {_autocast(forward)}, and the reference {_autocast(expected)}"
+    if forward.training != expected.training:
+        modes = ("evaluation", "training") if expected.training else ("training", "evaluation")
+        return (
+            f"it runs in {modes[0]} mode, and the reference in {modes[1]} mode: `model.train()` or `model.eval()` is "
+            "called elsewhere, or not at all"
+        )
+    return ""
+
+
+def _autocast(forward: Forward) -> str:
+    return f"under autocast to {forward.dtype}" if forward.dtype else "without autocast"
 
 
 def why_loss(backwards: Sequence[Sequence[Backward]], expected: Sequence[Sequence[Backward]]) -> str:

@@ -187,6 +187,10 @@ MISTAKES = {
         Script(batch=lambda step, rank: step % 2), Whose.DATA, 2, "rank 0",
         "goes on with others: the loader, its iterator or its sampler begins again where it should go on",
     ),
+    "evaluation mode": (
+        Script(dropout=0.5, before_forward=to_evaluation), Whose.SCRIPT, 1, "rank 0 · micro-batch 0",
+        "it runs in evaluation mode, and the reference in training mode: `model.train()`",
+    ),
     "cleared in every pass by hand": (
         Script(before_backward=lambda model, number: model.zero_grad()), Whose.SCRIPT, 0, "'first.",
         "gradients are cleared between two backwards of the step",
@@ -255,7 +259,7 @@ MISTAKES = {
 def test_a_mistake_is_found_where_it_begins(name: str, tmp_path: Path) -> None:
     script, whose, step, first, likely = MISTAKES[name]
 
-    comparison = compared(script, tmp_path, Script(ranks=script.ranks))
+    comparison = compared(script, tmp_path, Script(ranks=script.ranks, dropout=script.dropout))
 
     assert comparison.differs
     finding = comparison.findings[0]
