@@ -58,13 +58,12 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
     evidence = (*finding.evidence, seen)
     if not likely:
         return replace(finding, evidence=evidence)
-    is_guess = finding.whose is Whose.EITHER or finding.likely.startswith(ROUNDED)
     if element["name"] not in finding.tensors[:1]:
         # What the elements of a small tensor show need not be what is wrong with all of them.
         return replace(finding, evidence=(*evidence, f"its elements show: {likely}"))
-    if finding.likely and not is_guess:
-        return replace(finding, evidence=(*evidence, f"the elements show: {likely}"))
     if finding.likely and finding.whose is Whose.EITHER:
         # What the elements show is known of these gradients; the finding only says what may have changed them.
         evidence = (*evidence, f"it may be {finding.likely}")
+    elif finding.likely and not finding.likely.startswith(ROUNDED):
+        return replace(finding, evidence=(*evidence, f"the elements show: {likely}"))
     return replace(finding, likely=likely, evidence=evidence)

@@ -76,6 +76,9 @@ def why_loss(backwards: Sequence[Sequence[Backward]], expected: Sequence[Sequenc
         return ""
     values = [factor for _, _, factor in factors]
     others = [value for value in values if not _are_equal(value, 1)]
+    if not others:
+        # They differ by too little to tell a factor.
+        return ""
     one = others[0] if all(_are_equal(value, others[0]) for value in others) else None
     if one is not None and len(others) == len(values):
         return (

@@ -16,8 +16,10 @@ from torch import nn
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.text import lines_of, verdict_of
+from fsdp_conformance.parity.words import why_loss
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
+from fsdp_conformance.recordings.events import Backward
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.tests.parity.trainings import SAMPLES, STEPS, Net, Script, as_rank, compared, record, train
 
@@ -86,11 +88,9 @@ def hooked(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Opti
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
 
 
-def halved_on_rank_1(model: nn.Module, step: int) -> None:
+def clamped_on_rank_1(model: nn.Module, step: int) -> None:
     if os.environ["RANK"] == "1":
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.clamp_(-1e-4, 1e-4)
+        clamped(model, step)
 
 
 def faster_on_rank_1(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
@@ -238,7 +238,7 @@ MISTAKES = {
         "the script changes them afterwards: what it does to the shard of a rank is not what it does to a whole tensor",
     ),
     "reduced on one rank": (
-        Script(gradients=halved_on_rank_1), Whose.ENGINE, 0, "'first.",
+        Script(gradients=clamped_on_rank_1), Whose.ENGINE, 0, "'first.",
         "rank 1 and others hold the same part of it with different values: it was not reduced over all ranks",
     ),
     "optimizer of the script's own": (
@@ -592,3 +592,11 @@ def test_a_scheduler_of_another_length_is_named(tmp_path: Path) -> None:
         "both begin with 0.1: the scheduler is stepped a different number of times, or is made for a different number "
         "of steps"
     )
+
+
+def test_losses_that_differ_too_little_for_a_factor_have_no_cause() -> None:
+    def losses(factor: float) -> list[list[Backward]]:
+        return [[Backward(step=0, number=0, line="", loss=factor, is_reduced=True, means=(), contributions={})]]
+
+    assert why_loss(losses(1.0002), losses(1.0)) == ""
+    assert "scaled by 2" in why_loss(losses(2.0), losses(1.0))

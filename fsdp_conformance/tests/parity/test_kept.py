@@ -23,7 +23,7 @@ OPEN = "the reduction, or a hook"
     ],
 )
 def test_the_cause_that_elements_show(whose: Whose, likely: str, name: str, expected: str, evidence: str) -> None:
-    """It takes the place of a guess, not of a cause, and that of a tensor which is not the first speaks for itself."""
+    """It replaces a guess, but not a known cause. If the elements are of a later tensor, it is only evidence."""
     finding = Finding(title="The gradients differ", whose=whose, step=0, likely=likely, tensors=("first", "second"))
     element = {"index": [3, 0], "rank": 1, "wrong": 4, "elements": 8, "name": name}
 
