@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -248,10 +249,24 @@ def serve(words: Sequence[str]) -> int:
 
         keep_priority()
         import_and_fork()
+    threading.Thread(target=_end_with_parent, args=(requests.fileno(),), name="parent.watch", daemon=True).start()
     for line in requests:
         request = json.loads(line)
         _follow(request["job"], request["arguments"], writer, fork=request["fork"])
     return 0
+
+
+def _end_with_parent(requests: int) -> None:
+    """
+    In the child: end it with everything it has started once its parent is gone, in the middle of a job as well.
+
+    A parent that can still act ends its children itself (`Child.end`). One that was killed cannot, and a job may take
+    hours. The parent alone has the other end of the pipe of requests, so its death closes it.
+    """
+    poll = select.poll()
+    poll.register(requests, 0)  # nothing but the end
+    poll.poll()
+    end_family(os.getpid())
 
 
 def run_job(job: str, answer: Answer, arguments: Mapping[str, Any]) -> None:
@@ -318,12 +333,13 @@ def end_family(leader: int) -> None:
     """
     Kill the process, its descendants, and every process in the session that it leads, and wait until they have ended.
 
-    The leader must not have been reaped, so that its number still belongs to it. Ranks have their own sessions, and can
+    The leader must not have been reaped, so that its number still belongs to it. If it is this process, it is killed
+    last, and its parent reaps it. Ranks have their own sessions, and can
     be recognised as descendants only while their parents live: so all processes are stopped before any is killed, and
     none can start another meanwhile.
     """
     stopped: set[int] = set()
-    while fresh := family(leader) - stopped:
+    while fresh := family(leader) - stopped - {os.getpid()}:
         for pid in fresh:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -332,7 +348,7 @@ def end_family(leader: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(leader, signal.SIGKILL)  # of a process that was started too late to be stopped; of this one as well
     # The kernel takes a while to give back the memory of a process that has imported torch.
     deadline = time.monotonic() + _DEATH_S
     while any(map(_is_alive, stopped)) and time.monotonic() < deadline:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fsdp_conformance import errors
@@ -145,6 +147,39 @@ def test_a_signal_and_the_deadline_end_a_child_with_what_it_started(job: Write) 
 
     assert died["how"] == "was ended by SIGKILL; its limit is 0 s"
     assert family(first) | family(second) == set()
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_a_child_ends_with_a_parent_that_was_killed(job: Write, fork: bool) -> None:
+    """In the middle of a job, with a process in its own session that the job started."""
+    job("""
+        import os, time
+        if not (pid := os.fork()):
+            os.setsid()
+            time.sleep(300)
+        answer("forked", pids=[os.getppid(), os.getpid(), pid])
+        time.sleep(300)
+        """)
+    command = """
+        import os, sys
+        from fsdp_conformance.cli.child import StartedChild
+        child = StartedChild(stderr=2, tail=bytes)
+        child.send("tried", fork=sys.argv[1] == "True")
+        print(*next(child.read())["pids"], flush=True)
+        sys.stdin.read()
+        """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(command), str(fork)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with parent:
+        assert parent.stdout is not None
+        first, *others = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
+        children = [first, *others] if fork else others
+        parent.kill()
+        _, alive = psutil.wait_procs(children, timeout=30.0)
+
+    # In a container, whatever adopts them may never reap them.
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_a_command_passes_an_error_of_its_child_on(
