@@ -106,9 +106,9 @@ def process_witness(held: int, history: TrainingHistory, plan: Plan, *, world_si
     """
     The tensors in this rank's process, whoever shows them, are not those of replicated training (R188).
 
-    `held` are the bytes of all tensors that were allocated since before wrapping and are there after the last step. An
-    engine may keep one copy of the parameters and one of the gradients for the next step. A replica of the optimizer's
-    state, or a second copy of the rest, is too much.
+    `held` are the bytes of all tensors after the last step, less those from before wrapping. An engine may keep one
+    copy of the parameters and one of the gradients for the next step. A replica of the optimizer's state, or a second
+    copy of the rest, is too much.
     """
     tally = Tally("tensors in the process", "R188", rank=history.rank)
     full = history.full_bytes

@@ -433,9 +433,10 @@ class ScenarioCase(ConformanceTestCase):
         # Of the usual batches, activations are smaller than the model.
         workload = example.workload(growth.LARGE)
 
-        def train_on() -> tuple[growth.Held, growth.Held]:
+        def train_on() -> tuple[growth.Held, growth.Held, growth.Held]:
             module, held = _module(adapter), None
-            with growth.youngest_alone(), process_group.log().phase("observe"):
+            before = growth.Held.now(module)
+            with process_group.log().phase("observe"):
                 for step in range(example.regime.steps, last + 1):
                     with self.blaming("implementation"):
                         further_step(adapter, workload, example.regime, world, step)
@@ -443,13 +444,15 @@ class ScenarioCase(ConformanceTestCase):
                     if step == last - 2:
                         held = growth.Held.now(module)
                 assert held is not None, "more than two steps are trained"
-                return held, growth.Held.settled(module, held)
+                return before, held, growth.Held.settled(module, held)
 
-        held, later = self.observe("what is held", train_on)
+        before, held, later = self.observe("what is held", train_on)
         requirements = {"bytes": "R039", "hooks": "R189", "groups": "R189", "threads": "R189"}
         self.check(growth.no_more(held, later, rank=self.rank, step=last, requirements=requirements))
         size = sum(4 * math.prod(shape) for shape in example.model.shapes().values())
-        self.check(growth.no_activations(later, model_bytes=size, rank=self.rank, step=last, requirement="R039"))
+        self.check(
+            growth.no_activations(before, later, model_bytes=size, rank=self.rank, step=last, requirement="R039")
+        )
 
     def _check_sharding(self, example: Example, trained: _Run, workload: Workload) -> None:
         """Check bytes and traffic, where the schedule determines them."""
