@@ -24,6 +24,13 @@ OF_A_SHARD = (
     "must be combined over the ranks"
 )
 
+#: The cause of gradients that come back after they were cleared.
+_UNSEEN = (
+    "gradients are cleared while the engine holds some that were not reduced: with "
+    "`set_requires_gradient_sync(False)`, FSDP2 keeps them where `zero_grad` does not see them, and adds them to the "
+    "next reduction"
+)
+
 
 def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
     """The likely cause of gradients that agree after the backward and no longer before the step; in words."""
@@ -63,6 +70,14 @@ def why_stale(run: Run, reference: Run, number: int) -> str:
     names = list(dict.fromkeys(name for each in expected.steps for name in each.written))
     if any(name in names for each in step.steps for name in each.written):
         return why_written(names)
+    loaded, others = (
+        [mark for mark in each.marks if mark.kind == "load state" and mark.step == number] for each in (run, reference)
+    )
+    if number and loaded and not others:
+        return (
+            f"the script loads a state into the model at {loaded[-1].line}, and the reference does not. To put weights "
+            "back, it needs a copy: `state_dict()` returns the parameters themselves"
+        )
     if number and run.steps[number - 1].steps[0].in_autocast > reference.steps[number - 1].steps[0].in_autocast:
         return (
             "autocast was on while the optimizer stepped: it keeps copies of weights in low precision until it ends, "
@@ -87,6 +102,21 @@ def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | N
     mine, theirs = (each.steps[number].backwards[0][-1:] for each in (run, reference))
     if mine and theirs and theirs[0].is_reduced and not mine[0].is_reduced:
         return f"the last backward of the step is not reduced: {WRONG_BACKWARD}", mine[0].line
+    return None
+
+
+def kept_from_clearing(run: Run, number: int) -> tuple[str, str] | None:
+    """
+    How gradients that the script has cleared come back in a step, in words and as a line; None if nothing shows it.
+
+    FSDP2 keeps gradients that it has not reduced where `zero_grad` does not see them.
+    """
+    waits = False
+    for event in events_by_step(run.recording.ranks[0].events)[number]:
+        if isinstance(event, Backward):
+            waits = not event.is_reduced
+        elif isinstance(event, Mark) and event.kind == "clear" and waits:
+            return _UNSEEN, event.line
     return None
 
 
@@ -115,6 +145,13 @@ def whose_backward(step: TrainingStep, expected: TrainingStep, *, same_script: b
         return Whose.SCRIPT, (
             f"the hook of {theirs[0]} is on a parameter or module of the reference, and on none here: it was "
             "registered before the model was sharded, which replaces parameters. Register it afterwards"
+        )
+    also_there = expected.steps[0].silent_hooks
+    silent = [hook for hook in step.steps[0].silent_hooks if hook in theirs and hook not in also_there]
+    if silent:
+        return Whose.SCRIPT, (
+            f"the hook of {silent[0]} never runs here, and it does in the reference: an engine that sets the gradients "
+            "of shards itself calls no hooks of tensors. FSDP2 calls those of `register_post_accumulate_grad_hook`"
         )
     if mine and not theirs:
         return Whose.SCRIPT, f"the hook of {mine[0]} changes gradients, and the reference has none"

@@ -15,7 +15,14 @@ from typing import Any
 
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
-from fsdp_conformance.parity.changed import OF_A_SHARD, lost_by_script, whose_backward, why_changed, why_stale
+from fsdp_conformance.parity.changed import (
+    OF_A_SHARD,
+    kept_from_clearing,
+    lost_by_script,
+    whose_backward,
+    why_changed,
+    why_stale,
+)
 from fsdp_conformance.parity.collectives import other_collectives
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.forwards import first_error, unequal_forwards
@@ -23,30 +30,24 @@ from fsdp_conformance.parity.models import compare_models, divided_tie, ties_of
 from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of
 from fsdp_conformance.parity.runs import Run, TrainingStep, norm_together, whole_tensors
 from fsdp_conformance.parity.samples import compare_samples
+from fsdp_conformance.parity.settings import setting_difference, why_setting
 from fsdp_conformance.parity.vacuous import not_recorded, nothing_to_compare
 from fsdp_conformance.parity.words import (
-    both_settings,
     instead,
     missing_and_extra,
     named_with_ties,
     number_of_tensors,
     of_own_optimizer,
     scaled,
-    short,
     size_of_difference,
     why_context,
     why_loss,
     why_random,
     why_replicas,
-    why_scaled,
 )
 from fsdp_conformance.recordings.events import Backward, Forward
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of, relative
-
-#: Settings that a scheduler or a script may leave out of one run, and that change nothing by themselves.
-_IGNORED_SETTINGS = frozenset({"initial_lr", "name", "decoupled_weight_decay", "maximize"})
-
 
 #: A loss may differ by this much, relative to itself, from one that is computed of equal outputs in another order.
 _LOSS = 1e-3
@@ -420,9 +421,9 @@ class _Comparing:
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
         whose, line = self._whose_gradients(step, expected), step.backward_line
-        lost = lost_by_script(self.run, self.reference, step.number)
-        if lost is not None:
-            whose, (likely, line) = Whose.SCRIPT, lost
+        by_script = lost_by_script(self.run, self.reference, step.number) or kept_from_clearing(self.run, step.number)
+        if by_script is not None:
+            whose, (likely, line) = Whose.SCRIPT, by_script
         elif whose is Whose.ENGINE and not likely and name in step.unclipped.differing:
             likely = why_replicas(step.unclipped.differing[name])
         elif whose is Whose.ENGINE and not likely:
@@ -623,43 +624,11 @@ class _Comparing:
 
     # --- settings ----------------------------------------------------------------------------------------------------
 
-    def _setting_difference(self, number: int) -> tuple[int, str, str] | None:
-        """The first setting of an optimizer that differs at a step: the rank, the parameter, and what differs."""
-        step, expected = self.run.steps[number], self.reference.steps[number]
-        for rank in range(len(step.steps)):
-            mine = step.settings_of(rank)
-            for name, wanted in expected.settings_of(rank % len(expected.steps)).items():
-                for key, value in wanted.items():
-                    if name in mine and key not in _IGNORED_SETTINGS and mine[name].get(key, value) != value:
-                        return rank, self._named(name), f"{key} is {both_settings(mine[name][key], value)}"
-        return None
-
-    def _why_setting(self, number: int, difference: str) -> str:
-        """The likely cause of another setting."""
-        words = difference.split()
-        if words[0] == "lr":
-            rates, schedule = ([short(rate) for rate in map(_rate_of, run.steps)] for run in (self.run, self.reference))
-            if len(rates) > number + 2 and rates[number + 1 :] == schedule[number : len(rates) - 1]:
-                return (
-                    "every rate comes one step late: the script sets it, or steps the scheduler, after the optimizer "
-                    "has stepped, and the reference before"
-                )
-            if words[2] in schedule and schedule.index(words[2]) != number:
-                place = schedule.index(words[2])
-                how = "more" if place > number else "less"
-                return f"it is the rate of the reference's step {place}: the scheduler is stepped {how} often"
-            starts = [_first_group(run.steps[number]).get("initial_lr") for run in (self.run, self.reference)]
-            if starts[0] is not None and starts[0] == starts[1]:
-                return (
-                    f"both begin with {short(starts[0])}: the scheduler is stepped a different number of times, or "
-                    "is made for a different number of steps"
-                )
-        return why_scaled(difference, self.run.world_size)
-
     def _settings(self, number: int) -> Iterator[Finding]:
-        difference = self._setting_difference(number)
+        difference = setting_difference(self.run, self.reference, number)
         if difference is not None:
-            rank, name, what = difference
+            rank, parameter, what = difference
+            name = self._named(parameter)
             of_one = "rank 0 has the same setting as the reference: what the script sets depends on the rank"
             yield Finding(
                 title="The optimizer has different settings",
@@ -667,7 +636,7 @@ class _Comparing:
                 whose=Whose.SCRIPT,
                 step=number,
                 first=f"rank {rank} · {name} · {what}" if rank else f"{name} · {what}",
-                likely=of_one if rank else self._why_setting(number, what),
+                likely=of_one if rank else why_setting(self.run, self.reference, number, what),
                 line=self.run.steps[number].steps[rank].line,
             )
 
@@ -746,16 +715,6 @@ def _after_backward(step: TrainingStep) -> str:
 
 def _reduced(step: TrainingStep) -> list[bool]:
     return [backward.is_reduced for backward in step.backwards[0]]
-
-
-def _first_group(step: TrainingStep) -> Mapping[str, Any]:
-    """The settings of the first parameter group."""
-    return next((group.settings for group in step.steps[0].groups), {})
-
-
-def _rate_of(step: TrainingStep) -> object:
-    """The learning rate of the first group."""
-    return _first_group(step).get("lr")
 
 
 def _clipping(step: TrainingStep) -> tuple[float | None, float, str] | None:

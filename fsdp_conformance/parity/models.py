@@ -23,6 +23,10 @@ _OWN_BUFFERS = (
     "each rank has drawn or loaded its own: DDP gives all ranks the buffers of rank 0, FSDP2 does not. Seed all ranks "
     "alike before the model is built, or broadcast them"
 )
+_CAST = (
+    "the model is cast, or made under another default dtype: the optimizer, its state and the reductions then have "
+    "that dtype as well. A mixed-precision policy casts for the computation alone"
+)
 #: Tensors that differ by more, relative to the expected one, differ by more than rounding.
 _FAR = 1e-3
 #: Norms that differ by less, relative to themselves, are of the same numbers: only the order of their sum differs.
@@ -87,13 +91,14 @@ def _initial(run: Run, reference: Run, number: int) -> Iterator[Finding]:
         shared = [key for key in others.values if key in values.values]
         pieces = next(different_models(run), None)
         differing = [key for key in shared if not values.values[key].equals(others.values[key])]
+        is_cast = value.dtype != wanted.dtype
         is_moved = all(_is_moved(values.values[key], others.values[key]) for key in differing)
         yield Finding(
             title="The initial values differ",
             whose=Whose.EITHER if is_moved else Whose.SCRIPT,
             step=step.number,
             first=f"{named_with_ties(name, tied)} · {size_of_difference(value, wanted)}",
-            likely=pieces.likely if pieces is not None else _MOVED if is_moved else _DRAWN,
+            likely=_CAST if is_cast else pieces.likely if pieces is not None else _MOVED if is_moved else _DRAWN,
             evidence=(*number_of_tensors(len(differing), len(shared)), *([pieces.first] if pieces is not None else [])),
             line=first_line(run),
         )

@@ -21,6 +21,7 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
     theirs = [list(_hashes(other, rank)) for rank in range(reference.world_size)]
     if mine == theirs:
         return None, True
+    passes = _other_passes(step, other, run, reference)
     first = next((forward for rank in range(run.world_size) for forward in step.training_forwards(rank)), None)
     line = first.line if first is not None else ""
     samples, expected = Counter(_samples(step, run)), Counter(_samples(other, reference))
@@ -31,6 +32,8 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
     likely = ""
     if run.world_size > 1 and _are_alike(step, run) and not _are_alike(other, reference):
         likely = "every rank gets the same samples: the data is not distributed over the ranks"
+    elif passes:
+        likely = passes
     elif count != total and count and total:
         likely = (
             f"the step has {count} samples instead of {total}: another batch size, or a last batch that is left out"
@@ -47,7 +50,7 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
     return (
         Finding(
             title="The inputs differ",
-            whose=Whose.DATA,
+            whose=Whose.SCRIPT if likely and likely == passes else Whose.DATA,
             step=number,
             first=_first_difference(step, other, run, reference),
             likely=likely,
@@ -55,6 +58,20 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
             line=line,
         ),
         False,
+    )
+
+
+def _other_passes(step: TrainingStep, other: TrainingStep, run: Run, reference: Run) -> str:
+    """In words, that every rank has another number of micro-batches in a step; empty if not, or if ranks vary."""
+    if run.world_size != reference.world_size or reference.sharding == "whole batch":
+        return ""
+    counts = [{len(each.training_forwards(rank)) for rank in range(run.world_size)} for each in (step, other)]
+    if counts[0] == counts[1] or any(len(each) > 1 or 0 in each for each in counts):
+        return ""
+    (mine,), (theirs,) = counts
+    return (
+        f"every rank accumulates {mine} micro-batch{'es' * (mine > 1)} in this step instead of {theirs}: the number of "
+        "accumulation steps, or the condition that ends a step, is another one, or an epoch ends in it"
     )
 
 
@@ -142,7 +159,7 @@ def _first_difference(step: TrainingStep, other: TrainingStep, run: Run, referen
                     shapes = [list(item.value.shape) if item is not None else "none" for item in (mine, theirs)]
                     seen = f" · shape {shapes[0]} instead of {shapes[1]}" if shapes[0] != shapes[1] else ""
                     return f"rank {rank} · micro-batch {forward.number} · argument {name}{seen}"
-    return "a different number of micro-batches or ranks"
+    return "another number of micro-batches or ranks"
 
 
 def _hashes(step: TrainingStep, rank: int) -> Iterator[tuple[str, ...]]:

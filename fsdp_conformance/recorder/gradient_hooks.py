@@ -18,6 +18,40 @@ _OF_MODULES = ("_backward_hooks", "_backward_pre_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+class CountedHook:
+    """A hook of a tensor that counts its calls. An engine that sets gradients itself never calls it."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the hook."""
+        self.calls += 1
+        return self.hook(*args)
+
+
+def counted(tensor: object, hook: Any) -> Any:
+    """The hook that a script registers on a tensor, counted if the tensor is a parameter."""
+    is_counted = isinstance(tensor, nn.Parameter) and not isinstance(hook, CountedHook) and _place(hook)
+    return CountedHook(hook) if is_counted else hook
+
+
+def silent_hooks(roots: Roots) -> Iterator[str]:
+    """Where hooks are defined that were not called since the last look, although their parameters have gradients."""
+    silent: dict[str, bool] = {}
+    for _, module in roots.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is None or parameter.grad is None:
+                continue
+            for hook in (parameter._backward_hooks or {}).values():
+                if isinstance(hook, CountedHook):
+                    place = _place(hook)
+                    silent[place] = silent.get(place, True) and not hook.calls
+                    hook.calls = 0
+    return (place for place, is_silent in silent.items() if is_silent)
+
+
 def gradient_hooks(roots: Roots) -> Iterator[str]:
     """Where they are defined, "train.py:30", each once. Hooks of torch and of engines are not the script's."""
     seen: set[str] = set()
@@ -38,8 +72,8 @@ def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def _place(hook: Any) -> str:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
+    while isinstance(hook, functools.partial | CountedHook):
+        hook = hook.hook if isinstance(hook, CountedHook) else hook.func
     if not isinstance(hook, FunctionType | MethodType):
         # An object that can be called.
         hook = type(hook).__call__

@@ -21,6 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp_conformance.recorder.gradient_hooks import counted
 from fsdp_conformance.recorder.observer import Observer
 from fsdp_conformance.simulator.import_hook import when_imported
 from fsdp_conformance.simulator.replacements import Replacements
@@ -58,9 +59,11 @@ class Hooks:
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             self._replace(owner, "clip_grad_norm_", self._clip)
         self._replace(torch.nn.functional, "cross_entropy", self._cross_entropy)
+        self._replace(Tensor, "register_hook", self._counted)
         self._replace(torch.amp.GradScaler, "unscale_", functools.partial(self._marked, "unscale"))
         self._replace(Optimizer, "zero_grad", functools.partial(self._marked, "clear"))
         self._replace(nn.Module, "zero_grad", functools.partial(self._marked, "clear"))
+        self._replace(nn.Module, "load_state_dict", functools.partial(self._marked, "load state"))
         for name in ("save", "load"):
             self._replace(torch, name, functools.partial(self._marked, name))
         self._replaced.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -193,6 +196,13 @@ class Hooks:
                 self._observer.mean(result, (target != call.arguments["ignore_index"]).sum())
 
         return cross_entropy
+
+    def _counted(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def register_hook(tensor: Tensor, hook: Any) -> Any:
+            return original(tensor, counted(tensor, hook))
+
+        return register_hook
 
     def _marked(self, kind: str, original: Any) -> Any:
         @functools.wraps(original)

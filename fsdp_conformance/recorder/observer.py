@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from fsdp_conformance.recorder.changes import Changes, writes_to
 from fsdp_conformance.recorder.elements import elements_of
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
-from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
+from fsdp_conformance.recorder.gradient_hooks import gradient_hooks, silent_hooks
 from fsdp_conformance.recorder.guard import Guard
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.lines import makes_state, place_of, script_line, script_lines
@@ -465,6 +465,7 @@ class Observer:
                 untrained=tuple(self._untrained()),
                 kept=self._kept,
                 hooks=tuple(gradient_hooks(self._roots)),
+                silent_hooks=tuple(silent_hooks(self._roots)),
                 collectives=self.traffic.take(),
             )
         )

@@ -39,7 +39,8 @@ class Replica:
     averaged: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that have been averaged and set aside, by the index of the parameter."""
     waiting: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients that have not been averaged yet, likewise. As in FSDP2, the script does not see them."""
+    """Gradients that have not been averaged yet, likewise. As in FSDP2, the script does not see them. Unlike there,
+    they are cleared with those that it sees."""
     is_averaged: set[int] = field(default_factory=set)
     """The parameters whose `grad` has been averaged."""
     has_started: bool = False
@@ -79,6 +80,14 @@ class Replicas:
             if not replica.has_started:
                 replica.has_started = True
                 _start(replica)
+
+    def clear(self, parameters: Iterable[Tensor]) -> None:
+        """The script clears the gradients of these parameters. Those that it does not see are its own as well."""
+        cleared = {id(parameter) for parameter in parameters}
+        for replica in self._all:
+            for index, parameter in enumerate(replica.parameters):
+                if id(parameter) in cleared:
+                    replica.waiting.pop(index, None)
 
     def before_backward(self) -> None:
         """Set gradients aside that have been averaged."""

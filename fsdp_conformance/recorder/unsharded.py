@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.optim import Optimizer
 
 from fsdp_conformance.recorder.observer import Observer
 from fsdp_conformance.recorder.replica import Replica, Replicas, owned_modules
@@ -69,7 +70,7 @@ class Replacement:
                 setattr(module, name, value)
 
     def _watch(self) -> None:
-        """Average after each backward; start the replicas before the first forward."""
+        """Average after each backward; start the replicas before the first forward; clear what the script clears."""
         backward = torch.autograd.backward
         is_inside = False
 
@@ -88,7 +89,17 @@ class Replacement:
                 is_inside = False
 
         torch.autograd.backward = averaging
+        for owner, parameters_of in ((Optimizer, _parameters_in), (nn.Module, nn.Module.parameters)):
+            owner.zero_grad = self._clearing(owner.zero_grad, parameters_of)  # type: ignore[method-assign]
         self._observer.before_forward = self.replicas.start
+
+    def _clearing(self, original: Any, parameters_of: Callable[[Any], Iterable[Tensor]]) -> Any:
+        @functools.wraps(original)
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> None:
+            original(owner, *args, **kwargs)
+            self.replicas.clear(parameters_of(owner))
+
+        return zero_grad
 
     def _contributed(self, gradients: dict[int, Tensor]) -> None:
         observer = self._observer
@@ -464,6 +475,10 @@ def _refusing(what: str) -> Callable[..., Any]:
         raise CannotTakeOut(what)
 
     return refuse
+
+
+def _parameters_in(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _itself(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:

@@ -193,6 +193,8 @@ class Step:
     """Parameters that were written to between the step before and this step's first forward that trains."""
     hooks: tuple[str, ...] = ()
     """Where hooks of the script are defined that see the gradients of parameters, or of modules."""
+    silent_hooks: tuple[str, ...] = ()
+    """Those of parameters that were not called since the step before, although the parameters have gradients."""
     collectives: tuple[Collectives, ...] = ()
     """Since the step before, as far as Python has called them."""
 
@@ -234,10 +236,12 @@ class Mark:
     """Something else that matters for the comparison."""
 
     step: int
-    kind: Literal["save", "load", "unscale", "no optimizer", "note", "forward", "left", "divide factor", "clear"]
-    """A forward is marked when it begins: a rank that fails in it has not recorded it otherwise. A rank that has left
-    has destroyed its process group. Gradients are cleared. A divide factor, the `detail`, is what sums of gradients are
-    divided by from now on."""
+    kind: Literal[
+        "save", "load", "load state", "unscale", "no optimizer", "note", "forward", "left", "divide factor", "clear"
+    ]
+    """A state is loaded into a module, from a file or not. A forward is marked when it begins: a rank that fails in it
+    has not recorded it otherwise. A rank that has left has destroyed its process group. Gradients are cleared. A divide
+    factor, the `detail`, is what sums of gradients are divided by from now on."""
     line: str
     detail: str = ""
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fsdp_conformance.parity.changed import why_changed
+from fsdp_conformance.parity.changed import kept_from_clearing, whose_backward, why_changed
+from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.runs import TrainingStep
 from fsdp_conformance.recorder.fingerprints import Part, Pending
-from fsdp_conformance.recordings.events import Step
+from fsdp_conformance.recordings.events import Backward, Mark, Step
 from fsdp_conformance.recordings.fingerprint import Fingerprint
 
 NAMES = ("weight", "bias")
@@ -85,3 +89,49 @@ def test_no_factor_is_no_clipping_by_a_norm() -> None:
     clamped = step(shards, [[each.clamp(-0.1, 0.1) for each in shard] for shard in shards])
 
     assert "must be combined over the ranks" in why_changed(clamped, step([gradients()], [gradients()]))
+
+
+def backward(*, is_reduced: bool) -> Backward:
+    return Backward(step=0, number=0, line="train.py:5", loss=1.0, is_reduced=is_reduced)
+
+
+CLEARED = Mark(step=0, kind="clear", line="train.py:6")
+
+
+@pytest.mark.parametrize(
+    ("events", "line"),
+    [
+        ([backward(is_reduced=False), CLEARED, backward(is_reduced=True)], "train.py:6"),
+        ([backward(is_reduced=False), backward(is_reduced=True), CLEARED], None),
+        ([CLEARED, backward(is_reduced=False), backward(is_reduced=True)], None),
+    ],
+    ids=["between", "after both", "before both"],
+)
+def test_gradients_that_are_cleared_before_they_are_reduced_come_back(
+    events: Sequence[Backward | Mark], line: str | None
+) -> None:
+    end = step([gradients()], [gradients()]).steps
+    run: Any = SimpleNamespace(recording=SimpleNamespace(ranks=[SimpleNamespace(events=[*events, *end])]))
+
+    by_script = kept_from_clearing(run, 0)
+
+    assert (by_script[1] if by_script else None) == line
+
+
+@pytest.mark.parametrize(
+    ("silent", "silent_there", "whose"),
+    [(("train.py:3",), (), Whose.SCRIPT), ((), (), Whose.EITHER), (("train.py:3",), ("train.py:3",), Whose.EITHER)],
+    ids=["never runs here", "runs", "never runs in either"],
+)
+def test_a_hook_that_only_the_reference_calls_is_the_scripts(
+    silent: tuple[str, ...], silent_there: tuple[str, ...], whose: Whose
+) -> None:
+    def with_hook(silent: tuple[str, ...]) -> TrainingStep:
+        plain = step([gradients()], [gradients()])
+        events = tuple(replace(each, hooks=("train.py:3",), silent_hooks=silent) for each in plain.steps)
+        return replace(plain, steps=events)
+
+    named, likely = whose_backward(with_hook(silent), with_hook(silent_there), same_script=True)
+
+    assert named is whose
+    assert ("the hook of train.py:3 never runs here" in likely) is (whose is Whose.SCRIPT)

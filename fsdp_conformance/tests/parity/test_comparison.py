@@ -133,6 +133,22 @@ def damped(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Opti
     return Damped(model.parameters(), lr=lr, weight_decay=weight_decay)
 
 
+def with_rates(*rates: float) -> Callable[[nn.Module, float, float], torch.optim.Optimizer]:
+    def make(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+        left = iter(rates)
+        optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(lr=next(left)))
+        return optimizer
+
+    return make
+
+
+def loads_a_state(model: nn.Module, step: int) -> None:
+    """Puts back what it believes to be an older state."""
+    if step == 2:
+        model.load_state_dict({name: tensor * 0.9 for name, tensor in model.state_dict().items()})
+
+
 MISTAKES = {
     "rate times ranks": (Script(lr=0.2), Whose.SCRIPT, 0, "lr is 0.2 instead of 0.1", "scaled by the number of ranks"),
     "weight decay": (Script(weight_decay=0.0), Whose.SCRIPT, 0, "weight_decay is 0 instead of 0.01", ""),
@@ -154,6 +170,14 @@ MISTAKES = {
     "fewer samples": (
         Script(samples=lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES - 1]), Whose.DATA, 0,
         "shape [3, 17] instead of [4, 17]", "12 samples instead of 16",
+    ),
+    "another number of micro-batches": (
+        Script(passes=1), Whose.SCRIPT, 0, "another number of micro-batches",
+        "every rank accumulates 1 micro-batch in this step instead of 2: the number of accumulation steps",
+    ),
+    "loads a state": (
+        Script(before_forward=loads_a_state), Whose.SCRIPT, 2, "rank 0 · micro-batch 0",
+        "and the reference does not. To put weights back, it needs a copy",
     ),
     "other samples": (
         Script(samples=lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES] + 1), Whose.DATA, 0, "rank 0",
@@ -560,20 +584,21 @@ def test_a_scheduler_that_is_ahead_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rates_that_come_a_step_late_are_named(tmp_path: Path) -> None:
-    def with_rates(*rates: float) -> Callable[[nn.Module, float, float], torch.optim.Optimizer]:
-        def make(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
-            left = iter(rates)
-            optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(lr=next(left)))
-            return optimizer
-
-        return make
-
     # The rate that the optimizer is made with is that of the reference's second step.
     late, right = with_rates(0.2, 0.1, 0.2, 0.3), with_rates(0.1, 0.2, 0.3, 0.4)
     comparison = compared(Script(optimizer=late), tmp_path, Script(optimizer=right))
 
     assert comparison.findings[0].likely.startswith("every rate comes one step late")
+
+
+@pytest.mark.slow
+def test_a_rate_that_a_schedule_had_before_says_nothing_about_the_scheduler(tmp_path: Path) -> None:
+    """A schedule that ends at the rate it began with was stepped as often as that of the reference until then."""
+    short, right = with_rates(0.1, 0.2, 0.3, 0.1), with_rates(0.1, 0.2, 0.3, 0.2)
+    comparison = compared(Script(optimizer=short), tmp_path, Script(optimizer=right))
+
+    assert "lr is 0.1 instead of 0.2" in comparison.findings[0].first
+    assert "the reference's step" not in comparison.findings[0].likely
 
 
 @pytest.mark.slow

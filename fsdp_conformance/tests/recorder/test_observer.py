@@ -221,7 +221,7 @@ def test_saves_and_loads_are_marked(tmp_path: Path) -> None:
         model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
 
     kinds = [mark.kind for mark in of(Mark, tmp_path / "run")]
-    assert [kind for kind in kinds if kind != "forward"] == ["clear", "save", "load"]
+    assert [kind for kind in kinds if kind != "forward"] == ["clear", "save", "load", "load state"]
 
 
 def test_a_rank_that_destroys_its_process_group_has_left(tmp_path: Path) -> None:
@@ -253,6 +253,24 @@ def test_hooks_of_units_are_copied_and_saved_with_them(tmp_path: Path) -> None:
         nn.Sequential(copy.deepcopy(unit), pickle.loads(pickle.dumps(unit)))(torch.ones(1, 2))
 
     assert list(of(Forward, tmp_path / "run")[0].units) == ["0", "1"]
+
+
+def test_hooks_of_parameters_that_never_run_are_named(tmp_path: Path) -> None:
+    """As where an engine sets the gradients of its shards itself."""
+    with recording(tmp_path / "run"):
+        model = nn.Linear(5, 2)
+        model.weight.register_hook(torch.neg)
+        model.weight.register_hook(lambda gradient: 2 * gradient)
+        model.bias.register_hook(lambda gradient: 3 * gradient)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (model(torch.ones(1, 5)) * model.weight.sum()).sum().backward()
+        optimizer.step()
+        nn.functional.linear(torch.ones(1, 5), model.weight).sum().backward()
+        optimizer.step()
+
+    first, second = of(Step, tmp_path / "run")
+    assert len(first.hooks) == 2
+    assert (first.silent_hooks, second.silent_hooks) == ((), first.hooks[1:])
 
 
 @pytest.mark.slow

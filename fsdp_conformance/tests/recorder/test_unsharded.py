@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from fsdp_conformance.recorder.replica import Replicas
 from fsdp_conformance.recorder.unsharded import AsCheckpointsSeeIt, ReplicatedInPlaceOfFSDP
 
 
@@ -84,3 +85,21 @@ def test_torchs_state_dicts_are_those_of_the_model(
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert list(values) == list(states["state"]) == names
     state_dict.set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
+
+
+def test_gradients_that_wait_are_cleared_with_those_that_the_script_sees() -> None:
+    """In the unsharded twin, a backward that is not synchronised adds to the same gradients as any other."""
+    replicas = Replicas(lambda gradients: None)
+    cleared, kept = nn.Linear(2, 1), nn.Linear(2, 1)
+    for model in (cleared, kept):
+        replicas.add([model], group=None, reduce_dtype=None, starts_with_rank0=True, is_flat=False, synchronises=False)
+        replicas.before_backward()
+        model(torch.ones(1, 2)).sum().backward()
+        replicas.after_backward()
+    assert cleared.weight.grad is None
+
+    replicas.clear(cleared.parameters())
+    replicas.before_backward()
+
+    assert cleared.weight.grad is None
+    assert torch.equal(kept.weight.grad, torch.ones(1, 2))
