@@ -102,4 +102,5 @@ def test_gradients_that_wait_are_cleared_with_those_that_the_script_sees() -> No
     replicas.before_backward()
 
     assert cleared.weight.grad is None
+    assert kept.weight.grad is not None
     assert torch.equal(kept.weight.grad, torch.ones(1, 2))
