@@ -120,6 +120,36 @@ def kept_from_clearing(run: Run, number: int) -> tuple[str, str] | None:
     return None
 
 
+def drawn_in_backward(run: Run, reference: Run, number: int) -> tuple[Whose, str] | None:
+    """
+    Whose gradients are that differ because a backward draws other random numbers, and the cause; None if none does.
+
+    The generators agreed before all forwards of the step, which draw, and no longer before the forward that comes next.
+    """
+    if run.world_size != reference.world_size or number + 1 >= min(len(run.steps), len(reference.steps)):
+        return None
+    for rank in range(run.world_size):
+        mine, theirs = (
+            [*each.steps[number].training_forwards(rank), *each.steps[number + 1].training_forwards(rank)]
+            for each in (run, reference)
+        )
+        passes = len(run.steps[number].training_forwards(rank))
+        for place, (before, wanted) in enumerate(zip(mine, theirs, strict=False)):
+            if before.random == wanted.random:
+                continue
+            drawing = mine[place - 1].draws if place else ()
+            if not drawing:
+                break
+            # Between two steps, a script may draw for something else.
+            whose = Whose.SCRIPT if place < passes else Whose.EITHER
+            return whose, (
+                f"random numbers: after the backward, the generators of {' and '.join(drawing)} on rank {rank} are in "
+                "another state, and before it they agreed: activations are computed again with other random numbers "
+                "(a checkpoint with `preserve_rng_state=False`)"
+            )
+    return None
+
+
 def _clearing(run: Run, number: int) -> tuple[Mark, bool] | None:
     """The first call that clears gradients of a step, and True if no backward of the step comes after it."""
     clearing: Mark | None = None

@@ -17,6 +17,7 @@ from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
 from fsdp_conformance.parity.changed import (
     OF_A_SHARD,
+    drawn_in_backward,
     kept_from_clearing,
     lost_by_script,
     whose_backward,
@@ -375,13 +376,8 @@ class _Comparing:
         missing = [name for name in others if name not in values and others[name].square]
         extra = [name for name in values if name not in others and values[name].square]
         if (missing or extra) and not step.unclipped.incomplete:
-            lost = lost_by_script(self.run, self.reference, step.number)
             name, verb = (missing[0], "is missing") if missing else (extra[0], "should not be there")
-            whose, likely = self._whose_gradients(step, expected), ""
-            if lost is not None:
-                whose, likely = Whose.SCRIPT, lost[0]
-            elif whose is Whose.ENGINE:
-                whose, likely = whose_backward(step, expected, same_script=self.reference.sharding != "kept")
+            whose, likely, line = self._blame_gradients(step, expected, name)
             yield Finding(
                 title="Different parameters have gradients",
                 whose=whose,
@@ -389,7 +385,7 @@ class _Comparing:
                 first=f"the gradient of '{name}' {verb}",
                 likely=likely,
                 evidence=missing_and_extra(len(missing), len(extra), len(others)),
-                line=step.backward_line if lost is None else lost[1],
+                line=line,
             )
         beyond = list(self._beyond("gradient", TENSORS["gradient"], step.number, values, others))
         if not beyond:
@@ -420,14 +416,7 @@ class _Comparing:
             eps=self.noise.eps,
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
-        whose, line = self._whose_gradients(step, expected), step.backward_line
-        by_script = lost_by_script(self.run, self.reference, step.number) or kept_from_clearing(self.run, step.number)
-        if by_script is not None:
-            whose, (likely, line) = Whose.SCRIPT, by_script
-        elif whose is Whose.ENGINE and not likely and name in step.unclipped.differing:
-            likely = why_replicas(step.unclipped.differing[name])
-        elif whose is Whose.ENGINE and not likely:
-            whose, likely = whose_backward(step, expected, same_script=self.reference.sharding != "kept")
+        whose, likely, line = self._blame_gradients(step, expected, name, likely)
         yield Finding(
             title="The gradients differ",
             whose=whose,
@@ -439,6 +428,27 @@ class _Comparing:
             kind="gradient",
             tensors=tuple(item[0] for item in beyond),
         )
+
+    def _blame_gradients(
+        self, step: TrainingStep, expected: TrainingStep, name: str, likely: str = ""
+    ) -> tuple[Whose, str, str]:
+        """
+        Whose gradients are that differ in this tensor first, the likely cause, and the line.
+
+        `likely` is what their numbers show; what the script has done is known better.
+        """
+        by_script = lost_by_script(self.run, self.reference, step.number) or kept_from_clearing(self.run, step.number)
+        if by_script is not None:
+            return Whose.SCRIPT, *by_script
+        whose = self._whose_gradients(step, expected)
+        if whose is Whose.ENGINE and not likely:
+            if name in step.unclipped.differing:
+                likely = why_replicas(step.unclipped.differing[name])
+            else:
+                whose, likely = drawn_in_backward(self.run, self.reference, step.number) or whose_backward(
+                    step, expected, same_script=self.reference.sharding != "kept"
+                )
+        return whose, likely, step.backward_line
 
     def _agree_after_backward(self, step: TrainingStep, expected: TrainingStep, names: Sequence[str]) -> bool:
         """True if these gradients were the expected ones when the last backward had reduced them."""

@@ -61,7 +61,8 @@ def not_updated(model: nn.Module, step: int) -> None:
     """Undoes the first step of the second layer, by what it was seeded to."""
     if step == 0:
         torch.manual_seed(0)
-        model.load_state_dict(Net(0.0).state_dict())
+        for parameter, first in zip(model.parameters(), Net(0.0).parameters(), strict=True):
+            parameter.data.copy_(first)
 
 
 @torch.no_grad()
@@ -143,6 +144,12 @@ def with_rates(*rates: float) -> Callable[[nn.Module, float, float], torch.optim
     return make
 
 
+def drawing(model: nn.Module, step: int) -> None:
+    """What computing activations again without the random state of the forward does."""
+    torch.rand(1)
+    clamped(model, step)
+
+
 def loads_a_state(model: nn.Module, step: int) -> None:
     """Puts back what it believes to be an older state."""
     if step == 2:
@@ -174,6 +181,10 @@ MISTAKES = {
     "another number of micro-batches": (
         Script(passes=1), Whose.SCRIPT, 0, "another number of micro-batches",
         "every rank accumulates 1 micro-batch in this step instead of 2: the number of accumulation steps",
+    ),
+    "draws in the backward": (
+        Script(dropout=0.5, gradients=drawing), Whose.EITHER, 0, "'first.",
+        "in another state, and before it they agreed: activations are computed again with other random numbers",
     ),
     "loads a state": (
         Script(before_forward=loads_a_state), Whose.SCRIPT, 2, "rank 0 · micro-batch 0",

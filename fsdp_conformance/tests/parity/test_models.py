@@ -204,7 +204,7 @@ def test_steps_that_only_make_the_state_of_an_optimizer_are_none(tmp_path: Path)
 
 
 def hooks(*places: str) -> Any:
-    return SimpleNamespace(steps=[SimpleNamespace(hooks=places)])
+    return SimpleNamespace(steps=[SimpleNamespace(hooks=places, silent_hooks=())])
 
 
 @pytest.mark.parametrize(
