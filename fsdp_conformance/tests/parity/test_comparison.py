@@ -145,7 +145,7 @@ def with_rates(*rates: float) -> Callable[[nn.Module, float, float], torch.optim
 
 
 def drawing(model: nn.Module, step: int) -> None:
-    """What computing activations again without the random state of the forward does."""
+    """Draw in the backward, as where activations are computed again without the random state of the forward."""
     torch.rand(1)
     clamped(model, step)
 
