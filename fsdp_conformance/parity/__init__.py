@@ -5,6 +5,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     noise            how far apart rounding alone may take two trainings
     finding          a difference, with its evidence
     models           how two models begin, and what their optimizers have
+    norms            the norm of gradients, and how a wrong one was made
     settings         the settings of the optimizer that differ
     samples          what the ranks were given
     gradients        the likely cause of a gradient that differs

@@ -29,7 +29,8 @@ from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.forwards import first_error, unequal_forwards
 from fsdp_conformance.parity.models import compare_models, divided_tie, ties_of
 from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of
-from fsdp_conformance.parity.runs import Run, TrainingStep, norm_together, whole_tensors
+from fsdp_conformance.parity.norms import clipping, norm_of_gradients, why_norm
+from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
 from fsdp_conformance.parity.samples import compare_samples
 from fsdp_conformance.parity.settings import setting_difference, why_setting
 from fsdp_conformance.parity.vacuous import not_recorded, nothing_to_compare
@@ -56,8 +57,6 @@ _LOSS = 1e-3
 _AMPLIFIED = 16.0
 #: Updates whose factors are nearer to 1 are not scaled: another part of them differs.
 _SAME_UPDATE = 1e-3
-#: The kind of the 2-norm.
-_TWO = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -487,7 +486,7 @@ class _Comparing:
         return ""
 
     def _norms(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        mine, theirs = _clipping(step), _clipping(expected)
+        mine, theirs = clipping(step), clipping(expected)
         if (mine is None) is not (theirs is None):
             yield Finding(
                 title="Only one of the runs clips its gradients",
@@ -510,24 +509,15 @@ class _Comparing:
                 line=line,
             )
         # The gradients may differ by rounding. The norm must still be the norm of the gradients that it was taken of.
-        own, expected_own = _norm_of_gradients(step), _norm_of_gradients(expected)
+        own, expected_own = norm_of_gradients(step), norm_of_gradients(expected)
         changed = own / expected_own if own and expected_own else 1.0
         dtypes = {value.dtype for value in (*step.unclipped.values.values(), *expected.unclipped.values.values())}
         tolerance = max(1e-3, 8 * max(map(eps_of, dtypes), default=0.0))
         if norm is not None and expected_norm and abs(norm / expected_norm - changed) > tolerance * changed:
-            ratio = norm / expected_norm
-            local = " as of one rank's shards" if ratio < 1 else " as of gradients that were counted several times"
-            whose, likely = self._whose(), f"it is {ratio:.4g} times the expected one,{local}"
-            together = norm_together(step)
-            if together is not None and abs(together - expected_norm) <= tolerance * expected_norm:
-                likely = "each rank has taken the norm of its own shards"
-                if _has_ranges(step):
-                    # FSDP1's shards are plain tensors: torch's own function sees those of this rank alone.
-                    whose = Whose.SCRIPT
-                    likely += ": call the `clip_grad_norm_` of the engine, which adds them up over the ranks"
+            by_script, likely = why_norm(step, norm, expected_norm, tolerance)
             yield Finding(
                 title="The norm of the gradients differs although the gradients agree",
-                whose=whose,
+                whose=Whose.SCRIPT if by_script else self._whose(),
                 step=step.number,
                 first=instead(norm, expected_norm),
                 likely=likely,
@@ -725,32 +715,6 @@ def _after_backward(step: TrainingStep) -> str:
 
 def _reduced(step: TrainingStep) -> list[bool]:
     return [backward.is_reduced for backward in step.backwards[0]]
-
-
-def _clipping(step: TrainingStep) -> tuple[float | None, float, str] | None:
-    """The norm over all ranks, the limit and the line of the first clipping of a step."""
-    if not all(step.clips):
-        return None
-    clips = [clips[0] for clips in step.clips]
-    first = clips[0]
-    together = norm_together(step) if first.is_partial else None
-    return first.norm if together is None else together, first.limit, first.line
-
-
-def _has_ranges(step: TrainingStep) -> bool:
-    """True if ranks hold ranges of a matrix's elements, as in FSDP1, and not boxes of it, as in a DTensor."""
-    values = [value for clips in step.clips for clip in clips for value in clip.gradients.values()]
-    return any(
-        len(value.shape) > 1 and "," not in value.region and value.elements < math.prod(value.shape) for value in values
-    )
-
-
-def _norm_of_gradients(step: TrainingStep) -> float:
-    """The 2-norm of all gradients before they were clipped. 0 if it is not finite, or another norm is taken."""
-    values = step.unclipped.values.values()
-    if any(value.nonfinite for value in values) or any(clip.kind != _TWO for clips in step.clips for clip in clips):
-        return 0.0
-    return math.sqrt(sum(value.square for value in values))
 
 
 def _distance_of_outputs(forward: Forward, expected: Forward) -> float:

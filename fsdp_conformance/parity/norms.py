@@ -1,0 +1,74 @@
+"""The norm by which gradients are clipped, and how one that is wrong was made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from fsdp_conformance.parity.runs import TrainingStep, norm_together
+
+#: The kind of the 2-norm.
+_TWO = 2.0
+
+
+def clipping(step: TrainingStep) -> tuple[float | None, float, str] | None:
+    """The norm over all ranks, the limit and the line of the first clipping of a step."""
+    if not all(step.clips):
+        return None
+    clips = [clips[0] for clips in step.clips]
+    first = clips[0]
+    together = norm_together(step) if first.is_partial else None
+    return first.norm if together is None else together, first.limit, first.line
+
+
+def norm_of_gradients(step: TrainingStep) -> float:
+    """The 2-norm of all gradients before they were clipped. 0 if it is not finite, or another norm is taken."""
+    values = step.unclipped.values.values()
+    if any(value.nonfinite for value in values) or any(clip.kind != _TWO for clips in step.clips for clip in clips):
+        return 0.0
+    return math.sqrt(sum(value.square for value in values))
+
+
+def why_norm(step: TrainingStep, norm: float, expected: float, tolerance: float) -> tuple[bool, str]:
+    """True if the script has taken another norm than the expected one, and how it was made, in words."""
+    together = norm_together(step)
+    if together is not None and abs(together - expected) <= tolerance * expected:
+        own = "each rank has taken the norm of its own shards"
+        if not _has_ranges(step):
+            return False, own
+        # FSDP1's shards are plain tensors: torch's own function sees those of this rank alone.
+        return True, f"{own}: call the `clip_grad_norm_` of the engine, which adds them up over the ranks"
+    for likely, candidate in _mistakes(step):
+        if abs(norm - candidate) <= tolerance * candidate:
+            return False, likely
+    ratio = norm / expected
+    local = "as of one rank's shards" if ratio < 1 else "as of gradients that were counted several times"
+    return False, f"it is {ratio:.4g} times the expected one, {local}"
+
+
+def _mistakes(step: TrainingStep) -> Iterator[tuple[str, float]]:
+    """Wrong norms of the gradients of a step, and how each is made."""
+    whole = [math.sqrt(value.square) for value in step.unclipped.values.values()]
+    parts = [[math.sqrt(value.square) for value in clips[0].gradients.values()] for clips in step.clips]
+    norms = [math.hypot(*of_rank) for of_rank in parts]
+    for rank, norm in enumerate(norms):
+        yield f"it is the norm of the shards of rank {rank} alone", norm
+    added = "the norms of the tensors are added up, and not their squares"
+    yield added, math.fsum(whole)
+    yield f"on each rank {added}", math.hypot(*(math.fsum(of_rank) for of_rank in parts))
+    yield "the norms of the ranks are added up, and not their squares", math.fsum(norms)
+    yield "it is the square of the norm: the root was not taken", math.hypot(*whole) ** 2
+    yield "it is the largest norm of a tensor", max(whole, default=0.0)
+    if len(norms) > 1:
+        yield (
+            "every rank has counted all gradients, and the squares are added up over the ranks",
+            (math.sqrt(len(norms)) * math.hypot(*whole)),
+        )
+
+
+def _has_ranges(step: TrainingStep) -> bool:
+    """True if ranks hold ranges of a matrix's elements, as in FSDP1, and not boxes of it, as in a DTensor."""
+    values = [value for clips in step.clips for clip in clips for value in clip.gradients.values()]
+    return any(
+        len(value.shape) > 1 and "," not in value.region and value.elements < math.prod(value.shape) for value in values
+    )
