@@ -305,6 +305,8 @@ class _Comparing:
             output = f"output of {name!r}" if name else "output of the model"
             where = f"rank {rank} · micro-batch {mine.number} · {output}"
             by_script = (divided_tie(self.run.tied, mine) if step.number else "") or why_context(mine, theirs)
+            if not by_script and not self._random:
+                by_script = why_stale(self.run, self.reference, step.number)
             whose = Whose.SCRIPT if by_script else self._whose_forward(step, mine, theirs)
             yield Finding(
                 title="The forward computes something else",
@@ -317,7 +319,7 @@ class _Comparing:
             )
 
     def _whose_forward(self, step: TrainingStep, mine: Forward, theirs: Forward) -> Whose:
-        if self._is_whole_batch or why_stale(self.run, self.reference, step.number):
+        if self._is_whole_batch:
             return Whose.SCRIPT
         same_file = mine.line.partition(":")[0] == theirs.line.partition(":")[0]
         # Another script may have another model, and an evaluation may have swapped weights and left units gathered.
@@ -337,8 +339,6 @@ class _Comparing:
             )
         if not value.square:
             return "the output is zero: parameters were released, or not gathered, before they were used"
-        if stale := why_stale(self.run, self.reference, step.number):
-            return stale
         if step.number and not self.comparison.findings:
             return (
                 "the parameters after the last step agree: either they were changed since, or the engine computes "
