@@ -376,7 +376,7 @@ class _Comparing:
         extra = [name for name in values if name not in others and values[name].square]
         if (missing or extra) and not step.unclipped.incomplete:
             name, verb = (missing[0], "is missing") if missing else (extra[0], "should not be there")
-            whose, likely, line = self._blame_gradients(step, expected, name)
+            whose, likely, line = self._blame_gradients(step, expected, [name])
             yield Finding(
                 title="Different parameters have gradients",
                 whose=whose,
@@ -415,7 +415,7 @@ class _Comparing:
             eps=self.noise.eps,
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
-        whose, likely, line = self._blame_gradients(step, expected, name, likely)
+        whose, likely, line = self._blame_gradients(step, expected, [item[0] for item in beyond], likely)
         yield Finding(
             title="The gradients differ",
             whose=whose,
@@ -429,10 +429,10 @@ class _Comparing:
         )
 
     def _blame_gradients(
-        self, step: TrainingStep, expected: TrainingStep, name: str, likely: str = ""
+        self, step: TrainingStep, expected: TrainingStep, names: Sequence[str], likely: str = ""
     ) -> tuple[Whose, str, str]:
         """
-        Whose gradients are that differ in this tensor first, the likely cause, and the line.
+        Whose gradients are that differ in these tensors, the likely cause, and the line.
 
         `likely` is what their numbers show; what the script has done is known better.
         """
@@ -441,12 +441,14 @@ class _Comparing:
             return Whose.SCRIPT, *by_script
         whose = self._whose_gradients(step, expected)
         if whose is Whose.ENGINE and not likely:
-            if name in step.unclipped.differing:
-                likely = why_replicas(step.unclipped.differing[name])
+            if names[0] in step.unclipped.differing:
+                likely = why_replicas(step.unclipped.differing[names[0]])
             else:
                 whose, likely = drawn_in_backward(self.run, self.reference, step.number) or whose_backward(
                     step, expected, same_script=self.reference.sharding != "kept"
                 )
+        if whose is Whose.ENGINE and not likely and all(name in expected.unclipped.values for name in names):
+            likely = gradients.place_of(names, list(expected.unclipped.values), self._tied)
         return whose, likely, step.backward_line
 
     def _agree_after_backward(self, step: TrainingStep, expected: TrainingStep, names: Sequence[str]) -> bool:

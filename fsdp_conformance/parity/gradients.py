@@ -29,6 +29,9 @@ _MOST_CONTRIBUTIONS = 64
 
 Sketch = Sequence[float]
 
+#: The part of the gradients before a place that must be wrong if the backward goes wrong there. Some may be zero.
+_NEARLY_ALL = 0.8
+
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
@@ -57,6 +60,26 @@ def likely(gradients: Gradients) -> str:
         if cause:
             return cause
     return ""
+
+
+def place_of(wrong: Sequence[str], order: Sequence[str], tied: Mapping[str, Sequence[str]]) -> str:
+    """
+    Where in the model gradients that differ in no known way begin to be wrong, in words; empty if that shows nothing.
+
+    `order` has the names of all gradients in the order of the model, and `tied` the other names of shared parameters.
+    """
+    if all(name in tied for name in wrong):
+        return (
+            f"'{wrong[0]}' is shared with '{tied[wrong[0]][0]}': what one of the modules that share it adds to the "
+            "gradient is missing, or is added more than once"
+        )
+    last = max(map(order.index, wrong))
+    if len(wrong) < 2 or last == len(order) - 1 or len(wrong) < _NEARLY_ALL * (last + 1):
+        return ""
+    return (
+        f"in the order of the model, the gradients are wrong up to '{order[last]}' and right after it: there, the "
+        "backward computes with other weights or activations than the forward, or passes a wrong gradient on"
+    )
 
 
 def contributions_of(step: TrainingStep) -> list[list[dict[str, Sketch]]]:

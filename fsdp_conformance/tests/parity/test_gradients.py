@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_conformance.parity.gradients import Gradients, likely
+from fsdp_conformance.parity.gradients import Gradients, likely, place_of
 from fsdp_conformance.recorder.fingerprints import Pending, whole_part
 from fsdp_conformance.recordings.fingerprint import Whole, whole
 
@@ -123,3 +123,24 @@ def test_rounding_has_the_size_of_its_dtype() -> None:
     rounded = {name: gradient.to(torch.bfloat16).to(torch.float64) for name, gradient in combined({}).items()}
 
     assert cause(rounded).startswith("rounded to bfloat16")
+
+
+ORDER = ("embedding", "first.weight", "first.bias", "second.weight", "head")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (("embedding", "first.weight", "first.bias"), "wrong up to 'first.bias' and right after it"),
+        (("first.weight", "first.bias"), ""),
+        (ORDER, ""),
+        (("first.weight",), ""),
+        (("embedding",), "'embedding' is shared with 'output': what one of the modules that share it adds"),
+    ],
+)
+def test_where_the_backward_goes_wrong(wrong: Sequence[str], expected: str) -> None:
+    """Only where nearly all gradients before a place are wrong and all after it are right, or a shared one alone is."""
+    text = place_of(wrong, ORDER, {"embedding": ("output",)})
+
+    assert expected in text
+    assert bool(text) is bool(expected)
