@@ -81,15 +81,17 @@ class Held:
         return held
 
 
-def no_more(earlier: Held, later: Held, *, rank: int, step: int, requirements: Mapping[str, str]) -> CheckResult:
-    """A step leaves no more than an earlier one: of bytes, hooks, groups and threads."""
+def no_more(
+    earlier: Held, later: Held, *, rank: int, step: int, requirements: Mapping[str, str], by: str = "step"
+) -> CheckResult:
+    """A step, or a call that `by` names, leaves no more than an earlier one: of bytes, hooks, groups and threads."""
     tally = Tally("held between steps", requirements["bytes"], rank=rank)
     for field in fields(Held):
         before, after = getattr(earlier, field.name), getattr(later, field.name)
-        what = f"{field.name} held after a step"
+        what = f"{field.name} held after a {by}"
         tally.compare(
-            after <= before, what, expected=f"at most {before}, as after an earlier step", got=after, step=step,
-            phase="step", requirement=requirements[field.name], likely=f"each step leaves {field.name} behind",
+            after <= before, what, expected=f"at most {before}, as after an earlier one", got=after, step=step,
+            phase="step", requirement=requirements[field.name], likely=f"each {by} leaves {field.name} behind",
         )  # fmt: skip
     return tally.result()
 

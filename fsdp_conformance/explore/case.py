@@ -77,6 +77,13 @@ _SHOWS_SHARDING = 36
 #: How many steps are trained further to see what each leaves behind. The first may still gather what stays gathered.
 _STEPS_ON = 4
 
+#: What is done twice more at the end if a training does it: its name, and the adapter's method.
+_REPEATED = {
+    Action.READ: ("read of all parameters", "full_params"),
+    Action.TAKE_MODEL: ("full state dict", "full_state_dict"),
+    Action.TAKE_OPTIMIZER: ("state dict of the optimizer", "optim_state_dict"),
+}
+
 #: What of a model gets other values than the right ones.
 _PARAMETERS, _SAVED, _EVERYTHING = "parameters", "saved", "everything"
 
@@ -449,10 +456,27 @@ class ScenarioCase(ConformanceTestCase):
         before, held, later = self.observe("what is held", train_on)
         requirements = {"bytes": "R039", "hooks": "R189", "groups": "R189", "threads": "R189"}
         self.check(growth.no_more(held, later, rank=self.rank, step=last, requirements=requirements))
+        for action, (name, method) in _REPEATED.items():
+            if example.regime.happens(action):
+                twice = partial(self._held_after_each, adapter, method)
+                # Once, an engine may make what it uses from then on.
+                first, second = self.observe(f"what a {name} leaves", twice)
+                self.check(growth.no_more(first, second, rank=self.rank, step=last, requirements=requirements, by=name))
         size = sum(4 * math.prod(shape) for shape in example.model.shapes().values())
         self.check(
             growth.no_activations(before, later, model_bytes=size, rank=self.rank, step=last, requirement="R039")
         )
+
+    def _held_after_each(self, adapter: Adapter, method: str) -> tuple[growth.Held, growth.Held]:
+        """Call a method of the adapter twice, and count what is held after each call, whose result is dropped."""
+        module = _module(adapter)
+        with process_group.log().phase("observe"):
+            with self.blaming("implementation"):
+                getattr(adapter, method)()
+            first = growth.Held.now(module)
+            with self.blaming("implementation"):
+                getattr(adapter, method)()
+            return first, growth.Held.settled(module, first)
 
     def _check_sharding(self, example: Example, trained: _Run, workload: Workload) -> None:
         """Check bytes and traffic, where the schedule determines them."""

@@ -256,7 +256,11 @@ class References:
     def _floors(self, kind: Kind, step: int, names: Iterable[str]) -> dict[str, float]:
         """The smallest relative bound of each tensor. A parameter's is at least that of each gradient behind it."""
         floors = dict.fromkeys(names, self._floor())
-        if kind is Kind.PARAMETER:
+        if kind is Kind.GRADIENT:
+            # What float32 does before is in the noise; a reduction in it would be hidden by its floor.
+            doubles = [name for name in floors if self.dtypes.get(name) is torch.float64]
+            floors |= dict.fromkeys(doubles, self._floor(torch.float64))
+        elif kind is Kind.PARAMETER:
             gradient_kind = Kind.CLIPPED if values(self.expected, Kind.CLIPPED, step) else Kind.GRADIENT
             for earlier in range(step + 1):
                 for name, bound in self._bounds_of(gradient_kind, earlier).items():
@@ -268,9 +272,9 @@ class References:
                         floors[name] = max(floors[name], bound.relative)
         return floors
 
-    def _floor(self) -> float:
+    def _floor(self, dtype: torch.dtype = torch.float32) -> float:
         dims = [dim for param in self.expected.initial_params.values() for dim in param.shape]
-        return floor_of(max(dims, default=1) * self.world_size * self.regime.micro_batches)
+        return floor_of(max(dims, default=1) * self.world_size * self.regime.micro_batches, dtype)
 
     def measurements(self, kind: Kind) -> dict[str, Any]:
         """Figures for the report: the references, and the largest noise and widest bound of a calibrated comparison."""

@@ -38,6 +38,14 @@ def test_what_grows_is_reported_under_its_requirement(grows: str | None) -> None
     assert result.count.comparisons == len(_HELD)
 
 
+def test_what_a_call_leaves_is_named() -> None:
+    later = Held(**{**_HELD, "groups": 2})
+
+    result = growth.no_more(Held(**_HELD), later, rank=0, step=4, requirements=_REQUIREMENTS, by="full state dict")
+
+    assert [finding.likely for finding in result.findings] == ["each full state dict leaves groups behind"]
+
+
 @pytest.mark.parametrize(("held", "is_reported"), [(400, False), (401, True)])
 def test_activations_that_stay_are_reported(held: int, is_reported: bool) -> None:
     """Four copies of the model may stay gathered or buffered; more than that are what a step has computed."""
