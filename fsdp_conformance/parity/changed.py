@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from fsdp_conformance.parity.alone import WRONG_BACKWARD
 from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
-from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
+from fsdp_conformance.parity.runs import Run, TrainingStep, divisions, events_by_step
 from fsdp_conformance.parity.words import why_written
 from fsdp_conformance.recordings.events import Backward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
@@ -111,6 +111,8 @@ def kept_from_clearing(run: Run, number: int) -> tuple[str, str] | None:
 
     FSDP2 keeps gradients that it has not reduced where `zero_grad` does not see them.
     """
+    if "box" not in divisions(run.steps[number]):
+        return None
     waits = False
     for event in events_by_step(run.recording.ranks[0].events)[number]:
         if isinstance(event, Backward):

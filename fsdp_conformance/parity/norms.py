@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fsdp_conformance.parity.runs import TrainingStep, norm_together
+from fsdp_conformance.parity.runs import TrainingStep, divisions, norm_together
 
 #: The kind of the 2-norm.
 _TWO = 2.0
@@ -34,7 +34,7 @@ def why_norm(step: TrainingStep, norm: float, expected: float, tolerance: float)
     together = norm_together(step)
     if together is not None and abs(together - expected) <= tolerance * expected:
         own = "each rank has taken the norm of its own shards"
-        if not _has_ranges(step):
+        if "range" not in divisions(step):
             return False, own
         # FSDP1's shards are plain tensors: torch's own function sees those of this rank alone.
         return True, f"{own}: call the `clip_grad_norm_` of the engine, which adds them up over the ranks"
@@ -64,11 +64,3 @@ def _mistakes(step: TrainingStep) -> Iterator[tuple[str, float]]:
             "every rank has counted all gradients, and the squares are added up over the ranks",
             (math.sqrt(len(norms)) * math.hypot(*whole)),
         )
-
-
-def _has_ranges(step: TrainingStep) -> bool:
-    """True if ranks hold ranges of a matrix's elements, as in FSDP1, and not boxes of it, as in a DTensor."""
-    values = [value for clips in step.clips for clip in clips for value in clip.gradients.values()]
-    return any(
-        len(value.shape) > 1 and "," not in value.region and value.elements < math.prod(value.shape) for value in values
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -235,6 +236,13 @@ def norm_together(step: TrainingStep) -> float | None:
         return None
     kind = clips[0].kind
     return max(known) if kind < 0 else float(sum(norm**kind for norm in known) ** (1 / kind))
+
+
+def divisions(step: TrainingStep) -> set[str]:
+    """How ranks hold parts of matrices: "range" of the elements in a row, as in FSDP1, or "box", as in a DTensor."""
+    values = [value for each in step.steps for value in each.gradients.values()]
+    parts = [value for value in values if len(value.shape) > 1 and value.elements < math.prod(value.shape)]
+    return {"box" if "," in part.region else "range" for part in parts}
 
 
 def events_by_step(events: Iterable[object]) -> list[list[object]]:

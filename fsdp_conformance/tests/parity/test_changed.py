@@ -110,12 +110,18 @@ CLEARED = Mark(step=0, kind="clear", line="train.py:6")
 def test_gradients_that_are_cleared_before_they_are_reduced_come_back(
     events: Sequence[Backward | Mark], line: str | None
 ) -> None:
-    end = step([gradients()], [gradients()]).steps
-    run: Any = SimpleNamespace(recording=SimpleNamespace(ranks=[SimpleNamespace(events=[*events, *end])]))
+    shards = [halves(rank) for rank in range(2)]
+    sharded, whole = step(shards, shards), step([gradients()], [gradients()])
 
-    by_script = kept_from_clearing(run, 0)
+    def run(trained: TrainingStep) -> Any:
+        of_ranks = [SimpleNamespace(events=[*events, *trained.steps])]
+        return SimpleNamespace(recording=SimpleNamespace(ranks=of_ranks), steps=[trained])
+
+    by_script = kept_from_clearing(run(sharded), 0)
 
     assert (by_script[1] if by_script else None) == line
+    # With DDP or FSDP1, `zero_grad` sees them.
+    assert kept_from_clearing(run(whole), 0) is None
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,6 @@ def tensors(norms: list[float]) -> dict[str, Any]:
 )
 def test_how_a_wrong_norm_was_made_is_named(norm: float, likely: str) -> None:
     clips = [[SimpleNamespace(gradients=tensors(of_rank), norm=norm, kind=2.0)] for of_rank in SHARDS]
-    step: Any = SimpleNamespace(clips=clips, unclipped=SimpleNamespace(values=tensors(WHOLE)))
+    step: Any = SimpleNamespace(clips=clips, unclipped=SimpleNamespace(values=tensors(WHOLE)), steps=[])
 
     assert why_norm(step, norm, RIGHT, 1e-3) == (False, likely)
