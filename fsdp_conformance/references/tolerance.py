@@ -14,7 +14,8 @@ shows 1.5e-3 (bf16 reduction of one tensor). Sixteen times the noise keeps two d
 
 FLOOR_ULPS = 4. If references happen to agree, their noise says nothing. The error of a float32 sum of n terms in random
 order grows as sqrt(n) * eps / 2; a backward pass is a chain of a few such sums. `terms` is the number of ranks and
-micro-batches times the largest dim of any parameter. For 4 ranks and a dim of 45: 4 * 1.2e-7 * 13 = 6.4e-6.
+micro-batches times the largest dim of any parameter. For 4 ranks and a dim of 45: 4 * 1.2e-7 * 13 = 6.4e-6. The
+gradient of a parameter in float64 has the eps of float64: what float32 does before it is in the noise.
 
 `rounding` is that of the parameter itself, because every update ends with one: half an ulp of the parameter per step
 is subtracted from the noise, and a whole ulp is allowed. It matters if updates are small, as under clipping. Then most
