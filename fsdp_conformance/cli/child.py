@@ -334,9 +334,8 @@ def end_family(leader: int) -> None:
     Kill the process, its descendants, and every process in the session that it leads, and wait until they have ended.
 
     The leader must not have been reaped, so that its number still belongs to it. If it is this process, it is killed
-    last, and its parent reaps it. Ranks have their own sessions, and can
-    be recognised as descendants only while their parents live: so all processes are stopped before any is killed, and
-    none can start another meanwhile.
+    last, and its parent reaps it. Ranks have their own sessions, and can be recognised as descendants only while their
+    parents live: so all processes are stopped before any is killed, and none can start another meanwhile.
     """
     stopped: set[int] = set()
     while fresh := family(leader) - stopped - {os.getpid()}:
