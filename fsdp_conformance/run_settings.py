@@ -319,7 +319,7 @@ OPTIONS: dict[str, Option] = {option.name: option for option in (
     Option("world_sizes", "--world-size", metavar="N", is_list=True, parse=_count, kind=Kind.SELECTION,
            help="cases with this many ranks"),
     Option("fail_fast", "--fail-fast", help="stop after the first case that fails"),
-    Option("report_dir", "--report", metavar="DIR", parse=_text, default=".fsdp-conformance/NAME-TIME",
+    Option("report_dir", "--report", metavar="DIR", parse=_text, default=".fsdp-conformance/NAME-TIME-PID",
            help="directory for the run file"),
     Option("ranks", "--ranks", metavar="KIND", choices=RANKS, default=DEFAULTS.ranks, same_in_pytest=True,
            help="where ranks run: in fresh processes (processes), in threads (simulated: fast for large worlds, but "
