@@ -33,7 +33,7 @@ def why_norm(step: TrainingStep, norm: float, expected: float, tolerance: float)
     """True if the script has taken another norm than the expected one, and how it was made, in words."""
     together = norm_together(step)
     if together is not None and abs(together - expected) <= tolerance * expected:
-        own = "each rank has taken the norm of its own shards"
+        own = "each rank computed the norm of only its own shards"
         if "range" not in divisions(step):
             return False, own
         # FSDP1's shards are plain tensors: torch's own function sees those of this rank alone.
@@ -59,8 +59,5 @@ def _mistakes(step: TrainingStep) -> Iterator[tuple[str, float]]:
     yield "the norms of the ranks are added up, and not their squares", math.fsum(norms)
     yield "it is the square of the norm: the root was not taken", math.hypot(*whole) ** 2
     yield "it is the largest norm of a tensor", max(whole, default=0.0)
-    if len(norms) > 1:
-        yield (
-            "every rank has counted all gradients, and the squares are added up over the ranks",
-            (math.sqrt(len(norms)) * math.hypot(*whole)),
-        )
+    repeated = math.sqrt(len(norms)) * math.hypot(*whole)
+    yield "every rank has counted all gradients, and the squares are added up over the ranks", repeated

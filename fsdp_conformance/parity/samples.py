@@ -21,7 +21,6 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
     theirs = [list(_hashes(other, rank)) for rank in range(reference.world_size)]
     if mine == theirs:
         return None, True
-    passes = _other_passes(step, other, run, reference)
     first = next((forward for rank in range(run.world_size) for forward in step.training_forwards(rank)), None)
     line = first.line if first is not None else ""
     samples, expected = Counter(_samples(step, run)), Counter(_samples(other, reference))
@@ -29,11 +28,11 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
         return None, False
     common = sum((samples & expected).values())
     total, count = sum(expected.values()), sum(samples.values())
-    likely = ""
+    whose, likely = Whose.DATA, ""
     if run.world_size > 1 and _are_alike(step, run) and not _are_alike(other, reference):
         likely = "every rank gets the same samples: the data is not distributed over the ranks"
-    elif passes:
-        likely = passes
+    elif passes := _other_passes(step, other, run, reference):
+        whose, likely = Whose.SCRIPT, passes
     elif count != total and count and total:
         likely = (
             f"the step has {count} samples instead of {total}: another batch size, or a last batch that is left out"
@@ -50,7 +49,7 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
     return (
         Finding(
             title="The inputs differ",
-            whose=Whose.SCRIPT if likely and likely == passes else Whose.DATA,
+            whose=whose,
             step=number,
             first=_first_difference(step, other, run, reference),
             likely=likely,

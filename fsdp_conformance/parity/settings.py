@@ -53,11 +53,14 @@ def _why_rate(run: Run, reference: Run, number: int, value: str) -> str:
 
 def _place_of(value: str, rates: Sequence[str], schedule: Sequence[str], number: int) -> int | None:
     """The other step in which the reference has this rate, if that shows how often the scheduler was stepped."""
-    places = [place for place, rate in enumerate(schedule) if rate == value and place != number]
+    if schedule[number] == value:
+        # It is the rate of another parameter group that differs.
+        return None
+    places = [place for place, rate in enumerate(schedule) if rate == value]
     if rates[:number] == schedule[:number]:
         # Until now it was stepped as often. One step more or less is left; a schedule may come back to an old rate.
         places = [place for place in places if abs(place - number) == 1]
-    return places[0] if places and value not in schedule[number : number + 1] else None
+    return places[0] if places else None
 
 
 def _first_group(step: TrainingStep) -> Mapping[str, Any]:

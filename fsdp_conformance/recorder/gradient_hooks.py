@@ -37,38 +37,33 @@ def counted(tensor: object, hook: Any) -> Any:
     return CountedHook(hook) if is_counted else hook
 
 
-def silent_hooks(roots: Roots) -> Iterator[str]:
-    """Where hooks are defined that were not called since the last look, although their parameters have gradients."""
-    silent: dict[str, bool] = {}
-    for _, module in roots.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is None or parameter.grad is None:
-                continue
-            for hook in (parameter._backward_hooks or {}).values():
-                if isinstance(hook, CountedHook):
-                    place = _place(hook)
-                    silent[place] = silent.get(place, True) and not hook.calls
-                    hook.calls = 0
-    return (place for place, is_silent in silent.items() if is_silent)
+def gradient_hooks(roots: Roots) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """
+    Where they are defined, "train.py:30", each once; and those that were not called since the last look.
 
-
-def gradient_hooks(roots: Roots) -> Iterator[str]:
-    """Where they are defined, "train.py:30", each once. Hooks of torch and of engines are not the script's."""
-    seen: set[str] = set()
+    Hooks of torch and of engines are not the script's. Calls are counted on parameters that have gradients.
+    """
+    were_called: dict[str, list[bool]] = {}
     for _, module in roots.named_modules():
-        for hook in _hooks(module):
+        for owner, hook in _hooks(module):
             place = _place(hook)
-            if place and place not in seen:
-                seen.add(place)
-                yield place
+            if not place:
+                continue
+            calls = were_called.setdefault(place, [])
+            if isinstance(hook, CountedHook) and owner.grad is not None:
+                calls.append(hook.calls > 0)
+                hook.calls = 0
+    return tuple(were_called), tuple(place for place, calls in were_called.items() if calls and not any(calls))
 
 
-def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+def _hooks(module: nn.Module) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """The hooks of a module and of its own parameters, each with its owner."""
     owners: list[tuple[nn.Module | Tensor, tuple[str, ...]]] = [(module, _OF_MODULES)]
     owners += [(parameter, _OF_PARAMETERS) for parameter in module._parameters.values() if parameter is not None]
     for owner, attributes in owners:
         for attribute in attributes:
-            yield from (getattr(owner, attribute, None) or {}).values()
+            for hook in (getattr(owner, attribute, None) or {}).values():
+                yield owner, hook
 
 
 def _place(hook: Any) -> str:

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from fsdp_conformance.recorder.changes import Changes, writes_to
 from fsdp_conformance.recorder.elements import elements_of
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
-from fsdp_conformance.recorder.gradient_hooks import gradient_hooks, silent_hooks
+from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
 from fsdp_conformance.recorder.guard import Guard
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.lines import makes_state, place_of, script_line, script_lines
@@ -445,6 +445,7 @@ class Observer:
         numbers = {name: _finite(value) for name, value in after.counters.items()}
         changed, rewritten = (self._changed, self._changes.line) if is_clipped else (self._changes.line, "")
         reduced = self._changed_since_backward(gradients)
+        hooks, silent_hooks = gradient_hooks(self._roots)
         self._writer.write(
             Step(
                 step=self._step,
@@ -464,8 +465,8 @@ class Observer:
                 buffers=buffers.values(),
                 untrained=tuple(self._untrained()),
                 kept=self._kept,
-                hooks=tuple(gradient_hooks(self._roots)),
-                silent_hooks=tuple(silent_hooks(self._roots)),
+                hooks=hooks,
+                silent_hooks=silent_hooks,
                 collectives=self.traffic.take(),
             )
         )

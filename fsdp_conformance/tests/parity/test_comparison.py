@@ -554,7 +554,7 @@ def with_another_norm(directory: Path, factor: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "likely"),
-    [(0.9, "as of one rank's shards"), (2**-0.5, "each rank has taken the norm of its own shards")],
+    [(0.9, "as of one rank's shards"), (2**-0.5, "each rank computed the norm of only its own shards")],
 )
 def test_a_norm_must_be_that_of_the_gradients(factor: float, likely: str, tmp_path: Path) -> None:
     compared(Script(), tmp_path)
