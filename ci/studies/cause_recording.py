@@ -21,7 +21,7 @@ import torch
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.diagnosis import causes
-from fsdp_conformance.diagnosis.causes import Evidence
+from fsdp_conformance.diagnosis.evidence import Evidence
 from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.outcome.records import RankReport
 from studies import small_defects

@@ -21,6 +21,7 @@ from fsdp_conformance.checks.derived import with_derived_gradients
 from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.checks.traffic import REDUCING, of
 from fsdp_conformance.diagnosis import causes
+from fsdp_conformance.diagnosis.evidence import Evidence
 from fsdp_conformance.diagnosis.headline import causes_in
 from fsdp_conformance.diagnosis.mistakes import (
     supposed_clipped,
@@ -456,7 +457,7 @@ class _Judge:
             return None
         wrong, right = self._implied[step][name]
         earlier = values(references.expected, Kind.GRADIENT, step - 1) if step else {}
-        evidence = causes.Evidence(
+        evidence = Evidence(
             kind=str(Kind.GRADIENT),
             got=wrong,
             expected=right,
@@ -486,7 +487,7 @@ class _Judge:
         ]
         return f"{', or '.join(of_sum)}: the user has gradients summed over the ranks"
 
-    def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> causes.Evidence:
+    def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> Evidence:
         references = self.references
         others = values(references.expected, self.kind, step)
         initial = {
@@ -500,7 +501,7 @@ class _Judge:
         )  # fmt: skip
         gradient, local = self.kind is Kind.GRADIENT, name in references.local
         by_rank = _by_rank(references, step, name) if gradient else None
-        return causes.Evidence(
+        return Evidence(
             kind=str(self.kind),
             got=got,
             expected=expected,

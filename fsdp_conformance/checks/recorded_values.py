@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_conformance.diagnosis.causes import Evidence, likely
+from fsdp_conformance.diagnosis.causes import likely
+from fsdp_conformance.diagnosis.evidence import Evidence
 from fsdp_conformance.recordings.events import Backward, Keep, Kept
 from fsdp_conformance.recordings.files import Recording
 

@@ -1,7 +1,9 @@
 """
 From a wrong value to its likely cause, and from many findings to the one that says most.
 
+    evidence           a tensor that differs, with all that may explain it
     causes             the likely cause of a difference, from its pattern
+    places             right values in wrong places, for `causes`
     mistakes           a step with one mistake in it, for `causes`
     optimizer_steps    a step of the whole model with a wrong state or wrong settings, for `causes` as well
     saved_state        the likely cause of a wrong value in a state dict or a checkpoint

@@ -14,20 +14,21 @@ has one mistake in it (`Evidence.supposed`, made by `diagnosis.mistakes`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fsdp_conformance.diagnosis.evidence import Evidence
 from fsdp_conformance.diagnosis.headline import cause_and_fact
+from fsdp_conformance.diagnosis.places import NEAR, exchanged_shards, moved_elements, same, shifted, shifted_in_unit
 from fsdp_conformance.references.tolerance import magnitude
 
-#: How close a tensor must be to what a signature predicts, relative to its largest element.
-_NEAR = 1e-4
 #: How much closer a tensor must be to a supposed value than that value is to the right one.
 _CLOSER = 0.05
+#: The fewest elements of another tensor that are no coincidence.
+_FEWEST_TAKEN = 4
 #: Largest number of ranks for which every subset is tried.
 _MAX_SUBSET_RANKS = 8
 #: Causes that one answer may name. A report names those on which the tensors agree, so a small tensor may fit several.
@@ -46,42 +47,6 @@ _LOW = (torch.bfloat16, torch.float16)
 #: How much of a rounding error may be another than the predicted one, and the fewest elements that show it.
 _ROUNDED_ALIKE = 0.5
 _LEAST_ROUNDED = 4
-#: The part of a tensor that must have the values of other places for them to count as moved there.
-_MOST = 0.6
-#: Places with the same value that are tried for each element.
-_MAX_OFFSETS = 32
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
-    """A tensor that differs, with what could explain it. All tensors have the same shape; `expected` is float64."""
-
-    kind: str
-    """"gradient", "parameter", "loss", ...; "state": a value of a state dict or a checkpoint."""
-    got: Tensor
-    expected: Tensor
-    tolerance: Tensor | None
-    """Per element or 0-dim; None: bitwise."""
-    world_size: int
-    rank: int
-    micro_batches: int = 1
-    previous: Tensor | None = None
-    """The expected value one step earlier."""
-    factors: Mapping[str, float] = field(default_factory=dict)
-    """
-    Other mistakes that would scale a gradient in this regime, such as a second backward that is missing, or the update
-    of a parameter.
-    """
-    contributions: Sequence[Sequence[Tensor | None]] | None = None
-    """By rank and micro-batch: the undivided gradient of that rank's loss alone."""
-    others: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other expected tensors of the same kind, step and shape."""
-    alternatives: Mapping[str, Tensor] = field(default_factory=dict)
-    """For a state: the right value of another moment, and other values it may have had, by a phrase for each."""
-    unit: tuple[Tensor, Tensor] | None = None
-    """The flat values, actual and expected, of all parameters that are sharded together with this one."""
-    supposed: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
-    """This tensor as it would be with one mistake in the step, each with the mistake in a phrase."""
 
 
 def likely(evidence: Evidence) -> str | None:
@@ -97,7 +62,7 @@ def causes(evidence: Evidence) -> Iterator[str]:
         return
     expected = evidence.expected.double()
     # A tensor that is nearly right is nearly everything that the right one resembles.
-    signatures = _SIGNATURES if not _same(got, expected) else _FOR_SMALL_DIFFERENCES
+    signatures = _SIGNATURES if not same(got, expected) else _FOR_SMALL_DIFFERENCES
     for signature in signatures:
         yield from signature(evidence, got, expected)
 
@@ -171,11 +136,11 @@ def _other_step(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[s
     before = previous.double()
     if evidence.kind == "buffer" and not magnitude(before) and not magnitude(got) and magnitude(expected):
         yield "stale by one step, or set to zero: the buffer was zero before the step, and is"
-    if not magnitude(before) or _same(before, expected):
+    if not magnitude(before) or same(before, expected):
         return
-    if _same(got, before):
+    if same(got, before):
         yield f"stale by one step: every element equals the previous step's {evidence.kind}"
-    elif evidence.kind == "gradient" and _same(got, expected + before):
+    elif evidence.kind == "gradient" and same(got, expected + before):
         yield "not cleared: the previous step's gradient is included"
 
 
@@ -198,7 +163,7 @@ def _saved(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
             continue
         seen, predicted, right = (each[rows] if some else each for each in (got, wide, expected))
         apart = magnitude(predicted - right)
-        if apart and magnitude(seen - predicted) <= _CLOSER * apart and _same(seen, predicted):
+        if apart and magnitude(seen - predicted) <= _CLOSER * apart and same(seen, predicted):
             cause, fact = cause_and_fact(phrase)
             fitting.append(_Guess(cause, fact + _of_rows(evidence, wrong, len(got)) if some else fact, got))
     if len({guess.cause for guess in fitting if guess.cause in (STALE, LATER)}) < 2:
@@ -223,7 +188,7 @@ def _linear(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
     factor = _uniform_ratio(got, expected)
     fitting = [] if factor is None else list(_factors(evidence, got, expected, factor))
     for guess in _sums(evidence, expected):
-        if not _same(guess.value, expected) and _same(got, guess.value):
+        if not same(guess.value, expected) and same(got, guess.value):
             fitting.append(guess)
     if not fitting:
         fitting = list(_owned_sums(evidence, got, expected))[:1]
@@ -373,10 +338,10 @@ def _is_pieced(got: Tensor, expected: Tensor, by_owner: Sequence[Tensor]) -> boo
         flat = got.movedim(dim, 0).flatten()
         begin, used = 0, 0
         for value in by_owner:
-            fits = ((flat - value.movedim(dim, 0).flatten()).abs() <= _NEAR * scale)[begin:]
+            fits = ((flat - value.movedim(dim, 0).flatten()).abs() <= NEAR * scale)[begin:]
             length = int(fits.long().cumprod(0).sum()) if fits.numel() else 0
             right = expected.movedim(dim, 0).flatten()[begin : begin + length]
-            used += bool(((flat[begin : begin + length] - right).abs() > _NEAR * scale).any())
+            used += bool(((flat[begin : begin + length] - right).abs() > NEAR * scale).any())
             begin += length
         if begin == flat.numel() and used > 1:
             return True
@@ -388,12 +353,22 @@ def _swapped(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]
         return
     for name, other in evidence.others.items():
         wide = other.double()
-        if not magnitude(wide) or _same(wide, expected):
+        if not magnitude(wide) or same(wide, expected):
             continue
-        if _same(got, wide):
+        if same(got, wide):
             yield f"mixed up with another parameter: every element equals the {evidence.kind} of {name!r}"
-        elif evidence.kind == "gradient" and _same(got, expected + wide):
+        elif count := _taken(evidence, got, expected, wide):
+            owner = f"the {evidence.kind} of {name!r}"
+            yield f"mixed up with another parameter: the {count} wrong elements are those of {owner}"
+        elif evidence.kind == "gradient" and same(got, expected + wide):
             yield f"mixed up with another parameter: equals the sum of its own gradient and that of {name!r}"
+
+
+def _taken(evidence: Evidence, got: Tensor, expected: Tensor, other: Tensor) -> int:
+    """How many elements are wrong, if each has the value of another tensor at its place; else 0."""
+    wrong = _outside(evidence, got, expected)
+    count = int(wrong.sum())
+    return count if count >= _FEWEST_TAKEN and same(got[wrong], other[wrong]) else 0
 
 
 def _scaled_otherwise(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
@@ -490,113 +465,6 @@ def _is_kept(got: Tensor, before: Tensor, expected: Tensor) -> bool:
     return magnitude(got - before) <= 1e-2 * magnitude(expected - before)
 
 
-def _exchanged_shards(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
-    """Every wrong shard along dim 0 holds the rows of another rank's."""
-    if expected.dim() == 0 or evidence.world_size < 2:
-        return
-    shards, held = torch.chunk(expected, evidence.world_size), torch.chunk(got, evidence.world_size)
-    taken: list[str] = []
-    for rank, rows in enumerate(held):
-        if _same(rows, shards[rank]):
-            continue
-        sources = [other for other, shard in enumerate(shards) if magnitude(rows) and _same(rows, shard[: len(rows)])]
-        if not sources:
-            return
-        taken.append(f"rank {rank} has rank {sources[0]}'s")
-    if taken:
-        yield f"shards in the wrong place: {', '.join(taken)} ({len(shards[0])} rows each)"
-
-
-def _moved_elements(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
-    """The right values in the wrong places."""
-    flat_got, flat_expected = got.flatten(), expected.flatten()
-    if flat_got.numel() < 3 or not _same(flat_got.sort().values, flat_expected.sort().values):
-        return
-    if got.dim() and evidence.world_size > 1:
-        chunks = torch.chunk(expected, evidence.world_size)
-        for turn in range(1, len(chunks)):
-            rotated = torch.cat([*chunks[turn:], *chunks[:turn]])
-            if _same(got, rotated):
-                yield f"shards in the wrong place: rotated by {turn} ranks, every value is right"
-    for offset in (1, -1):
-        if _same(flat_got, flat_expected.roll(offset)):
-            yield _offset_of(offset)
-    for dim in range(min(got.dim(), 2)):
-        for turn in range(1, got.size(dim)):
-            if got.numel() > got.size(dim) and _same(got, expected.roll(turn, dim)):
-                where = "rows" if dim == 0 else "columns"
-                yield f"shards in the wrong place: all {where} are turned by {turn}, the last ones to the front"
-    if got.dim() == 2 and got.size(0) == got.size(1) and _same(got, expected.t()):
-        yield f"transposed: element [i, j] has the value of element [j, i] in all {got.size(0)} rows"
-    yield "elements permuted: every value is right but in the wrong place"
-
-
-def _shifted(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
-    """A flat offset: most elements have the value of the element that many places away; the ends are lost."""
-    if got.numel() < 4 or evidence.kind in ("loss", "norm"):
-        return
-    offset = _offset(got.flatten(), expected.flatten())
-    if offset:
-        yield _offset_of(offset)
-
-
-def _shifted_in_unit(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
-    """The same among all parameters of a unit, which are sharded as one flat tensor."""
-    if evidence.unit is None or evidence.unit[0].numel() < max(8, got.numel() + 1):
-        return
-    held, right = (value.double() for value in evidence.unit)
-    world_size = evidence.world_size
-    length = -(-held.numel() // world_size)
-    taken = []
-    shards = torch.split(right, length)
-    for rank, rows in enumerate(torch.split(held, length)):
-        sources = [other for other, shard in enumerate(shards) if magnitude(rows) and _begins_alike(rows, shard)]
-        if rank in sources:
-            continue
-        if len(sources) != 1:
-            break
-        taken.append(f"rank {rank} has rank {sources[0]}'s")
-    else:
-        if taken and world_size > 1:
-            yield f"shards in the wrong place: {', '.join(taken)} ({length} elements of the unit each)"
-            return
-    offset = _offset(held, right)
-    if offset:
-        turned, rest = divmod(abs(offset), length)
-        if world_size > 1 and not rest:
-            yield f"shards in the wrong place: rotated by {turned} ranks in the unit's flat tensor"
-        else:
-            yield _offset_of(offset) + " in the unit's flat tensor"
-
-
-def _begins_alike(rows: Tensor, shard: Tensor) -> bool:
-    """True if two shards agree as far as both go; the last one may be shorter, or padded with zeros."""
-    shared = min(len(rows), len(shard))
-    return 2 * shared >= len(rows) and _same(rows[:shared], shard[:shared])
-
-
-def _offset(held: Tensor, right: Tensor) -> int | None:
-    """By how many places most of the wrong elements are moved."""
-    scale = max(magnitude(held), magnitude(right))
-    wrong = ((held - right).abs() > _NEAR * scale) & (held.abs() > _NEAR * scale)
-    candidates: dict[int, None] = {}
-    for index in wrong.nonzero().flatten()[:: max(1, int(wrong.sum()) // 8)].tolist():
-        matches = ((right - held[index]).abs() <= _NEAR * scale).nonzero().flatten()[:_MAX_OFFSETS]
-        candidates.update(dict.fromkeys(index - int(match) for match in matches))
-    for offset in sorted(candidates, key=abs):
-        inside = slice(max(offset, 0), held.numel() + min(offset, 0))
-        fits = (held[inside] - right.roll(offset)[inside]).abs() <= _NEAR * scale
-        proven = fits & wrong[inside]
-        if offset and int(proven.sum()) >= max(3, _MOST * int(wrong.sum())):
-            return offset
-    return None
-
-
-def _offset_of(offset: int) -> str:
-    sign, size = "-" if offset > 0 else "+", abs(offset)
-    return f"flat offset off by {'one' if size == 1 else size}: element i has the value of element i {sign} {size}"
-
-
 def _rounded(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
     """Every element is the expected one at lower precision."""
     if not magnitude(expected) or evidence.kind in ("loss", "norm"):
@@ -654,9 +522,9 @@ def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[
             rank, rows = shard
             wide = torch.cat([expected[: rows.start], wide[rows], expected[rows.stop :]])
         apart = magnitude(wide - expected)
-        if apart <= 10 * _NEAR * _NEAR * magnitude(expected) or _is_before(evidence, wide, got):
+        if apart <= 10 * NEAR * NEAR * magnitude(expected) or _is_before(evidence, wide, got):
             continue
-        exact = magnitude(got - wide) <= _CLOSER * apart and _same(got, wide)
+        exact = magnitude(got - wide) <= _CLOSER * apart and same(got, wide)
         # Low precision rounds differently in every implementation, and a few elements may be close by chance.
         rounded = phrase.startswith(IN_LOW_PRECISION) and got.numel() >= _LEAST_ROUNDED
         if exact or (rounded and _is_like(got, expected, wide)):
@@ -673,7 +541,7 @@ def _only_shard(evidence: Evidence, got: Tensor, expected: Tensor) -> tuple[int,
     """The rank in whose rows all wrong elements are, and these rows; None if there are several, or no others."""
     if evidence.world_size == 1 or not got.dim() or len(got) < 2:
         return None
-    wrong = ((got - expected).abs() > _NEAR * magnitude(expected)).reshape(len(got), -1).any(1).nonzero().flatten()
+    wrong = ((got - expected).abs() > NEAR * magnitude(expected)).reshape(len(got), -1).any(1).nonzero().flatten()
     for rank, rows in enumerate(_shards(len(got), evidence.world_size)):
         if len(wrong) and all(int(row) in rows for row in wrong):
             return rank, slice(rows.start, rows.stop)
@@ -702,10 +570,10 @@ _SIGNATURES: tuple[_Signature, ...] = (
     _linear,
     _swapped,
     _rows,
-    _exchanged_shards,
-    _moved_elements,
-    _shifted,
-    _shifted_in_unit,
+    exchanged_shards,
+    moved_elements,
+    shifted,
+    shifted_in_unit,
     _rounded,
     _as_supposed,
     _reduced_in_low_precision,
@@ -721,18 +589,11 @@ _FOR_SMALL_DIFFERENCES = (_unchanged, _saved, _rows, _rounded, _as_supposed, _re
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _same(got: Tensor, predicted: Tensor) -> bool:
-    if got.shape != predicted.shape:
-        return False
-    scale = max(magnitude(predicted), magnitude(got))
-    return magnitude(got - predicted) <= _NEAR * scale
-
-
 def _moved(after: Tensor, before: Tensor) -> bool:
     return not torch.equal(after, before)
 
 
-def _uniform_ratio(got: Tensor, expected: Tensor, *, spread: float = _NEAR) -> float | None:
+def _uniform_ratio(got: Tensor, expected: Tensor, *, spread: float = NEAR) -> float | None:
     """got / expected if it is the same at every element, relative to the largest one."""
     index = int(expected.abs().argmax()) if expected.numel() else 0
     if not expected.numel() or expected.flatten()[index] == 0:
@@ -744,7 +605,7 @@ def _uniform_ratio(got: Tensor, expected: Tensor, *, spread: float = _NEAR) -> f
 
 
 def _close(value: float, target: float) -> bool:
-    return abs(value - target) <= _NEAR * abs(target)
+    return abs(value - target) <= NEAR * abs(target)
 
 
 def _ratio_of(ratio: float, world_size: int) -> str:

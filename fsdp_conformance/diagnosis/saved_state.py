@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_conformance.diagnosis.causes import LATER, STALE, Evidence, likely
+from fsdp_conformance.diagnosis.causes import LATER, STALE, likely
+from fsdp_conformance.diagnosis.evidence import Evidence
 from fsdp_conformance.diagnosis.optimizer_steps import Moment, SupposedStep, possible, resumed_steps, when
 
 #: In place of the name of a state: the values of the model itself.

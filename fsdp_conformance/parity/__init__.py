@@ -16,6 +16,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     collectives      the collectives of two runs, as evidence
     kept             tensors that both sides keep when they run again, and what their elements show
     words            differences in words
+    arbitration      whose a difference from another script is, from a run of the script without its sharding
     comparison       all steps of two recordings, in the order in which a step computes
     trajectory       every tensor over all steps
     text             the comparison for a terminal

@@ -33,6 +33,7 @@ def suspicions(run: Run) -> Iterator[Finding]:
     yield from _evaluation(run)
     yield from _unreduced(run)
     yield from _summed(run)
+    yield from _stepped_by_engine(run)
     yield from _unequal_means(run)
     yield from _clipped_before_unscaled(run)
     yield from _different_replicas(run)
@@ -188,6 +189,29 @@ def _summed(run: Run) -> Iterator[Finding]:
                 line=event.line,
             )
             return
+
+
+def _stepped_by_engine(run: Run) -> Iterator[Finding]:
+    """A step that the engine takes to make the optimizer's state, where it has an effect."""
+    mark = next((event for event in run.marks if event.kind == "step of the engine"), None)
+    if mark is None or not run.steps:
+        return
+    first = run.steps[0].steps[0]
+    is_counted = any(name.endswith("/step") for name in first.counters)
+    decays = any(group.settings.get("weight_decay") for group in first.groups)
+    effects = ["counts one step more than the training has"] * is_counted + [
+        "has decayed the weights once more"
+    ] * decays
+    if effects:
+        yield _suspicion(
+            "The engine has stepped the optimizer before the training",
+            Whose.ENGINE,
+            step=0,
+            likely=f"`{mark.detail}` makes the optimizer's state by a step with gradients of zero: the optimizer "
+            f"{' and '.join(effects)}",
+            evidence=("the reference takes this step as well, so that the rest can be compared",),
+            line=mark.line,
+        )
 
 
 def _unequal_means(run: Run) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from fsdp_conformance.parity.alone import WRONG_BACKWARD
 from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep, divisions, events_by_step
-from fsdp_conformance.parity.words import why_written
+from fsdp_conformance.parity.words import some_names, why_written
 from fsdp_conformance.recordings.events import Backward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
 
@@ -22,6 +22,21 @@ from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_pr
 OF_A_SHARD = (
     "what it does to the shard of a rank is not what it does to a whole tensor: a norm, a mean or a maximum of a shard "
     "must be combined over the ranks"
+)
+
+#: How a cause begins that may be the engine's. What follows is the script's.
+OR_THE_REDUCTION = "the reduction, or "
+
+#: The cause of gradients that are missing, if it is the script's.
+NO_GRADIENT = (
+    "a part of the model that the loss does not reach: it is not used, it runs under `detach` or `no_grad`, or in a "
+    "reentrant checkpoint of which no input requires a gradient"
+)
+
+#: The cause of a state that only the run loads.
+_LOADED = (
+    "the script loads a state into the model at {line}, and the reference does not. To put weights back, it needs a "
+    "copy: `state_dict()` returns the parameters themselves"
 )
 
 #: The cause of gradients that come back after they were cleared.
@@ -65,25 +80,68 @@ def why_stale(run: Run, reference: Run, number: int) -> str:
 
     In words; empty if it has done nothing in between that is known.
     """
-    step, expected = run.steps[number], reference.steps[number]
     # The reference has no engine that might write to them.
-    names = list(dict.fromkeys(name for each in expected.steps for name in each.written))
-    if any(name in names for each in step.steps for name in each.written):
+    names = _written(reference, number)
+    if any(name in names for name in _written(run, number)):
         return why_written(names)
-    loaded, others = (
-        [mark for mark in each.marks if mark.kind == "load state" and mark.step == number] for each in (run, reference)
-    )
+    loaded, others = (_loads(each, number) for each in (run, reference))
     if number and loaded and not others:
-        return (
-            f"the script loads a state into the model at {loaded[-1].line}, and the reference does not. To put weights "
-            "back, it needs a copy: `state_dict()` returns the parameters themselves"
-        )
+        return _LOADED.format(line=loaded[-1].line)
     if number and run.steps[number - 1].steps[0].in_autocast > reference.steps[number - 1].steps[0].in_autocast:
         return (
             "autocast was on while the optimizer stepped: it keeps copies of weights in low precision until it ends, "
             "so the forward may compute with those of an earlier step. Enter it around each forward"
         )
     return ""
+
+
+def why_buffers(step: TrainingStep, rank: int) -> str:
+    """Why a forward may differ on this rank, and on none before it, if buffers are not rank 0's; empty if they are."""
+    if step.previous is None or not rank:
+        return ""
+    names = [name for name, ranks in step.previous.buffers.differing.items() if rank in ranks]
+    if not names:
+        return ""
+    what = f"buffers {some_names(names)}" if len(names) > 1 else f"buffer {names[0]!r}"
+    return (
+        f"the ranks differ in the {what}, as where each updates its own: DDP sends rank 0's before each forward, "
+        "and FSDP does not"
+    )
+
+
+def whose_writing(run: Run, reference: Run, number: int) -> tuple[Whose, str, str]:
+    """Whose a change of parameters between two steps is that is not the reference's: the cause, and a line."""
+    mine, theirs = _written(run, number), _written(reference, number)
+    loads, others = _loads(run, number), _loads(reference, number)
+    files = [mark for mark in run.marks if mark.kind == "load" and mark.step == number]
+    line = next((mark.line for mark in (*reversed(loads), *reversed(files))), "")
+    whose = Whose.SCRIPT
+    if loads and not others:
+        likely = _LOADED.format(line=line)
+    elif loads:
+        # An engine's own hooks, or torch's functions for checkpoints, may have part in it.
+        whose, likely = Whose.EITHER, f"the state that is loaded at {line}, or how the engine loads it"
+    elif mine and theirs:
+        likely = f"the script writes to {some_names(mine)}: {OF_A_SHARD}"
+    elif theirs:
+        likely = (
+            f"only the reference writes to {some_names(theirs)}: with sharding, what the script writes to is another "
+            "tensor, such as a parameter of before the model was sharded, or it has another shape"
+        )
+    else:
+        # Of the same script without its sharding, the engine is what is left.
+        whose = Whose.EITHER if reference.sharding == "kept" else Whose.ENGINE
+        likely = f"only the run writes to {some_names(mine)}"
+    return whose, likely, line
+
+
+def _written(run: Run, number: int) -> list[str]:
+    """The parameters that were written to since the step before, each once."""
+    return list(dict.fromkeys(name for each in run.steps[number].steps for name in each.written))
+
+
+def _loads(run: Run, number: int) -> list[Mark]:
+    return [mark for mark in run.marks if mark.kind == "load state" and mark.step == number]
 
 
 def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | None:
@@ -105,6 +163,12 @@ def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | N
     return None
 
 
+def clear_alike(run: Run, reference: Run, number: int) -> bool:
+    """True if both call `zero_grad` between a step and the one before, and equally often."""
+    calls = [sum(mark.kind == "clear" and mark.step == number for mark in each.marks) for each in (run, reference)]
+    return calls[0] == calls[1] > 0
+
+
 def kept_from_clearing(run: Run, number: int) -> tuple[str, str] | None:
     """
     How gradients that the script has cleared come back in a step, in words and as a line; None if nothing shows it.
@@ -122,7 +186,7 @@ def kept_from_clearing(run: Run, number: int) -> tuple[str, str] | None:
     return None
 
 
-def drawn_in_backward(run: Run, reference: Run, number: int) -> tuple[Whose, str] | None:
+def drawn_in_backward(run: Run, reference: Run, number: int, *, same_script: bool) -> tuple[Whose, str] | None:
     """
     Whose gradients are that differ because a backward draws other random numbers, and the cause; None if none does.
 
@@ -137,13 +201,14 @@ def drawn_in_backward(run: Run, reference: Run, number: int) -> tuple[Whose, str
         )
         passes = len(run.steps[number].training_forwards(rank))
         for place, (before, wanted) in enumerate(zip(mine, theirs, strict=False)):
-            if before.random == wanted.random:
+            # The states of others say nothing: a script may not seed what it does not draw from.
+            drawing = mine[place - 1].draws if place else before.draws
+            if all(before.random.get(name) == wanted.random.get(name) for name in drawing):
                 continue
-            drawing = mine[place - 1].draws if place else ()
-            if not drawing:
+            if not place:
                 break
             # Between two steps, a script may draw for something else.
-            whose = Whose.SCRIPT if place < passes else Whose.EITHER
+            whose = Whose.SCRIPT if place < passes or not same_script else Whose.EITHER
             return whose, (
                 f"random numbers: after the backward, the generators of {' and '.join(drawing)} on rank {rank} are in "
                 "another state, and before it they agreed: activations are computed again with other random numbers "
@@ -188,10 +253,10 @@ def whose_backward(step: TrainingStep, expected: TrainingStep, *, same_script: b
     if mine and not theirs:
         return Whose.SCRIPT, f"the hook of {mine[0]} changes gradients, and the reference has none"
     if mine:
-        return Whose.EITHER, f"the reduction, or the hook of {mine[0]}, which sees this rank's shard of a gradient"
+        return Whose.EITHER, f"{OR_THE_REDUCTION}the hook of {mine[0]}, which sees this rank's shard of a gradient"
     if not same_script:
         return Whose.EITHER, (
-            "the reduction, or what one of the two scripts does in its backward, such as `detach` or a hook"
+            f"{OR_THE_REDUCTION}what one of the two scripts does in its backward, such as `detach` or a hook"
         )
     return Whose.ENGINE, ""
 

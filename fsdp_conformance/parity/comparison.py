@@ -16,11 +16,16 @@ from typing import Any
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import suspicions
 from fsdp_conformance.parity.changed import (
+    NO_GRADIENT,
     OF_A_SHARD,
+    OR_THE_REDUCTION,
+    clear_alike,
     drawn_in_backward,
     kept_from_clearing,
     lost_by_script,
     whose_backward,
+    whose_writing,
+    why_buffers,
     why_changed,
     why_stale,
 )
@@ -149,6 +154,8 @@ class _Comparing:
         self._tied = ties_of(run, reference)
         #: Each rank of the reference computed the samples of all of them.
         self._is_whole_batch = reference.sharding == "whole batch"
+        #: The reference is the run's script, without its sharding.
+        self._is_same_script = reference.sharding != "kept"
 
     def result(self) -> Comparison:
         """The comparison."""
@@ -235,6 +242,7 @@ class _Comparing:
         yield from self._other_draws(expected)
         yield from self._incomplete(step)
         yield from compare_models(self.run, self.reference, number)
+        yield from self._written(step, expected)
         if self.are_aligned:
             yield from self._outputs(step, expected)
             if not self._is_whole_batch:
@@ -285,6 +293,29 @@ class _Comparing:
                 is_exact=True,
             )
 
+    def _written(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        """Parameters that were written to between two steps, and then differ."""
+        if not (step.is_written or expected.is_written):
+            return
+        beyond = list(self._beyond("begin", TENSORS["begin"], step.number, step.begin.values, expected.begin.values))
+        if beyond:
+            name, value, wanted, bound = beyond[0]
+            whose, likely, line = whose_writing(self.run, self.reference, step.number)
+            yield Finding(
+                title="Parameters have changed differently since the step before",
+                whose=whose,
+                step=step.number,
+                first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
+                likely=likely,
+                evidence=(
+                    *number_of_tensors(len(beyond), len(expected.begin.values)),
+                    "after the optimizer's step they agreed",
+                ),
+                line=line or next((forward.line for forward in step.training_forwards(0)), ""),
+                kind="begin",
+                tensors=tuple(item[0] for item in beyond),
+            )
+
     def _outputs(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
         for rank in range(min(self.run.world_size, self.reference.world_size)):
             for mine, theirs in zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False):
@@ -307,6 +338,8 @@ class _Comparing:
             by_script = (divided_tie(self.run.tied, mine) if step.number else "") or why_context(mine, theirs)
             if not by_script and not self._random:
                 by_script = why_stale(self.run, self.reference, step.number)
+            if not (by_script or self._random or self._is_same_script):
+                by_script = why_buffers(step, rank)
             whose = Whose.SCRIPT if by_script else self._whose_forward(step, mine, theirs)
             yield Finding(
                 title="The forward computes something else",
@@ -340,10 +373,7 @@ class _Comparing:
         if not value.square:
             return "the output is zero: parameters were released, or not gathered, before they were used"
         if step.number and not self.comparison.findings:
-            return (
-                "the parameters after the last step agree: either they were changed since, or the engine computes "
-                "with copies that it has not updated"
-            )
+            return "the parameters agree before it: it computes with copies that were not updated, or in another way"
         return ""
 
     def _losses(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
@@ -377,6 +407,8 @@ class _Comparing:
         if (missing or extra) and not step.unclipped.incomplete:
             name, verb = (missing[0], "is missing") if missing else (extra[0], "should not be there")
             whose, likely, line = self._blame_gradients(step, expected, [name])
+            if missing and whose is Whose.EITHER:
+                likely = f"{OR_THE_REDUCTION}{NO_GRADIENT}"
             yield Finding(
                 title="Different parameters have gradients",
                 whose=whose,
@@ -407,11 +439,11 @@ class _Comparing:
         made_of = gradients.Gradients(
             values={name: value for name, value, *_ in beyond},
             expected={name: wanted for name, _, wanted, _ in beyond},
+            all=others,
             previous=gradients.previous_gradients(previous),
             contributions=gradients.contributions_of(expected),
             ranks=self.run.world_size,
             passes=step.passes,
-            total=len(others),
             eps=self.noise.eps,
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
@@ -444,9 +476,10 @@ class _Comparing:
             if names[0] in step.unclipped.differing:
                 likely = why_replicas(step.unclipped.differing[names[0]])
             else:
-                whose, likely = drawn_in_backward(self.run, self.reference, step.number) or whose_backward(
-                    step, expected, same_script=self.reference.sharding != "kept"
-                )
+                same = self._is_same_script
+                whose, likely = drawn_in_backward(
+                    self.run, self.reference, step.number, same_script=same
+                ) or whose_backward(step, expected, same_script=same)
         if whose is Whose.ENGINE and not likely and all(name in expected.unclipped.values for name in names):
             likely = gradients.place_of(names, list(expected.unclipped.values), self._tied)
         return whose, likely, step.backward_line
@@ -469,9 +502,12 @@ class _Comparing:
         if self._is_whole_batch:
             # The engine is compared with replicas that train as the script says, without the option.
             return Whose.SCRIPT
-        if step.passes != expected.passes or _reduced(step) != _reduced(expected) or not self.are_aligned:
+        if step.passes != expected.passes or not self.are_aligned:
             return Whose.SCRIPT
-        if step.steps[0].kept != expected.steps[0].kept:
+        if not self._is_same_script and _reduced(step) != _reduced(expected):
+            return Whose.SCRIPT
+        clears_alike = self._is_same_script and clear_alike(self.run, self.reference, step.number)
+        if step.steps[0].kept != expected.steps[0].kept and not clears_alike:
             return Whose.SCRIPT
         return self._whose()
 
@@ -516,7 +552,7 @@ class _Comparing:
         dtypes = {value.dtype for value in (*step.unclipped.values.values(), *expected.unclipped.values.values())}
         tolerance = max(1e-3, 8 * max(map(eps_of, dtypes), default=0.0))
         if norm is not None and expected_norm and abs(norm / expected_norm - changed) > tolerance * changed:
-            by_script, likely = why_norm(step, norm, expected_norm, tolerance)
+            by_script, likely = why_norm(step, expected, norm, expected_norm, tolerance)
             yield Finding(
                 title="The norm of the gradients differs although the gradients agree",
                 whose=Whose.SCRIPT if by_script else self._whose(),
@@ -579,17 +615,23 @@ class _Comparing:
         counts = [name for name in theirs if name in mine and mine[name].is_integer() and theirs[name].is_integer()]
         for name in counts:
             if mine[name] != theirs[name]:
-                is_fresh = mine[name] == 1 < theirs[name]
-                other = self.run.steps[step.number - 1].steps[0].optimizer if step.number else ""
-                is_made_again = is_fresh and other not in ("", step.steps[0].optimizer)
+                whose, likely = self._whose(), ""
+                if mine[name] == 1 < theirs[name]:
+                    other = self.run.steps[step.number - 1].steps[0].optimizer if step.number else ""
+                    is_made_again = other not in ("", step.steps[0].optimizer)
+                    is_never_loaded = expected.steps[0].is_loaded and not step.steps[0].is_loaded
+                    whose = Whose.SCRIPT if is_made_again or is_never_loaded else Whose.EITHER
+                    likely = "its state begins with this step: no state of the steps before was loaded into it"
+                    if is_never_loaded:
+                        likely += ". The reference loads one: an optimizer that is made after that has none"
+                elif step.steps[0].is_loaded:
+                    likely = "a state was loaded into it, and its count of steps is not the loaded one"
                 yield Finding(
                     title="The optimizer counts its steps differently",
-                    whose=Whose.SCRIPT if is_made_again else Whose.EITHER if is_fresh else self._whose(),
+                    whose=whose,
                     step=step.number,
                     first=f"'{name}' · {instead(mine[name], theirs[name])}",
-                    likely="its state begins with this step: no state of the steps before was loaded into it"
-                    if is_fresh
-                    else "",
+                    likely=likely,
                     line=step.steps[0].line,
                     is_exact=True,
                 )
@@ -638,7 +680,7 @@ class _Comparing:
                 whose=Whose.SCRIPT,
                 step=number,
                 first=f"rank {rank} · {name} · {what}" if rank else f"{name} · {what}",
-                likely=of_one if rank else why_setting(self.run, self.reference, number, what),
+                likely=of_one if rank else why_setting(self.run, self.reference, number, parameter, what),
                 line=self.run.steps[number].steps[rank].line,
             )
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdp_conformance.listing import some
 from fsdp_conformance.parity.noise import EPS, EXPLAINED, SAME, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import TrainingStep
 from fsdp_conformance.recordings.events import Backward
@@ -24,6 +25,8 @@ _MOST = 24
 _NAMED = 2
 #: How the cause begins that is only a guess from the size of differences.
 ROUNDED = "rounded to"
+#: How causes begin that say which parts of ranks and backwards are in the gradients.
+OF_PARTS = ("backward ", "what rank", "not reduced: ", "the ranks are weighted ", "they weigh ")
 #: Contributions that are told apart.
 _MOST_CONTRIBUTIONS = 64
 
@@ -40,14 +43,14 @@ class Gradients:
     values: Mapping[str, Whole]
     expected: Mapping[str, Whole]
     """Of the same names."""
+    all: Mapping[str, Whole]
+    """The reference's, of all names."""
     previous: Sequence[Mapping[str, Whole]]
     """The reference's gradients of the step before: as the optimizer got them, and before they were clipped."""
     contributions: Sequence[Sequence[Mapping[str, Sketch]]]
     """The part of each rank and backward, as far as the reference knows: by rank, backward, name."""
     ranks: int
     passes: int
-    total: int
-    """How many gradients there are."""
     eps: float
     """Of the dtype that the reference computes in."""
 
@@ -55,7 +58,7 @@ class Gradients:
 def likely(gradients: Gradients) -> str:
     """The likely cause, or an empty string."""
     names = sorted(gradients.values, key=lambda name: -gradients.expected[name].norm)[:_MOST]
-    for explain in (_nothing, _factor, _of_previous_step, _of_contributions, _exchanged, _of_rounding):
+    for explain in (_nothing, _factor, _of_previous_step, _of_contributions, _exchanged, _of_others, _of_rounding):
         cause = explain(gradients, names)
         if cause:
             return cause
@@ -137,7 +140,9 @@ def _factor(gradients: Gradients, names: Sequence[str]) -> str:
         return ""
     factor = sum(factors) / len(factors)
     which = (
-        "" if len(gradients.values) == gradients.total else f" ({len(gradients.values)} of {gradients.total} tensors)"
+        ""
+        if len(gradients.values) == len(gradients.all)
+        else f" ({len(gradients.values)} of {len(gradients.all)} tensors)"
     )
     return f"{_meaning(factor, gradients)}: every element is {_number(factor)} times the expected one{which}"
 
@@ -254,6 +259,24 @@ def _is_sum_of(gradients: Gradients, one: str, other: str) -> bool:
     # Of what both differ by: a sum of small differences would be small as well.
     differences = min(gradients.values[name].distance(gradients.expected[name]) for name in (one, other))
     return differences > 0 and norm_of([a - b for a, b in zip(left, right, strict=True)]) <= EXPLAINED * differences
+
+
+def _of_others(gradients: Gradients, names: Sequence[str]) -> str:
+    """Each tensor has the elements of another one of its shape."""
+    owners = {name: _owner(gradients, name) for name in names}
+    if not all(owners.values()):
+        return ""
+    shown = some([f"'{name}' has the elements of '{owner}'" for name, owner in owners.items()], _NAMED)
+    return f"{shown}: memory was used again before it was read"
+
+
+def _owner(gradients: Gradients, name: str) -> str:
+    """The other tensor whose elements a tensor has, by its name; empty if there is none."""
+    value = gradients.values[name]
+    for other, expected in gradients.all.items():
+        if other != name and expected.shape == value.shape and value.distance(expected) <= EXPLAINED * expected.norm:
+            return other if expected.norm else ""
+    return ""
 
 
 def _of_rounding(gradients: Gradients, names: Sequence[str]) -> str:

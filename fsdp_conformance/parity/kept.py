@@ -22,12 +22,17 @@ _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4}
 
 
 def keep_of(finding: Finding, reference: Run) -> Keep | None:
-    """The tensors to keep: the first, and others as far as they fit. None if the first one is too large, or unknown."""
+    """
+    The tensors to keep: those of the finding as far as they fit, and others of their shapes, whose elements they may
+    have. None if the first one is too large, or unknown.
+    """
     if not finding.tensors or finding.step is None:
         return None
     tensors = TENSORS[finding.kind](reference.steps[finding.step]).values
+    shapes = {tensors[name].shape for name in finding.tensors}
+    others = [name for name, value in tensors.items() if name not in finding.tensors and value.shape in shapes]
     names, total = [], 0
-    for name in finding.tensors:
+    for name in (*finding.tensors, *others):
         size = math.prod(tensors[name].shape) * _SIZES.get(tensors[name].dtype, 8)
         if total + size <= MOST_BYTES:
             names.append(name)
@@ -61,6 +66,8 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
     if element["name"] not in finding.tensors[:1]:
         # What the elements of a small tensor show need not be what is wrong with all of them.
         return replace(finding, evidence=(*evidence, f"its elements show: {likely}"))
+    if finding.kind == "begin":
+        return replace(finding, likely=f"{finding.likely.partition(': ')[0]}: {likely}", evidence=evidence)
     if finding.likely and finding.whose is Whose.EITHER:
         # What the elements show is known of these gradients; the finding only says what may have changed them.
         evidence = (*evidence, f"it may be {finding.likely}")

@@ -63,6 +63,7 @@ TENSORS: dict[str, Select] = {
     "parameter": attrgetter("parameters"),
     "optimizer state": attrgetter("state"),
     "buffer": attrgetter("buffers"),
+    "begin": attrgetter("begin"),
 }
 
 

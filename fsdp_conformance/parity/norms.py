@@ -29,12 +29,17 @@ def norm_of_gradients(step: TrainingStep) -> float:
     return math.sqrt(sum(value.square for value in values))
 
 
-def why_norm(step: TrainingStep, norm: float, expected: float, tolerance: float) -> tuple[bool, str]:
-    """True if the script has taken another norm than the expected one, and how it was made, in words."""
+def why_norm(
+    step: TrainingStep, reference: TrainingStep, norm: float, expected: float, tolerance: float
+) -> tuple[bool, str]:
+    """True if the script has taken another norm than the reference, and how it was made, in words."""
+    others = other_tensors(step, reference)
+    if others:
+        return True, others
     together = norm_together(step)
-    if together is not None and abs(together - expected) <= tolerance * expected:
+    if together is not None and abs(together - expected) <= tolerance * expected and _are_own(step, tolerance):
         own = "each rank computed the norm of only its own shards"
-        if "range" not in divisions(step):
+        if "range" not in divisions(step) or step.clips[0][0].tensors is None:
             return False, own
         # FSDP1's shards are plain tensors: torch's own function sees those of this rank alone.
         return True, f"{own}: call the `clip_grad_norm_` of the engine, which adds them up over the ranks"
@@ -44,6 +49,34 @@ def why_norm(step: TrainingStep, norm: float, expected: float, tolerance: float)
     ratio = norm / expected
     local = "as of one rank's shards" if ratio < 1 else "as of gradients that were counted several times"
     return False, f"it is {ratio:.4g} times the expected one, {local}"
+
+
+def _are_own(step: TrainingStep, tolerance: float) -> bool:
+    """True if the norm that each rank got is that of what it holds; also of norms that sketches do not give."""
+    first = [clips[0] for clips in step.clips]
+    if first[0].kind != _TWO:
+        return True
+    norms = [math.sqrt(sum(value.square for value in clip.gradients.values())) for clip in first]
+    return all(abs((clip.norm or 0.0) - norm) <= tolerance * norm for clip, norm in zip(first, norms, strict=True))
+
+
+def other_tensors(step: TrainingStep, expected: TrainingStep) -> str:
+    """How the first clipping of a step was given other tensors than the reference's, in words; empty if it was not."""
+    mine, theirs = step.clips[0][0], expected.clips[0][0]
+    if mine.gathered:
+        return (
+            f"{mine.gathered} of the tensors that it was given are gathered parameters, and the gradients are those of "
+            "shards: the model must be resharded before (FSDP2: `reshard()`, `set_reshard_after_backward(True)` for "
+            "the last micro-batch)"
+        )
+    if mine.strangers > theirs.strangers:
+        return (
+            f"{mine.strangers} of the tensors that it was given belong to no module: they were collected before the "
+            "model was sharded or moved, which makes other parameters, and never get a gradient"
+        )
+    if mine.tensors is not None and theirs.tensors is not None and mine.tensors != theirs.tensors:
+        return f"the gradients of {mine.tensors} tensors are clipped, and in the reference those of {theirs.tensors}"
+    return ""
 
 
 def _mistakes(step: TrainingStep) -> Iterator[tuple[str, float]]:
@@ -57,6 +90,7 @@ def _mistakes(step: TrainingStep) -> Iterator[tuple[str, float]]:
     yield added, math.fsum(whole)
     yield f"on each rank {added}", math.hypot(*(math.fsum(of_rank) for of_rank in parts))
     yield "the norms of the ranks are added up, and not their squares", math.fsum(norms)
+    yield "the squares of the ranks' norms are averaged, and not added up", math.hypot(*norms) / math.sqrt(len(norms))
     yield "it is the square of the norm: the root was not taken", math.hypot(*whole) ** 2
     yield "it is the largest norm of a tensor", max(whole, default=0.0)
     repeated = math.sqrt(len(norms)) * math.hypot(*whole)

@@ -82,6 +82,7 @@ class TrainingStep:
     clips: tuple[tuple[Clip, ...], ...]
     initial: tuple[Initial, ...]
     """The values of modules that had not been trained before this step; of all ranks."""
+    previous: TrainingStep | None = None
 
     @functools.cached_property
     def gradients(self) -> Tensors:
@@ -114,6 +115,19 @@ class TrainingStep:
     def parameters(self) -> Tensors:
         """After the step."""
         return whole_tensors([step.parameters for step in self.steps])
+
+    @property
+    def is_written(self) -> bool:
+        """True if parameters were written to on some rank since the step before."""
+        return self.previous is not None and any(step.begin for step in self.steps)
+
+    @functools.cached_property
+    def begin(self) -> Tensors:
+        """The parameters before the step's first forward that trains."""
+        if self.previous is None:
+            return self.initial_values
+        before = self.previous.steps
+        return whole_tensors([step.begin or last.parameters for step, last in zip(self.steps, before, strict=True)])
 
     @functools.cached_property
     def state(self) -> Tensors:
@@ -215,17 +229,19 @@ def _steps(recording: Recording) -> list[TrainingStep]:
     def select(kind: type[E], number: int) -> tuple[tuple[E, ...], ...]:
         return tuple(tuple(event for event in steps[number] if isinstance(event, kind)) for steps in of_ranks)
 
-    return [
-        TrainingStep(
+    made: list[TrainingStep] = []
+    for number in range(count):
+        step = TrainingStep(
             number=number,
             steps=tuple(events[0] for events in select(Step, number)),
             forwards=select(Forward, number),
             backwards=select(Backward, number),
             clips=select(Clip, number),
             initial=tuple(event for events in select(Initial, number) for event in events),
+            previous=made[-1] if made else None,
         )
-        for number in range(count)
-    ]
+        made.append(step)
+    return made
 
 
 def norm_together(step: TrainingStep) -> float | None:

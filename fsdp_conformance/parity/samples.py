@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from fsdp_conformance.listing import some
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.runs import Run, TrainingStep
 from fsdp_conformance.recordings.events import Forward, Input
+
+#: How many ranks are named.
+_NAMED = 4
 
 
 def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | None, bool]:
@@ -41,6 +45,13 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
         likely = repeated
     elif shifted := _shifted(run, reference, number):
         likely = shifted
+    elif drawn := _from_other_states(run, reference, number):
+        likely = drawn
+    elif doubled := _doubled(mine, theirs):
+        likely = (
+            f"{doubled}: the rank or the number of ranks by which the data is divided is that of a part of them, as of "
+            "one dim of the mesh"
+        )
     elif others := _ranks_of_their_own(mine, theirs):
         likely = f"only {_named(others)} other samples: a sampler or a shuffle has another seed there"
     elif samples and common == 0:
@@ -72,6 +83,61 @@ def _other_passes(step: TrainingStep, other: TrainingStep, run: Run, reference: 
         f"every rank accumulates {mine} micro-batch{'es' * (mine > 1)} in this step instead of {theirs}: the number of "
         "accumulation steps, or the condition that ends a step, is another one, or an epoch ends in it"
     )
+
+
+def _from_other_states(run: Run, reference: Run, number: int) -> str:
+    """In words, which generator is in another state at the first inputs that differ; empty if none is."""
+    if run.world_size != reference.world_size:
+        return ""
+    of_ranks = [list(_forwards(run, reference, rank, number)) for rank in range(run.world_size)]
+    for place, pairs in enumerate(zip(*of_ranks, strict=False)):
+        rank = next((rank for rank, (mine, theirs) in enumerate(pairs) if _hash(mine) != _hash(theirs)), None)
+        if rank is None:
+            continue
+        mine, theirs = pairs[rank]
+        others = [name for name, state in mine.random.items() if theirs.random.get(name) != state]
+        alike = [
+            name
+            for name in others
+            if _share_state(name, [pair[0] for pair in pairs])
+            and run.world_size > 1
+            and not _share_state(name, [pair[1] for pair in pairs])
+        ]
+        if alike:
+            return (
+                f"the data is drawn from the generator of {' and '.join(alike)}, which has the same state on all ranks "
+                "from there on: something gives all of them one seed, such as an evaluation"
+            )
+        before = of_ranks[rank][place - 1] if place else None
+        changed = [
+            name for name in others if before is not None and before[0].random.get(name) == before[1].random.get(name)
+        ]
+        if changed:
+            return (
+                f"the data is drawn from the generator of {' and '.join(changed)}, which has got another state on rank "
+                f"{rank} since the micro-batch before: something seeds it, or draws from it, such as an evaluation"
+            )
+        break
+    return ""
+
+
+def _share_state(name: str, forwards: Sequence[Forward]) -> bool:
+    return len({forward.random.get(name) for forward in forwards}) == 1
+
+
+def _forwards(run: Run, reference: Run, rank: int, number: int) -> Iterator[tuple[Forward, Forward]]:
+    """The micro-batches of a rank in both runs, from the step before `number` to it."""
+    for step in range(max(0, number - 1), number + 1):
+        yield from zip(*(each.steps[step].training_forwards(rank) for each in (run, reference)), strict=False)
+
+
+def _doubled(mine: Sequence[object], theirs: Sequence[object]) -> str:
+    """In words, which ranks train the samples of another one, and not their own; empty if none does."""
+    if len(mine) != len(theirs):
+        return ""
+    first = {rank: mine.index(samples) for rank, samples in enumerate(mine)}
+    doubled = [rank for rank, other in first.items() if other != rank and theirs[rank] != theirs[other]]
+    return some([f"rank {rank} trains the samples of rank {first[rank]}" for rank in doubled], _NAMED)
 
 
 def _ranks_of_their_own(mine: Sequence[object], theirs: Sequence[object]) -> list[int]:
@@ -162,8 +228,11 @@ def _first_difference(step: TrainingStep, other: TrainingStep, run: Run, referen
 
 
 def _hashes(step: TrainingStep, rank: int) -> Iterator[tuple[str, ...]]:
-    for forward in step.training_forwards(rank):
-        yield tuple(f"{name} {item.value.shape} {item.value.hash}" for name, item in sorted(forward.inputs.items()))
+    yield from map(_hash, step.training_forwards(rank))
+
+
+def _hash(forward: Forward) -> tuple[str, ...]:
+    return tuple(f"{name} {item.value.shape} {item.value.hash}" for name, item in sorted(forward.inputs.items()))
 
 
 def main_input(forward: Forward) -> Input | None:

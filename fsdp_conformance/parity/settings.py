@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fsdp_conformance.parity.runs import Run, TrainingStep
 from fsdp_conformance.parity.words import both_settings, short, why_scaled
@@ -24,15 +23,37 @@ def setting_difference(run: Run, reference: Run, number: int) -> tuple[int, str,
     return None
 
 
-def why_setting(run: Run, reference: Run, number: int, difference: str) -> str:
-    """The likely cause of a setting that differs at a step as `setting_difference` says."""
+def why_setting(run: Run, reference: Run, number: int, name: str, difference: str) -> str:
+    """The likely cause of a parameter's setting that differs at a step as `setting_difference` says."""
+    moved = _in_another_group(run.steps[number], reference.steps[number], name)
+    if moved:
+        return moved
     key, _, value, *_ = difference.split()
-    why = _why_rate(run, reference, number, value) if key == "lr" else ""
+    why = _why_rate(run, reference, number, name, value) if key == "lr" else ""
     return why or why_scaled(difference, run.world_size)
 
 
-def _why_rate(run: Run, reference: Run, number: int, value: str) -> str:
-    rates, schedule = ([short(rate) for rate in map(_rate_of, each.steps)] for each in (run, reference))
+def _in_another_group(step: TrainingStep, expected: TrainingStep, name: str) -> str:
+    """In words, that a parameter shares its group with others than in the reference; empty if it does not."""
+    here, there = (_group_of(each, name) for each in (step, expected))
+    if set(here) == set(there):
+        return ""
+    places = [
+        f"the first of {len(group)} is {group[0]!r}" if len(group) > 1 else "it is alone" for group in (here, there)
+    ]
+    return (
+        f"it is in another parameter group than in the reference (here {places[0]}; there {places[1]}): a condition on "
+        "the names or shapes of parameters, which a wrapper or sharding changes"
+    )
+
+
+def _group_of(step: TrainingStep, name: str) -> tuple[str, ...]:
+    """The names of a parameter's group."""
+    return next((group.parameters for group in step.steps[0].groups if name in group.parameters), (name,))
+
+
+def _why_rate(run: Run, reference: Run, number: int, name: str, value: str) -> str:
+    rates, schedule = ([short(_rate_of(step, name)) for step in each.steps] for each in (run, reference))
     if len(rates) > number + 2 and rates[number + 1 :] == schedule[number : len(rates) - 1]:
         return (
             "every rate comes one step late: the script sets it, or steps the scheduler, after the optimizer "
@@ -42,7 +63,7 @@ def _why_rate(run: Run, reference: Run, number: int, value: str) -> str:
     if place is not None:
         how = "more" if place > number else "less"
         return f"it is the rate of the reference's step {place}: the scheduler is stepped {how} often"
-    starts = [_first_group(each.steps[number]).get("initial_lr") for each in (run, reference)]
+    starts = [each.steps[number].settings_of(0).get(name, {}).get("initial_lr") for each in (run, reference)]
     if starts[0] is None or starts[0] != starts[1]:
         return ""
     causes = ["is stepped a different number of times", "is made for a different number of steps"]
@@ -53,9 +74,6 @@ def _why_rate(run: Run, reference: Run, number: int, value: str) -> str:
 
 def _place_of(value: str, rates: Sequence[str], schedule: Sequence[str], number: int) -> int | None:
     """The other step in which the reference has this rate, if that shows how often the scheduler was stepped."""
-    if schedule[number] == value:
-        # It is the rate of another parameter group that differs.
-        return None
     places = [place for place, rate in enumerate(schedule) if rate == value]
     if rates[:number] == schedule[:number]:
         # Until now it was stepped as often. One step more or less is left; a schedule may come back to an old rate.
@@ -63,11 +81,6 @@ def _place_of(value: str, rates: Sequence[str], schedule: Sequence[str], number:
     return places[0] if places else None
 
 
-def _first_group(step: TrainingStep) -> Mapping[str, Any]:
-    """The settings of the first parameter group."""
-    return next((group.settings for group in step.steps[0].groups), {})
-
-
-def _rate_of(step: TrainingStep) -> object:
-    """The learning rate of the first group."""
-    return _first_group(step).get("lr")
+def _rate_of(step: TrainingStep, name: str) -> object:
+    """A parameter's learning rate."""
+    return step.settings_of(0).get(name, {}).get("lr")

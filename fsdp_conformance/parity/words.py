@@ -133,12 +133,16 @@ def why_replicas(ranks: Sequence[int]) -> str:
     return f"{who} and others hold the same part of it with different values: it was not reduced over all ranks"
 
 
+def some_names(names: Sequence[str]) -> str:
+    """The first names of many."""
+    return some(list(map(repr, names)), _NAMED)
+
+
 def why_written(names: Sequence[str]) -> str:
-    """The likely cause of a forward that differs after a script has written to these parameters between two steps."""
+    """The likely cause of a forward that differs after a script has written to parameters, which agree all the same."""
     return (
-        f"the script writes to {some(list(map(repr, names)), _NAMED)} between the steps: what it computes from a shard "
-        "(a norm, a mean, a maximum) must be combined over the ranks, and units that were gathered when it wrote must "
-        "be gathered again (FSDP2: `reshard()`)"
+        f"the script writes to {some_names(names)} between the steps. The parameters agree before the forward, but "
+        "units that were gathered when it wrote still have other values: gather them again (FSDP2: `reshard()`)"
     )
 
 

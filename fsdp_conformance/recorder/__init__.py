@@ -8,7 +8,7 @@ change to what it computes.
     observer        what is recorded, and when
     hooks           the places in torch where a training loop is seen
     guard           keeps errors of all this out of the training
-    changes         where the script changes gradients after a backward
+    changes         where the script changes gradients after a backward, and parameters between steps
     gradient_hooks  hooks of the script that see gradients
     lines           lines of the script, as they are shown
     names           parameters by the names that the unsharded model gives them, outputs by their places
@@ -17,6 +17,7 @@ change to what it computes.
     shards          the parameters that an optimizer has, while modules hold gathered ones
     deepspeed_engine, deepspeed_values
                     DeepSpeed's engine, which hides what each rank holds
+    megatron        Megatron-FSDP, whose optimizer has other parameters than the modules
     traffic         the collectives that the process calls
     fingerprints    elements as a fingerprint
     random_state    the states of random number generators
@@ -25,6 +26,8 @@ change to what it computes.
 The same script with its sharding taken out, for comparison:
 
     unsharded       takes the place of torch's sharding functions
+    megatron_unsharded
+                    takes the place of Megatron-FSDP's functions
     replica         a module that is replicated: its gradients are averaged after each backward
     whole_batch     one batch for all ranks, as one process would train it
     rounding        computes a module in another dtype, as mixed precision does

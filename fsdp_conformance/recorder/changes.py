@@ -1,20 +1,27 @@
 """
-Where a script changes its gradients between a backward and the optimizer's step.
+Where a script changes its gradients between a backward and the optimizer's step, and which parameters between steps.
 
-Gradients have version numbers, which every change in place increases. They are looked at when a function of the script
-returns, and when the script has called one of torch's that changes tensors in place.
+Tensors have version numbers, which every change in place increases, but for those through `.data` or a detached
+DTensor. Gradients are looked at when a function of the script returns, and when the script has called one of torch's
+that changes tensors in place.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from types import FrameType
+from typing import TypeGuard
 
+import torch
 from torch import Tensor
 
 from fsdp_conformance.recorder.guard import Guard
 from fsdp_conformance.recorder.lines import is_of_script, script_line
+
+#: How many elements of a tensor are looked at, at least, if it has as many.
+_SAMPLED = 16
 
 
 class Changes:
@@ -65,9 +72,76 @@ class Changes:
         return has_changed
 
 
+class Contents:
+    """What tensors hold at one time, as far as their version numbers and a few elements of each tell."""
+
+    @torch.no_grad()
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._versions = {name: writes_to(tensor) for name, tensor in tensors.items()}
+        self._samples = _copies({name: _sample(tensor) for name, tensor in tensors.items()})
+
+    @torch.no_grad()
+    def changed_in(self, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """
+        The names of tensors that were written to since.
+
+        One that now has another size, dtype or device is left out: the engine has gathered, or moved, it.
+        """
+        now = {
+            name: sample
+            for name, sample in ((name, _sample(tensor)) for name, tensor in tensors.items() if name in self._samples)
+            if _kind(sample) == _kind(self._samples[name]) and sample.shape == self._samples[name].shape
+        }
+        old = {name: self._samples[name] for name in now}
+        differing = {name for name in now if writes_to(tensors[name]) != self._versions[name]}
+        for names in _by_kind(now).values():
+            bits, before = (_bits(torch.cat([each[name] for name in names])) for each in (now, old))
+            if not torch.equal(bits, before):
+                differing.update(name for name in names if not torch.equal(_bits(now[name]), _bits(old[name])))
+        return tuple(name for name in now if name in differing)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A view of at most 32 elements of what this rank holds."""
+    held = getattr(tensor, "_local_tensor", tensor)
+    step = max(1, held.numel() // _SAMPLED)
+    count = min(-(-held.numel() // step), 2 * _SAMPLED)
+    # One operation for each tensor: there may be thousands.
+    return held.as_strided((count,), (step,)) if held.is_contiguous() else held.reshape(-1)[::step][:count]
+
+
+def _copies(samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of them, made together."""
+    copies: dict[str, Tensor] = {}
+    for names in _by_kind(samples).values():
+        together = torch.cat([samples[name] for name in names])
+        parts = torch.split(together, [samples[name].numel() for name in names])
+        copies.update(zip(names, parts, strict=True))
+    return copies
+
+
+def _by_kind(samples: Mapping[str, Tensor]) -> dict[object, list[str]]:
+    groups: dict[object, list[str]] = defaultdict(list)
+    for name, sample in samples.items():
+        groups[_kind(sample)].append(name)
+    return groups
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A NaN is equal to itself."""
+    return tensor.contiguous().view(torch.uint8)
+
+
 def writes_to(tensor: Tensor | None) -> int:
     """How often a tensor was changed in place: its version number; 0 if there is no tensor, or it has no number."""
-    # A DTensor's own number does not follow that of its shard.
-    held = getattr(tensor, "_local_tensor", tensor)
-    # Tensors of inference mode have no version.
-    return 0 if held is None or held.is_inference() else held._version
+    # A DTensor counts what is done with it, and its shard what is done with the shard alone.
+    return sum(each._version for each in (tensor, getattr(tensor, "_local_tensor", None)) if _has_version(each))
+
+
+def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    """False for a tensor of inference mode."""
+    return tensor is not None and not tensor.is_inference()

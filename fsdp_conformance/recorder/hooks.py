@@ -21,6 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp_conformance.recorder import megatron
 from fsdp_conformance.recorder.gradient_hooks import counted
 from fsdp_conformance.recorder.observer import Observer
 from fsdp_conformance.simulator.import_hook import when_imported
@@ -64,11 +65,15 @@ class Hooks:
         self._replace(Optimizer, "zero_grad", functools.partial(self._marked, "clear"))
         self._replace(nn.Module, "zero_grad", functools.partial(self._marked, "clear"))
         self._replace(nn.Module, "load_state_dict", functools.partial(self._marked, "load state"))
+        self._replace(Optimizer, "load_state_dict", self._loading)
         for name in ("save", "load"):
             self._replace(torch, name, functools.partial(self._marked, name))
         self._replaced.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
         self._replaced.on_undo(register_optimizer_step_post_hook(self._after_step).remove)
         self._replaced.on_undo(when_imported("deepspeed", self._watch_deepspeed))
+        self._replaced.on_undo(
+            when_imported(megatron.PACKAGE, lambda: megatron.watch(observer, self._replace, watch_unit))
+        )
         if torch.distributed.is_available():
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -161,7 +166,10 @@ class Hooks:
         """Call a function that clips, and record it. `gradients_of`: its first argument."""
         return self._guard.around(
             lambda call: self._observer.clip(
-                lambda: call(gradients_of, max_norm, norm_type, *args, **kwargs), float(max_norm), float(norm_type)
+                lambda: call(gradients_of, max_norm, norm_type, *args, **kwargs),
+                float(max_norm),
+                float(norm_type),
+                gradients_of if isinstance(gradients_of, list) else None,
             ),
             original,
             gradients_of,
@@ -211,6 +219,14 @@ class Hooks:
             return original(*args, **kwargs)
 
         return call
+
+    def _loading(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._guard.run(self._observer.loads, optimizer)
+            original(optimizer, *args, **kwargs)
+
+        return load_state_dict
 
     def _leaving(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -5,6 +5,7 @@ Which elements of which parameters a rank's tensors hold.
     DTensors (FSDP2, TP)            a box, from the mesh and the placements
     FSDP1's flat parameters         ranges of several parameters
     this package's own engine       a range of one
+    Megatron-FSDP                   a range of one
 
 A tensor of any other kind is taken to be whole. Where it is not, its fingerprints do not add up, and the comparison
 says so.
@@ -66,7 +67,8 @@ class Layout:
             if part is not None:
                 yield self.name, part
             return
-        flat = tensor.detach().reshape(-1)
+        held = tensor.detach()
+        flat = (held.to_local() if isinstance(held, DTensor) else held).reshape(-1)
         for range_ in self.ranges:
             if range_.begin + range_.numel <= flat.numel():
                 values = flat[range_.begin : range_.begin + range_.numel]
@@ -96,10 +98,17 @@ def layouts_of(roots: Roots, shards: Shards) -> dict[int, Layout]:
         for name, module in named_modules(root, prefix):
             for key, parameter in shards.parameters_of(module):
                 full_name = f"{name}.{key}".removeprefix(".")
-                is_hidden = deepspeed_values.is_hidden(parameter)
-                layouts.setdefault(id(parameter), Layout(full_name, is_hidden=is_hidden))
+                layouts.setdefault(id(parameter), _layout(full_name, parameter))
         layouts.update(special)
     return layouts
+
+
+def _layout(name: str, parameter: Tensor) -> Layout:
+    # Megatron-FSDP's, of what its optimizer has; not where it shards nothing.
+    held: slice | None = getattr(parameter, "megatron_fsdp_slice", None)
+    if held is not None and any(placement.is_shard() for placement in getattr(parameter, "placements", ())):
+        return Layout(name, (Range(name, tuple(parameter.shape), held.start, 0, held.stop - held.start),))
+    return Layout(name, is_hidden=deepspeed_values.is_hidden(parameter))
 
 
 def _of_fsdp1(root: nn.Module, prefix: str) -> Iterator[tuple[int, Layout]]:

@@ -17,9 +17,10 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(os.path.join(_PACKAGE, part, "") for part in ("recorder", "engine"))
 
 #: Packages whose optimizers belong to an engine.
-_ENGINES = frozenset(
-    {"torch", "accelerate", "colossalai", "deepspeed", "fairscale", "lightning", "megatron", "pytorch_lightning"}
-)
+_ENGINES = frozenset({
+    "torch", "accelerate", "colossalai", "deepspeed", "fairscale", "lightning", "megatron", "megatron_fsdp",
+    "pytorch_lightning",
+})  # fmt: skip
 
 
 def is_of_script(file: str) -> bool:
@@ -44,9 +45,10 @@ def script_lines(most: int = 4) -> list[str]:
 
 
 def makes_state() -> bool:
-    """True if torch's functions for checkpoints have called this step: its gradients and learning rate are zero."""
+    """True if torch's functions for checkpoints have called this step, or Megatron-FSDP's for optimizers."""
     return any(
         frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        or frame.f_code.co_name == "fully_shard_optimizer"
         for frame in _frames(sys._getframe(1))
     )
 

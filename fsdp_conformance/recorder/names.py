@@ -20,6 +20,8 @@ WRAPPERS = {
     "OffloadWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
     "DeepSpeedEngine": "module",
+    "MegatronFSDP": "module",
+    "ReplicatedInPlaceOfMegatron": "module",
     "_FabricModule": "_forward_module",
 }
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fsdp_conformance.recorder.changes import Changes, writes_to
+from fsdp_conformance.recorder.changes import Changes, Contents
 from fsdp_conformance.recorder.elements import elements_of
 from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
 from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
@@ -102,6 +102,17 @@ class Stepped:
     counters: Mapping[str, Tensor | float]
     defined: str = ""
     """Where its class is defined, if it is neither torch's nor an engine's."""
+    is_loaded: bool = False
+    """A state has been loaded into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The tensors that a function was given to clip, as in `Clip`."""
+
+    tensors: int | None = None
+    strangers: int = 0
+    gathered: int = 0
 
 
 class Observer:
@@ -122,6 +133,8 @@ class Observer:
         self._layouts: dict[int, Layout] = {}
         self._has_layouts = False
         self._optimizers: dict[int, str] = {}
+        # Those into which a state has been loaded.
+        self._loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._trained: set[str] = set()
         self._step = 0
         self._pass = -1
@@ -146,9 +159,10 @@ class Observer:
         self._changes = Changes(self.guard)
         # The line that has changed the gradients before they were clipped.
         self._changed = ""
-        # The version numbers of parameters at the end of a step, and those that were written to since.
-        self._versions: dict[str, int] = {}
+        # The parameters at the end of a step; those that were written to since, and then the values of all.
+        self._contents: Contents | None = None
         self._written: tuple[str, ...] = ()
+        self._begun: Named | None = None
         self.traffic = TrafficCount(self.guard)
         self.before_forward: Callable[[], object] = lambda: None
         """Called before each outermost forward, before anything is recorded of it."""
@@ -251,10 +265,13 @@ class Observer:
 
     def _before_training(self, module: nn.Module) -> None:
         """Before a forward that trains a module: what was written since the last step, and its initial values."""
-        versions, self._versions = self._versions, {}
-        if versions:
-            now = self._versions_of_parameters()
-            self._written = tuple(name for name, version in versions.items() if now.get(name, version) != version)
+        contents, self._contents = self._contents, None
+        if contents is not None:
+            self._written = contents.changed_in(self._readable_parameters())
+            if self._written or (self._keep is not None and self._keep.kind == "begin"):
+                parts = self._parts_of(self._parameters())
+                self._keep_elements("begin", parts)
+                self._begun = Named(parts)
         if module in self._seen:
             return
         self._seen.add(module)
@@ -354,17 +371,17 @@ class Observer:
         contributions, self.contributions = self.contributions, None
         return contributions
 
-    def clip(self, call: Callable[[], Any], limit: float, kind: float) -> Any:
-        """Clip gradients, and record it."""
+    def clip(self, call: Callable[[], Any], limit: float, kind: float, tensors: Sequence[Tensor] | None = None) -> Any:
+        """Clip gradients, and record it. `tensors`: those whose gradients are clipped, if it is told which."""
         if self._in_clipping:
             return call()
         self._in_clipping = True
         try:
-            return self._clip(call, limit, kind)
+            return self._clip(call, limit, kind, tensors)
         finally:
             self._in_clipping = False
 
-    def _clip(self, call: Callable[[], Any], limit: float, kind: float) -> Any:
+    def _clip(self, call: Callable[[], Any], limit: float, kind: float, tensors: Sequence[Tensor] | None) -> Any:
         self._changes.stop()
         step, line = self._step, script_line()
         parts = self._gradients()
@@ -372,8 +389,9 @@ class Observer:
             self._keep_elements("gradient", parts)
             self._changed = self._changes.line
         gradients = Named(parts)
+        given = self._given(tensors) if tensors is not None else Given()
         norm = call()
-        self._clipped(step, line, gradients, norm, limit, kind)
+        self._clipped(step, line, gradients, norm, limit, kind, given)
         self._changes.watch(self._parameters())
         return norm
 
@@ -382,10 +400,27 @@ class Observer:
         number, line, before = self._step, script_line(), Named(gradients)
         result = step()
         if limit:
-            self._clipped(number, line, before, norm(), limit, 2.0)
+            self._clipped(number, line, before, norm(), limit, 2.0, Given())
         return result
 
-    def _clipped(self, step: int, line: str, gradients: Named, norm: Any, limit: float, kind: float) -> None:
+    def _given(self, tensors: Sequence[Tensor]) -> Given:
+        count = sum(tensor.grad is not None for tensor in tensors)
+        unknown = {id(tensor) for tensor in tensors if self._layout(tensor) is None}
+        if not unknown:
+            return Given(count)
+        held = {id(each) for _, module in self._roots.named_modules() for each in module._parameters.values()}
+        return Given(count, strangers=len(unknown - held), gathered=len(unknown & held))
+
+    def _clipped(
+        self,
+        step: int,
+        line: str,
+        gradients: Named,
+        norm: Any,
+        limit: float,
+        kind: float,
+        given: Given,
+    ) -> None:
         local = norm.to_local() if hasattr(norm, "to_local") and hasattr(norm, "placements") else norm
         local = local.detach().clone() if isinstance(local, Tensor) else local
         self._unclipped = self._unclipped or gradients
@@ -400,6 +435,9 @@ class Observer:
                 limit=float(limit),
                 kind=float(kind) if math.isfinite(kind) else -1.0,
                 gradients=gradients.values(),
+                tensors=given.tensors,
+                strangers=given.strangers,
+                gathered=given.gathered,
             )
 
         self._later(event)
@@ -458,7 +496,9 @@ class Observer:
                 in_autocast=any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),
                 rewritten=rewritten,
                 written=self._written,
+                begin=self._begun.values() if self._begun is not None else {},
                 defined=after.defined,
+                is_loaded=after.is_loaded,
                 parameters=parameters.values(),
                 state=state.values(),
                 counters={name: number for name, number in numbers.items() if number is not None},
@@ -475,7 +515,8 @@ class Observer:
         self._step += 1
         self._pass = -1
         self._has_layouts = False
-        self._versions, self._written, self._changed = self._versions_of_parameters(), (), ""
+        self._written, self._begun, self._changed = (), None, ""
+        self._contents = Contents(self._readable_parameters())
 
     def _keep_elements(self, kind: str, parts: Parts, *, step: int | None = None, number: int = 0) -> None:
         """Write the elements of the tensors that this run is for, if it is time for them."""
@@ -521,7 +562,11 @@ class Observer:
             groups.append(Group(settings=settings_of(group), parameters=tuple(names), unknown=unknown))
         # Classes have hashes, which mypy does not see.
         name, defined = self._optimizer_name(optimizer), place_of(type(optimizer))  # type: ignore[arg-type]
-        return Stepped(name, tuple(groups), parameters, states, counters, defined)
+        return Stepped(name, tuple(groups), parameters, states, counters, defined, optimizer in self._loaded)
+
+    def loads(self, optimizer: Optimizer) -> None:
+        """A state is loaded into an optimizer."""
+        self._loaded.add(optimizer)
 
     def _untrained(self) -> Iterator[str]:
         for parameter in self._parameters():
@@ -541,8 +586,8 @@ class Observer:
     def mark(self, kind: Any, detail: str = "") -> None:
         """Something else has happened that matters for the comparison."""
         event = Mark(step=self._step, kind=kind, line=script_line(), detail=detail)
-        # A model is told how to reduce before it trains; a load before training is part of the initial values.
-        if self._writer.has_begun or self._waiting or kind == "divide factor":
+        # An engine is set up before it trains; a load before training is part of the initial values.
+        if self._writer.has_begun or self._waiting or kind in ("divide factor", "step of the engine"):
             self._later(lambda: event)
 
     def leave(self) -> None:
@@ -625,8 +670,9 @@ class Observer:
                     seen.add(id(parameter))
                     yield f"{name}.{key}".removeprefix("."), parameter
 
-    def _versions_of_parameters(self) -> dict[str, int]:
-        return {name: writes_to(parameter) for name, parameter in self.named_parameters()}
+    def _readable_parameters(self) -> dict[str, Tensor]:
+        named = ((name, parameter, self._layout(parameter)) for name, parameter in self.named_parameters())
+        return {name: parameter for name, parameter, layout in named if layout is not None and not layout.is_hidden}
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for _, parameter in self.named_parameters()]
@@ -699,8 +745,9 @@ def _named_parts(value: object, samples: OwnSamples | None = None) -> Iterator[t
 
 
 def _defers(root: nn.Module) -> bool:
-    """True inside `no_sync` of DDP or FSDP1."""
-    return getattr(root, "require_backward_grad_sync", True) is False or getattr(root, "_sync_gradients", True) is False
+    """True inside `no_sync` of DDP or FSDP1, which may have a wrapper around it, such as Lightning Fabric's."""
+    attributes = "require_backward_grad_sync", "_sync_gradients"
+    return any(vars(module).get(name, True) is False for module in root.modules() for name in attributes)
 
 
 def _hexadecimal(hashes: Tensor | None) -> tuple[str, ...]:

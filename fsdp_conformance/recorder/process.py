@@ -12,8 +12,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.recorder.settings import RecordSettings
@@ -43,6 +45,12 @@ def _begin(settings: RecordSettings) -> None:
         )
 
 
+def _take_out_megatron(replacement: Any) -> None:
+    from fsdp_conformance.recorder.megatron_unsharded import take_out
+
+    take_out(replacement)
+
+
 def _observe(settings: RecordSettings) -> None:
     from fsdp_conformance.recorder.hooks import Hooks
     from fsdp_conformance.recorder.observer import Observer
@@ -52,7 +60,9 @@ def _observe(settings: RecordSettings) -> None:
         from fsdp_conformance.recorder.unsharded import Replacement
 
         # The hooks see the replacements, and backwards with what is averaged after them.
-        Replacement(observer).install()
+        replacement = Replacement(observer)
+        replacement.install()
+        when_imported("megatron_fsdp", partial(_take_out_megatron, replacement))
     Hooks(observer)
     atexit.register(observer.end)
     hook = sys.excepthook

@@ -41,6 +41,8 @@ class Replica:
     waiting: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that have not been averaged yet, likewise. As in FSDP2, the script does not see them. Unlike there,
     they are cleared with those that it sees."""
+    grad_dtype: torch.dtype | None = None
+    """In which gradients are kept between backwards; None for the parameters'."""
     is_averaged: set[int] = field(default_factory=set)
     """The parameters whose `grad` has been averaged."""
     has_started: bool = False
@@ -136,11 +138,16 @@ def average(replica: Replica) -> None:
             total = gradient.to(replica.reduce_dtype or gradient.dtype)
             total = total.clone() if total is gradient else total
             dist.all_reduce(total, group=replica.group)
-            parameter.grad = total.div_(replica.factor or size).to(parameter.dtype)
+            parameter.grad = _kept(total.div_(replica.factor or size), replica).to(parameter.dtype)
         if aside is not None:
-            parameter.grad = aside if parameter.grad is None else aside.add_(parameter.grad)
+            parameter.grad = aside if parameter.grad is None else _kept(aside.add_(parameter.grad), replica)
         if parameter.grad is not None:
             replica.is_averaged.add(index)
+
+
+def _kept(gradient: Tensor, replica: Replica) -> Tensor:
+    """A gradient, rounded as it is where it is kept."""
+    return gradient if replica.grad_dtype is None else gradient.to(replica.grad_dtype).to(gradient.dtype)
 
 
 def _put_off(replica: Replica) -> None:

@@ -128,6 +128,12 @@ class Clip:
     """Which norm: 2 for the 2-norm."""
     gradients: dict[str, Fingerprint]
     """Before it."""
+    tensors: int | None = None
+    """How many tensors with a gradient the call was given; None if it was given a model."""
+    strangers: int = 0
+    """How many of the tensors that it was given no module has."""
+    gathered: int = 0
+    """How many of them are parameters that an engine has gathered, and that the optimizer does not have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +189,8 @@ class Step:
     when the optimizer got them."""
     defined: str = ""
     """Where the optimizer's class is defined, if it is neither torch's nor an engine's."""
+    is_loaded: bool = False
+    """A state has been loaded into the optimizer."""
     changed: str = ""
     """The last line that has written to them in between, if it was seen."""
     in_autocast: bool = False
@@ -190,7 +198,10 @@ class Step:
     rewritten: str = ""
     """The last line that has written to the gradients after they were clipped, if it was seen."""
     written: tuple[str, ...] = ()
-    """Parameters that were written to between the step before and this step's first forward that trains."""
+    """Parameters that were written to between the step before and this step's first forward that trains, as far as
+    version numbers and a few elements of each show."""
+    begin: dict[str, Fingerprint] = field(default_factory=dict)
+    """All parameters before that forward. Empty if none was written to."""
     hooks: tuple[str, ...] = ()
     """Where hooks of the script are defined that see the gradients of parameters, or of modules."""
     silent_hooks: tuple[str, ...] = ()
@@ -205,7 +216,8 @@ class Keep:
 
     step: int
     kind: str
-    """"gradient" (before clipping), "clipped", "parameter", "optimizer state" or "buffer"."""
+    """"gradient" (before clipping), "clipped", "parameter", "optimizer state", "buffer", or "begin" for parameters
+    before the step's first forward."""
     names: tuple[str, ...]
 
 
@@ -237,11 +249,22 @@ class Mark:
 
     step: int
     kind: Literal[
-        "save", "load", "load state", "unscale", "no optimizer", "note", "forward", "left", "divide factor", "clear"
+        "save",
+        "load",
+        "load state",
+        "unscale",
+        "no optimizer",
+        "note",
+        "forward",
+        "left",
+        "divide factor",
+        "clear",
+        "step of the engine",
     ]
     """A state is loaded into a module, from a file or not. A forward is marked when it begins: a rank that fails in it
     has not recorded it otherwise. A rank that has left has destroyed its process group. Gradients are cleared. A divide
-    factor, the `detail`, is what sums of gradients are divided by from now on."""
+    factor, the `detail`, is what sums of gradients are divided by from now on. A function of the engine, the `detail`,
+    has stepped the optimizer to make its state."""
     line: str
     detail: str = ""
 

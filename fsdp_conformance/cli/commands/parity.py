@@ -3,7 +3,8 @@
 
 The script runs as it is, then the reference, each recorded. Only if they are not equal bit for bit does the reference
 run twice more: once to see whether it is deterministic, and once with its parameters nudged, to see how far rounding
-takes it.
+takes it. If the reference is another script, and the engine may be the reason of a difference, the script also runs
+without its sharding.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from fsdp_conformance.cli.recorded_run import (
     torchrun,
 )
 from fsdp_conformance.errors import ConfigError, UsageError
+from fsdp_conformance.parity.arbitration import is_open, settled
 from fsdp_conformance.parity.comparison import Comparison, compare
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.kept import keep_of, too_large, with_element
@@ -143,12 +145,27 @@ class _Runs:
         if self._given is not None:
             return compare(run, self._given)
         comparison = self._compared(run)
-        finding = comparison.findings[0] if comparison.findings else None
-        if not self._order.keeps_values or finding is None or not finding.tensors:
+        if not comparison.findings:
             return comparison
-        keep = keep_of(finding, comparison.reference)
-        known = too_large(finding) if keep is None else self._with_values(finding, keep)
-        return replace(comparison, findings=[known, *comparison.findings[1:]])
+        finding = comparison.findings[0]
+        if is_open(finding) and self._order.reference_sharding == "kept":
+            finding = self._settled(finding, run, comparison.reference.recording)
+        if self._order.keeps_values and finding.tensors:
+            keep = keep_of(finding, comparison.reference)
+            finding = too_large(finding) if keep is None else self._with_values(finding, keep)
+        return replace(comparison, findings=[finding, *comparison.findings[1:]])
+
+    def _settled(self, finding: Finding, run: Recording, reference: Recording) -> Finding:
+        """Run the script without its sharding, where that is possible, and see whose the difference is."""
+        failure = self.failure
+        try:
+            unsharded = self._run("unsharded", self._order.script, ranks=self._order.world_size, sharding="taken out")
+        except (ScriptFailed, UsageError):
+            # It needs its sharding.
+            return finding
+        finally:
+            self.failure = failure
+        return settled(finding, run, reference, unsharded)
 
     def _compared(self, run: Recording) -> Comparison:
         """The run against the reference, which is run as often as that takes."""

@@ -15,7 +15,8 @@ import expecttest
 import torch
 from torch import Tensor
 
-from fsdp_conformance.diagnosis.causes import Evidence, likely, likely_none
+from fsdp_conformance.diagnosis.causes import likely, likely_none
+from fsdp_conformance.diagnosis.evidence import Evidence
 
 #: Of one rank: 7 rows of 3, elements 1 to 21.
 CODE = torch.arange(1.0, 22.0, dtype=torch.float64).view(7, 3)
@@ -404,6 +405,12 @@ dropped, or rows of a shard lost: every element is zero""",
         self.assertExpectedInline(
             cause(right, CODE.flip(0) ** 2),
             """mixed up with another parameter: every element equals the gradient of '1.weight'""",
+        )
+        partly = right.expected.clone()
+        partly[-2:] = CODE.flip(0)[-2:] ** 2
+        self.assertExpectedInline(
+            cause(right, partly),
+            """mixed up with another parameter: the 6 wrong elements are those of the gradient of '1.weight'""",
         )
 
     def test_precision(self) -> None:

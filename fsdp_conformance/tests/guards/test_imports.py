@@ -85,7 +85,7 @@ RESERVED: dict[str, frozenset[str]] = {
     "torch.distributed._composable": frozenset({"adapters", "mutants", "tests"}),
     "deepspeed": frozenset({"adapters", "mutants", "recorder", "tests"}),
     "fairscale": frozenset({"adapters", "tests"}),
-    "megatron_fsdp": frozenset({"adapters", "tests"}),
+    "megatron_fsdp": frozenset({"adapters", "recorder", "tests"}),
     "torchtitan": frozenset({"adapters", "tests"}),
     "accelerate": frozenset({"adapters", "tests"}),
     "lightning_fabric": frozenset({"adapters", "tests"}),

@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Whose
@@ -183,11 +184,11 @@ MISTAKES = {
         "every rank accumulates 1 micro-batch in this step instead of 2: the number of accumulation steps",
     ),
     "draws in the backward": (
-        Script(dropout=0.5, gradients=drawing), Whose.EITHER, 0, "'first.",
+        Script(dropout=0.5, gradients=drawing), Whose.SCRIPT, 0, "'first.",
         "in another state, and before it they agreed: activations are computed again with other random numbers",
     ),
-    "loads a state": (
-        Script(before_forward=loads_a_state), Whose.SCRIPT, 2, "rank 0 · micro-batch 0",
+    "loads a state by hand": (
+        Script(before_forward=loads_a_state), Whose.SCRIPT, 2, "'first.weight'",
         "and the reference does not. To put weights back, it needs a copy",
     ),
     "other samples": (
@@ -197,6 +198,10 @@ MISTAKES = {
     "another shuffle on one rank": (
         Script(samples=lambda data, rank: data[rank * SAMPLES : (rank + 1) * SAMPLES] + rank), Whose.DATA, 0, "rank 1",
         "only rank 1 has other samples: a sampler or a shuffle has another seed there",
+    ),
+    "samples of another rank": (
+        Script(ranks=4, samples=lambda data, rank: data[rank % 2 * SAMPLES :][:SAMPLES]), Whose.DATA, 0, "rank 2",
+        "rank 2 trains the samples of rank 0, rank 3 trains the samples of rank 1: ",
     ),
     "a batch left out": (
         Script(batch=lambda step, rank: step + (step in (1, 2))), Whose.DATA, 1, "rank 0",
@@ -283,8 +288,12 @@ MISTAKES = {
         Script(batch=lambda step, rank: step % 3), Whose.DATA, 3, "rank 0 · micro-batch 0",
         "after 6 micro-batches the run trains the same samples again in the same order",
     ),
-    "not updated": (Script(updated=not_updated), Whose.ENGINE, 1, "rank 0", "after the last step agree"),
-    "changed between steps": (Script(before_forward=changed_between), Whose.ENGINE, 2, "rank 0", "changed since"),
+    "not updated": (
+        Script(updated=not_updated), Whose.EITHER, 1, "'first.weight'", "only the run writes to 'first.weight'",
+    ),
+    "changed between steps": (
+        Script(before_forward=changed_between), Whose.EITHER, 2, "'first.", "only the run writes to 'first.weight'",
+    ),
 }  # fmt: skip
 
 
@@ -305,20 +314,139 @@ def test_a_mistake_is_found_where_it_begins(name: str, tmp_path: Path) -> None:
     assert finding.line.removeprefix("fsdp_conformance/tests/parity/").startswith(where), finding
 
 
-def test_what_the_script_writes_between_the_steps_is_not_the_engines(tmp_path: Path) -> None:
-    """A constraint on the weights takes the norm of a shard: the parameters agree after the step, and not later."""
+def test_a_parameter_in_another_group_is_the_cause_of_its_settings(tmp_path: Path) -> None:
+    """As where a script chooses parameters by names that a wrapper has changed."""
 
-    def constrained(size: float) -> Script:
-        def shrink(model: nn.Module, step: int) -> None:
+    def slow(number: int) -> Script:
+        def make(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+            first, *rest = model.parameters()
+            of_slow, others = ([first], rest) if number else ([], [first, *rest])
+            groups: list[dict[str, Any]] = [{"params": others}, {"params": of_slow, "lr": 0.1 * lr}]
+            return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay)
+
+        return Script(optimizer=make)
+
+    finding = compared(slow(0), tmp_path, slow(1)).findings[0]
+
+    assert finding.first == "'first.weight' · lr is 0.1 instead of 0.01"
+    assert finding.likely.startswith(
+        "it is in another parameter group than in the reference (here the first of 4 is 'first.weight'; there it is "
+        "alone): a condition on the names or shapes"
+    )
+
+
+def test_data_from_a_generator_that_was_seeded_again(tmp_path: Path) -> None:
+    def drawn(*, seeds: bool) -> Script:
+        def seed(model: nn.Module, step: int) -> None:
+            if seeds and step == 2:
+                torch.manual_seed(0)
+
+        return Script(updated=seed, samples=lambda data, rank: data[rank * SAMPLES :][:SAMPLES] + torch.rand(1))
+
+    finding = compared(drawn(seeds=True), tmp_path, drawn(seeds=False)).findings[0]
+
+    assert (finding.whose, finding.step) == (Whose.DATA, 3)
+    assert finding.likely.startswith("the data is drawn from the generator of torch, which has got another state on ")
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_an_optimizer_that_is_made_after_the_load_is_the_scripts(is_loaded: bool, tmp_path: Path) -> None:
+    """If a state was loaded, and is not there, the function that loads it may be the reason."""
+
+    def resumed(*, counts: bool, loads: bool) -> Script:
+        def make(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+            if loads:
+                state = {
+                    place: {"step": torch.tensor(2.0), "exp_avg": torch.zeros_like(each)}
+                    | {"exp_avg_sq": torch.zeros_like(each)}
+                    for place, each in enumerate(model.parameters())
+                }
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            if not counts:
+                optimizer.state.clear()
+            return optimizer
+
+        return Script(optimizer=make)
+
+    run = compared(resumed(counts=False, loads=is_loaded), tmp_path, resumed(counts=True, loads=True))
+
+    finding = run.findings[0]
+    assert (finding.title, finding.step) == ("The optimizer counts its steps differently", 0)
+    assert finding.whose is (Whose.EITHER if is_loaded else Whose.SCRIPT)
+
+
+def first_weight(model: nn.Module) -> nn.Parameter:
+    return next(iter(model.parameters()))
+
+
+def shrinking(size: float) -> Script:
+    """A script that changes a weight after each step, if the size is not 1."""
+
+    def shrink(model: nn.Module, step: int) -> None:
+        if size != 1:
+            first_weight(model).data.mul_(size)
+
+    return Script(updated=shrink)
+
+
+@pytest.mark.parametrize(
+    ("size", "of_reference", "whose", "likely"),
+    [
+        (0.9, 0.8, Whose.SCRIPT, "the script writes to 'first.weight': what it does to the shard of a rank"),
+        (1.0, 0.8, Whose.SCRIPT, "only the reference writes to 'first.weight': "),
+        (0.9, 1.0, Whose.EITHER, "only the run writes to 'first.weight'"),
+    ],
+    ids=["both", "reference", "run"],
+)
+def test_what_is_written_between_the_steps_is_compared(
+    size: float, of_reference: float, whose: Whose, likely: str, tmp_path: Path
+) -> None:
+    """As a constraint on the weights that takes the norm of a shard: the parameters agree after the step."""
+    finding = compared(shrinking(size), tmp_path, shrinking(of_reference)).findings[0]
+
+    assert (finding.title, finding.step) == ("Parameters have changed differently since the step before", 1)
+    assert (finding.whose, finding.tensors) == (whose, ("first.weight",))
+    assert finding.likely.startswith(likely)
+
+
+def test_a_state_that_only_the_run_loads_is_the_scripts(tmp_path: Path) -> None:
+    def load(model: nn.Module, step: int) -> None:
+        model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+
+    finding = compared(Script(updated=load), tmp_path, shrinking(0.9)).findings[0]
+
+    assert (finding.whose, finding.step) == (Whose.SCRIPT, 1)
+    assert finding.likely.startswith("the script loads a state into the model at ")
+    assert finding.line.endswith("test_comparison.py:" + finding.line.rpartition(":")[2])
+
+
+def test_a_weight_that_is_written_back_may_have_been_gathered_before(tmp_path: Path) -> None:
+    """Averaged weights are put in for an evaluation and out again. The parameters agree, and the forward differs."""
+
+    def swapped(factor: float) -> Script:
+        def swap(model: nn.Module, step: int) -> None:
             with torch.no_grad():
-                next(iter(model.parameters())).mul_(size)
+                first_weight(model).mul_(2.0).div_(2.0)
+            vars(model.drop)["forward"] = lambda x: x * factor
 
-        return Script(updated=shrink)
+        return Script(updated=swap)
 
-    finding = compared(constrained(0.9), tmp_path, constrained(0.8)).findings[0]
+    finding = compared(swapped(0.5), tmp_path, swapped(1.0)).findings[0]
 
     assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.SCRIPT, 1)
-    assert finding.likely.startswith("the script writes to 'first.weight' between the steps: ")
+    assert finding.likely.startswith("the script writes to 'first.weight' between the steps. The parameters agree")
+
+
+def test_clipping_what_was_collected_before_sharding_clips_nothing(tmp_path: Path) -> None:
+    def clip(tensors: Callable[[nn.Module], Sequence[Tensor]]) -> Script:
+        return Script(limit=None, changed=lambda model, step: nn.utils.clip_grad_norm_(tensors(model), 0.5))
+
+    stale = [nn.Parameter(torch.ones(3))]
+    finding = compared(clip(lambda model: stale), tmp_path, clip(lambda model: list(model.parameters()))).findings[0]
+
+    assert (finding.whose, finding.step) == (Whose.SCRIPT, 0)
+    assert finding.likely.startswith("1 of the tensors that it was given belong to no module: ")
 
 
 def test_autocast_that_outlives_a_step_has_stale_weights(tmp_path: Path) -> None:
@@ -355,8 +483,7 @@ def test_an_evaluation_in_between_may_be_why_a_forward_differs(tmp_path: Path) -
             if step == 1:
                 with torch.no_grad():
                     model(torch.ones(1, 17))
-                # A write that no version number shows.
-                next(iter(model.parameters())).data.mul_(weight)
+                vars(model.drop)["forward"] = lambda x: x * weight
 
         return Script(before_forward=run)
 
@@ -552,20 +679,16 @@ def with_another_norm(directory: Path, factor: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("factor", "likely"),
-    [(0.9, "as of one rank's shards"), (2**-0.5, "each rank computed the norm of only its own shards")],
-)
-def test_a_norm_must_be_that_of_the_gradients(factor: float, likely: str, tmp_path: Path) -> None:
+def test_a_norm_must_be_that_of_the_gradients(tmp_path: Path) -> None:
     compared(Script(), tmp_path)
-    with_another_norm(tmp_path / "run", factor)
+    with_another_norm(tmp_path / "run", 0.9)
 
     comparison = compare(files.read(tmp_path / "run"), files.read(tmp_path / "reference"))
 
     finding = comparison.findings[0]
     assert (finding.title, finding.step) == ("The norm of the gradients differs although the gradients agree", 1)
     assert finding.whose is Whose.ENGINE
-    assert likely in finding.likely
+    assert "as of one rank's shards" in finding.likely
 
 
 @pytest.mark.slow

@@ -45,12 +45,12 @@ def cause(gradients: Mapping[str, Tensor], previous: Sequence[Mapping[str, Tenso
     return likely(
         Gradients(
             values=wholes(gradients),
-            expected=wholes(combined({})),
+            expected=wholes({name: combined({})[name] for name in gradients}),
+            all=wholes(combined({})),
             previous=[wholes(each) for each in previous],
             contributions=contributions,
             ranks=RANKS,
             passes=PASSES,
-            total=len(NAMES),
             eps=2.0**-23,
         )
     )
@@ -144,3 +144,13 @@ def test_where_the_backward_goes_wrong(wrong: Sequence[str], expected: str) -> N
 
     assert expected in text
     assert bool(text) is bool(expected)
+
+
+def test_the_elements_of_another_tensor() -> None:
+    """As of a buffer that is used again: one tensor has the other's elements, which has its own."""
+    right = combined({})
+    first, second = NAMES
+
+    overwritten = cause({first: right[second]}, [])
+
+    assert overwritten == f"'{first}' has the elements of '{second}': memory was used again before it was read"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.gradients import ROUNDED
-from fsdp_conformance.parity.kept import with_element
+from fsdp_conformance.parity.kept import keep_of, with_element
 
 GUESS = f"{ROUNDED} bfloat16"
 OPEN = "the reduction, or a hook"
@@ -34,3 +37,38 @@ def test_the_cause_that_elements_show(whose: Whose, likely: str, name: str, expe
         f"in '{name}', element [3, 0] of rank 1 is the first wrong one: 0 instead of 0.5; 4 of 8 are wrong",
         *([evidence] if evidence else []),
     )
+
+
+def test_elements_show_what_a_script_has_written() -> None:
+    """That it has written is known; what it did is a guess."""
+    finding = Finding(
+        title="", whose=Whose.SCRIPT, step=0, likely="the script writes to 'w': a guess", kind="begin", tensors=("w",)
+    )
+    element: dict[str, Any] = {
+        "index": [],
+        "rank": None,
+        "wrong": 1,
+        "elements": 1,
+        "name": "w",
+        "got": "0",
+        "expected": "1",
+    }
+
+    shown = with_element(finding, {**element, "likely": "shards in the wrong place"})
+
+    assert shown.likely == "the script writes to 'w': shards in the wrong place"
+
+
+@pytest.mark.parametrize(
+    ("first", "kept"), [("a", ("a", "b")), ("c", ("c",)), ("huge", None)], ids=["same shape", "alone", "too large"]
+)
+def test_tensors_of_the_same_shape_are_kept_as_well(first: str, kept: tuple[str, ...] | None) -> None:
+    """Wrong elements may be those of another tensor."""
+    shapes = {"a": (3, 4), "b": (3, 4), "c": (12,), "huge": (1 << 12, 1 << 12)}
+    values = {name: SimpleNamespace(shape=shape, dtype="float32") for name, shape in shapes.items()}
+    reference: Any = SimpleNamespace(steps=[SimpleNamespace(unclipped=SimpleNamespace(values=values))])
+    finding = Finding(title="", whose=Whose.ENGINE, step=0, kind="gradient", tensors=(first,))
+
+    keep = keep_of(finding, reference)
+
+    assert (keep.names if keep is not None else None) == kept

@@ -16,8 +16,14 @@ WHOLE = [math.hypot(3.0, 7.0), math.hypot(11.0, 5.0)]
 RIGHT = math.hypot(*WHOLE)
 
 
-def tensors(norms: list[float]) -> dict[str, Any]:
+def values(norms: list[float]) -> dict[str, Any]:
     return {str(place): SimpleNamespace(square=norm**2) for place, norm in enumerate(norms)}
+
+
+def step_of(norm: float, tensors: int | None = 2, strangers: int = 0, gathered: int = 0) -> Any:
+    given = {"tensors": tensors, "strangers": strangers, "gathered": gathered}
+    clips = [[SimpleNamespace(gradients=values(of_rank), norm=norm, kind=2.0, **given)] for of_rank in SHARDS]
+    return SimpleNamespace(clips=clips, unclipped=SimpleNamespace(values=values(WHOLE)), steps=[])
 
 
 @pytest.mark.parametrize(
@@ -30,6 +36,7 @@ def tensors(norms: list[float]) -> dict[str, Any]:
             math.hypot(3.0, 11.0) + math.hypot(7.0, 5.0),
             "the norms of the ranks are added up, and not their squares",
         ),
+        (RIGHT / math.sqrt(2), "the squares of the ranks' norms are averaged, and not added up"),
         (RIGHT**2, "it is the square of the norm: the root was not taken"),
         (max(WHOLE), "it is the largest norm of a tensor"),
         (
@@ -40,7 +47,35 @@ def tensors(norms: list[float]) -> dict[str, Any]:
     ],
 )
 def test_how_a_wrong_norm_was_made_is_named(norm: float, likely: str) -> None:
-    clips = [[SimpleNamespace(gradients=tensors(of_rank), norm=norm, kind=2.0)] for of_rank in SHARDS]
-    step: Any = SimpleNamespace(clips=clips, unclipped=SimpleNamespace(values=tensors(WHOLE)), steps=[])
+    assert why_norm(step_of(norm), step_of(RIGHT), norm, RIGHT, 1e-3) == (False, likely)
 
-    assert why_norm(step, norm, RIGHT, 1e-3) == (False, likely)
+
+@pytest.mark.parametrize("by_script", [True, False])
+def test_each_rank_takes_the_norm_of_its_own_shards(by_script: bool) -> None:
+    """FSDP1's shards are plain tensors to torch's function; its own one should add them up."""
+    step = step_of(0.0, tensors=2 if by_script else None)
+    for [clip], of_rank in zip(step.clips, SHARDS, strict=True):
+        clip.norm = math.hypot(*of_rank)
+    step.steps = [SimpleNamespace(gradients={"": SimpleNamespace(shape=(4, 4), elements=8, region="0:8")})]
+
+    by, why = why_norm(step, step_of(RIGHT), math.hypot(*SHARDS[0]), RIGHT, 1e-3)
+
+    assert (by, why.startswith("each rank computed the norm of only its own shards")) == (by_script, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "likely"),
+    [
+        ({"tensors": 0, "strangers": 2}, "2 of the tensors that it was given belong to no module: they were collected"),
+        (
+            {"tensors": 0, "gathered": 2},
+            "2 of the tensors that it was given are gathered parameters, and the gradients",
+        ),
+        ({"tensors": 1}, "the gradients of 1 tensors are clipped, and in the reference those of 2"),
+    ],
+)
+def test_a_norm_of_other_tensors_is_the_scripts(given: dict[str, int], likely: str) -> None:
+    by_script, why = why_norm(step_of(3.0, **given), step_of(RIGHT), 3.0, RIGHT, 1e-3)
+
+    assert by_script
+    assert why.startswith(likely)

@@ -246,6 +246,24 @@ def test_a_rank_that_destroys_its_process_group_has_left(tmp_path: Path) -> None
     assert sum(isinstance(event, Mark) and event.kind == "left" for event in events(tmp_path / "run")) == 1
 
 
+def test_a_deferred_reduction_is_seen_inside_a_wrapper(tmp_path: Path) -> None:
+    """As Lightning Fabric puts one around DDP and FSDP1."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with recording(tmp_path / "run"):
+            inner = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+            model = nn.Sequential(inner)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with inner.no_sync():
+                model(torch.ones(1, 3)).sum().backward()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
+
+    assert [backward.is_reduced for backward in of(Backward, tmp_path / "run")] == [False, True]
+
+
 def test_hooks_of_units_are_copied_and_saved_with_them(tmp_path: Path) -> None:
     unit = nn.Linear(2, 2)
     watch_unit(unit)

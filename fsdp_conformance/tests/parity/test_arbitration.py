@@ -1,0 +1,125 @@
+"""Whose a difference from another script is, from the same script without its sharding."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.parity import arbitration
+from fsdp_conformance.parity.arbitration import is_open, settled
+from fsdp_conformance.parity.comparison import compare
+from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.tests.parity.trainings import Script, record
+
+
+@torch.no_grad()
+def clamped(model: nn.Module, step: int) -> None:
+    """Gradients that no known mistake makes."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+@torch.no_grad()
+def negated(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.neg_()
+
+
+RIGHT = Script()
+OTHER = Script(gradients=clamped)
+
+
+def verdict(run: Script, reference: Script, unsharded: Script, directory: Path) -> tuple[Finding, Finding]:
+    """The finding before and after the script has run without its sharding."""
+    scripts = {"run": run, "reference": reference, "unsharded": unsharded}
+    recordings = {name: record(script, directory / name) for name, script in scripts.items()}
+    finding = compare(recordings["run"], recordings["reference"]).findings[0]
+    return finding, settled(finding, recordings["run"], recordings["reference"], recordings["unsharded"])
+
+
+@pytest.mark.parametrize(
+    ("run", "reference", "unsharded", "whose", "evidence"),
+    [
+        (OTHER, RIGHT, RIGHT, Whose.ENGINE, "without its sharding, the script agrees with the reference there"),
+        (OTHER, RIGHT, OTHER, Whose.SCRIPT, "without its sharding, the script computes the same as with it"),
+        (RIGHT, OTHER, RIGHT, Whose.SCRIPT, "without its sharding, the script computes the same as with it"),
+    ],
+    ids=["the engine", "the script", "the reference"],
+)
+def test_what_is_open_is_settled(
+    run: Script, reference: Script, unsharded: Script, whose: Whose, evidence: str, tmp_path: Path
+) -> None:
+    before, after = verdict(run, reference, unsharded, tmp_path)
+
+    assert before.whose is Whose.EITHER
+    assert is_open(before)
+    assert (after.whose, after.evidence[-1]) == (whose, evidence)
+
+
+def test_a_difference_of_buffers_is_the_scripts(tmp_path: Path) -> None:
+    """DDP sends those of rank 0 to all ranks before each forward."""
+
+    def with_statistic(*, sends: bool) -> Script:
+        def note(model: nn.Module, step: int) -> None:
+            rank = 0 if sends else int(os.environ["RANK"])
+            model.register_buffer("statistic", torch.tensor(float(rank * (step + 1))))
+            vars(model.drop)["forward"] = lambda x: x + statistic_of(model)
+
+        return Script(changed=note)
+
+    def statistic_of(model: nn.Module) -> Tensor:
+        return next(model.buffers())
+
+    finding = compare(
+        record(with_statistic(sends=False), tmp_path / "run"),
+        record(with_statistic(sends=True), tmp_path / "reference"),
+    ).findings[0]
+
+    assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.SCRIPT, 1)
+    assert finding.likely.startswith("the ranks differ in the buffer 'statistic', ")
+
+
+@pytest.mark.parametrize(
+    ("cause", "whose", "likely"),
+    [
+        ("backward 0 of the step is not", Whose.ENGINE, "it is the reference whose engine is wrong: backward 0 of the"),
+        ("not cleared: they are", Whose.SCRIPT, "the two scripts compute different things"),
+    ],
+)
+def test_only_a_wrong_sum_is_the_fault_of_the_references_engine(
+    cause: str, whose: Whose, likely: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other differences of the reference may be its script's."""
+    finding = Finding(title="The gradients differ", whose=Whose.ENGINE, step=0, likely="")
+    of_reference = [replace(finding, likely=cause)]
+    found: Any = {"run": [], "reference": of_reference}
+    monkeypatch.setattr(
+        arbitration, "compare", lambda run, other: SimpleNamespace(is_vacuous=False, findings=found[run])
+    )
+    recordings: Any = ("run", "reference", "unsharded")
+
+    after = settled(finding, *recordings)
+
+    assert after.whose is whose
+    assert after.likely.startswith(likely)
+
+
+def test_what_differs_from_both_stays_open(tmp_path: Path) -> None:
+    before, after = verdict(OTHER, RIGHT, Script(gradients=negated), tmp_path)
+
+    assert after == before
+
+
+def test_a_script_whose_settings_differ_is_not_open(tmp_path: Path) -> None:
+    finding = compare(record(Script(lr=0.2), tmp_path / "run"), record(Script(), tmp_path / "reference")).findings[0]
+
+    assert not is_open(finding)
