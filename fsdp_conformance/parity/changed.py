@@ -80,9 +80,13 @@ def why_stale(run: Run, reference: Run, number: int) -> str:
 
     In words; empty if it has done nothing in between that is known.
     """
-    # The reference has no engine that might write to them.
+    gathered = _left_gathered(run, number)
+    if gathered:
+        return gathered
+    # The reference has no engine that might write to them. Training alone leaves no unit gathered after a step.
     names = _written(reference, number)
-    if any(name in names for name in _written(run, number)):
+    has_evaluated = not all(forward.with_gradients for forward in run.steps[number].forwards[0])
+    if has_evaluated and any(name in names for name in _written(run, number)):
         return why_written(names)
     loaded, others = (_loads(each, number) for each in (run, reference))
     if number and loaded and not others:
@@ -93,6 +97,23 @@ def why_stale(run: Run, reference: Run, number: int) -> str:
             "so the forward may compute with those of an earlier step. Enter it around each forward"
         )
     return ""
+
+
+def _left_gathered(run: Run, number: int) -> str:
+    """In words, that the script has kept FSDP2 from resharding in the step before; empty if it has not."""
+    line = in_force = ""
+    for events in events_by_step(run.recording.ranks[0].events)[:number]:
+        for event in events:
+            if isinstance(event, Mark) and event.kind == "reshard":
+                line = "" if event.detail == "True" else event.line
+            elif isinstance(event, Backward):
+                in_force = line
+    if not in_force:
+        return ""
+    return (
+        f"`set_reshard_after_backward(False)` of {in_force} is still in force in the last backward of the step: units "
+        "stay gathered, and the next forward computes with what they held before the optimizer's step"
+    )
 
 
 def why_buffers(step: TrainingStep, rank: int) -> str:

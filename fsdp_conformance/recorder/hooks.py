@@ -269,6 +269,14 @@ class Hooks:
 
             return wrapped
 
+        def set_reshard_after_backward(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapped(module: Any, reshard_after_backward: bool, *args: Any, **kwargs: Any) -> Any:
+                self._guard.run(lambda: self._observer.mark("reshard", str(bool(reshard_after_backward))))
+                return original(module, reshard_after_backward, *args, **kwargs)
+
+            return wrapped
+
         def set_divide_factor(original: Any) -> Any:
             @functools.wraps(original)
             def wrapped(module: Any, factor: float) -> Any:
@@ -302,6 +310,7 @@ class Hooks:
 
         self._replace(fsdp, "fully_shard", fully_shard)
         self._replace(fsdp.FSDPModule, "set_requires_gradient_sync", set_requires_gradient_sync)
+        self._replace(fsdp.FSDPModule, "set_reshard_after_backward", set_reshard_after_backward)
         # In newer releases the second one calls the first.
         divides = next(name for name in DIVIDES if hasattr(fsdp.FSDPModule, name))
         self._replace(fsdp.FSDPModule, divides, set_divide_factor)

@@ -587,7 +587,7 @@ class Observer:
         """Something else has happened that matters for the comparison."""
         event = Mark(step=self._step, kind=kind, line=script_line(), detail=detail)
         # An engine is set up before it trains; a load before training is part of the initial values.
-        if self._writer.has_begun or self._waiting or kind in ("divide factor", "step of the engine"):
+        if self._writer.has_begun or self._waiting or kind in ("divide factor", "reshard", "step of the engine"):
             self._later(lambda: event)
 
     def leave(self) -> None:

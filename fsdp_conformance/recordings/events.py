@@ -260,11 +260,12 @@ class Mark:
         "divide factor",
         "clear",
         "step of the engine",
+        "reshard",
     ]
     """A state is loaded into a module, from a file or not. A forward is marked when it begins: a rank that fails in it
     has not recorded it otherwise. A rank that has left has destroyed its process group. Gradients are cleared. A divide
     factor, the `detail`, is what sums of gradients are divided by from now on. A function of the engine, the `detail`,
-    has stepped the optimizer to make its state."""
+    has stepped the optimizer to make its state. FSDP2 is told whether to reshard after backwards: "True" or "False"."""
     line: str
     detail: str = ""
 

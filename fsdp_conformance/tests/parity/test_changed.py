@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_conformance.parity.changed import kept_from_clearing, whose_backward, why_changed
+from fsdp_conformance.parity.changed import kept_from_clearing, whose_backward, why_changed, why_stale
 from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.runs import TrainingStep
 from fsdp_conformance.recorder.fingerprints import Part, Pending
@@ -122,6 +122,40 @@ def test_gradients_that_are_cleared_before_they_are_reduced_come_back(
     assert (by_script[1] if by_script else None) == line
     # With DDP or FSDP1, `zero_grad` sees them.
     assert kept_from_clearing(run(whole), 0) is None
+
+
+def reshard(*, after_backward: bool) -> Mark:
+    return Mark(step=0, kind="reshard", line="train.py:4", detail=str(after_backward))
+
+
+@pytest.mark.parametrize(
+    ("events", "is_left"),
+    [
+        ([reshard(after_backward=False), backward(is_reduced=True)], True),
+        ([reshard(after_backward=False), backward(is_reduced=False), reshard(after_backward=True)], True),
+        (
+            [
+                reshard(after_backward=False),
+                backward(is_reduced=False),
+                reshard(after_backward=True),
+                backward(is_reduced=True),
+            ],
+            False,
+        ),
+        ([backward(is_reduced=True)], False),
+    ],
+    ids=["always", "reset too late", "reset for the last", "never"],
+)
+def test_units_that_the_script_leaves_gathered_have_old_values(
+    events: Sequence[Backward | Mark], is_left: bool
+) -> None:
+    trained = [step([gradients()], [gradients()]) for _ in range(2)]
+    forwards = ((SimpleNamespace(with_gradients=True),),)
+    steps = [SimpleNamespace(steps=each.steps, forwards=forwards) for each in trained]
+    rank = SimpleNamespace(events=[*events, *trained[0].steps, *trained[1].steps])
+    run: Any = SimpleNamespace(recording=SimpleNamespace(ranks=[rank]), steps=steps, marks=[])
+
+    assert why_stale(run, run, 1).startswith("`set_reshard_after_backward(False)` of train.py:4") is is_left
 
 
 @pytest.mark.parametrize(

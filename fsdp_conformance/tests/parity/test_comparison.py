@@ -427,7 +427,9 @@ def test_a_weight_that_is_written_back_may_have_been_gathered_before(tmp_path: P
     def swapped(factor: float) -> Script:
         def swap(model: nn.Module, step: int) -> None:
             with torch.no_grad():
-                first_weight(model).mul_(2.0).div_(2.0)
+                first_weight(model).mul_(2.0)
+                model(torch.ones(1, 17))
+                first_weight(model).div_(2.0)
             vars(model.drop)["forward"] = lambda x: x * factor
 
         return Script(updated=swap)
