@@ -199,9 +199,8 @@ def _stepped_by_engine(run: Run) -> Iterator[Finding]:
     first = run.steps[0].steps[0]
     is_counted = any(name.endswith("/step") for name in first.counters)
     decays = any(group.settings.get("weight_decay") for group in first.groups)
-    effects = ["counts one step more than the training has"] * is_counted + [
-        "has decayed the weights once more"
-    ] * decays
+    seen = {"counts one step more than the training has": is_counted, "has decayed the weights once more": decays}
+    effects = [effect for effect, is_there in seen.items() if is_there]
     if effects:
         yield _suspicion(
             "The engine has stepped the optimizer before the training",

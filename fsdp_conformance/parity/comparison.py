@@ -299,21 +299,17 @@ class _Comparing:
             return
         beyond = list(self._beyond("begin", TENSORS["begin"], step.number, step.begin.values, expected.begin.values))
         if beyond:
-            name, value, wanted, bound = beyond[0]
             whose, likely, line = whose_writing(self.run, self.reference, step.number)
-            yield Finding(
-                title="Parameters have changed differently since the step before",
+            yield self._of_tensors(
+                "Parameters have changed differently since the step before",
+                step,
+                "begin",
+                beyond,
+                total=len(expected.begin.values),
                 whose=whose,
-                step=step.number,
-                first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
                 likely=likely,
-                evidence=(
-                    *number_of_tensors(len(beyond), len(expected.begin.values)),
-                    "after the optimizer's step they agreed",
-                ),
+                evidence=("after the optimizer's step they agreed",),
                 line=line or next((forward.line for forward in step.training_forwards(0)), ""),
-                kind="begin",
-                tensors=tuple(item[0] for item in beyond),
             )
 
     def _outputs(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
@@ -421,17 +417,15 @@ class _Comparing:
         beyond = list(self._beyond("gradient", TENSORS["gradient"], step.number, values, others))
         if not beyond:
             return
-        name, value, wanted, bound = beyond[0]
         if self._agree_after_backward(step, expected, [item[0] for item in beyond]):
-            yield Finding(
-                title="The gradients agree after the backward, but not after the script has changed them",
+            yield self._of_tensors(
+                "The gradients agree after the backward, but not after the script has changed them",
+                step,
+                "gradient",
+                beyond,
+                total=len(others),
                 whose=Whose.SCRIPT,
-                step=step.number,
-                first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
                 likely=why_changed(step, expected),
-                evidence=number_of_tensors(len(beyond), len(others)),
-                kind="gradient",
-                tensors=tuple(item[0] for item in beyond),
                 line=next((each.changed for each in step.steps if each.changed), _after_backward(step)),
             )
             return
@@ -448,16 +442,16 @@ class _Comparing:
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
         whose, likely, line = self._blame_gradients(step, expected, [item[0] for item in beyond], likely)
-        yield Finding(
-            title="The gradients differ",
+        yield self._of_tensors(
+            "The gradients differ",
+            step,
+            "gradient",
+            beyond,
+            total=len(others),
             whose=whose,
-            step=step.number,
-            first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
             likely=likely,
-            evidence=(*number_of_tensors(len(beyond), len(others)), *self._still_equal(with_outputs=True)),
+            evidence=self._still_equal(with_outputs=True),
             line=line,
-            kind="gradient",
-            tensors=tuple(item[0] for item in beyond),
         )
 
     def _blame_gradients(
@@ -565,18 +559,17 @@ class _Comparing:
             self._beyond("clipped", TENSORS["clipped"], step.number, step.gradients.values, expected.gradients.values)
         )
         if clipped:
-            name, value, wanted, bound = clipped[0]
+            _, value, wanted, _ = clipped[0]
             rewritten = next((each.rewritten for each in step.steps if each.rewritten), "")
-            yield Finding(
-                title="The gradients differ after clipping",
+            yield self._of_tensors(
+                "The gradients differ after clipping",
+                step,
+                "clipped",
+                clipped,
+                total=len(expected.gradients.values),
                 whose=Whose.SCRIPT if rewritten else self._whose(),
-                step=step.number,
-                first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
                 likely=f"the script changes them afterwards: {OF_A_SHARD}" if rewritten else scaled(value, wanted),
-                evidence=number_of_tensors(len(clipped), len(expected.gradients.values)),
                 line=rewritten or line,
-                kind="clipped",
-                tensors=tuple(item[0] for item in clipped),
             )
 
     def _updates(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
@@ -590,22 +583,18 @@ class _Comparing:
             beyond = list(self._beyond(kind, select, step.number, values, others))
             if not beyond:
                 continue
-            name, value, wanted, bound = beyond[0]
             defined = step.steps[0].defined if kind != "buffer" else ""
             likely = self._why_update(kind, step, expected, [item[0] for item in beyond])
-            yield Finding(
-                title=f"The {kind}s differ after the step",
+            yield self._of_tensors(
+                f"The {kind}s differ after the step",
+                step,
+                kind,
+                beyond,
+                total=len(others),
                 whose=Whose.SCRIPT if defined else self._whose(),
-                step=step.number,
-                first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
                 likely=of_own_optimizer(step.steps[0].optimizer, defined, likely) if defined else likely,
-                evidence=(
-                    *number_of_tensors(len(beyond), len(others)),
-                    "the gradients and the settings of the optimizer agree",
-                ),
+                evidence=("the gradients and the settings of the optimizer agree",),
                 line=line,
-                kind=kind,
-                tensors=tuple(item[0] for item in beyond),
             )
 
     def _counters(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
@@ -727,6 +716,29 @@ class _Comparing:
             Row(step=number, kind=kind, tensors=count, equal=equal, worst=worst, name=worst_name)
         )
         yield from beyond
+
+    def _of_tensors(
+        self,
+        title: str,
+        step: TrainingStep,
+        kind: str,
+        beyond: Sequence[tuple[str, Whole, Whole, float]],
+        *,
+        total: int,
+        evidence: tuple[str, ...] = (),
+        **details: Any,
+    ) -> Finding:
+        """The finding that tensors are beyond their bounds, of `total` of their kind. `details`: other fields of it."""
+        name, value, wanted, bound = beyond[0]
+        return Finding(
+            title=title,
+            step=step.number,
+            first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
+            evidence=(*number_of_tensors(len(beyond), total), *evidence),
+            kind=kind,
+            tensors=tuple(item[0] for item in beyond),
+            **details,
+        )
 
     def _named(self, name: str) -> str:
         """A parameter's name, with those of modules that share it."""

@@ -139,11 +139,8 @@ def _factor(gradients: Gradients, names: Sequence[str]) -> str:
     if not _are_same(factors) or abs(factors[0] - 1) <= SAME:
         return ""
     factor = sum(factors) / len(factors)
-    which = (
-        ""
-        if len(gradients.values) == len(gradients.all)
-        else f" ({len(gradients.values)} of {len(gradients.all)} tensors)"
-    )
+    wrong, total = len(gradients.values), len(gradients.all)
+    which = "" if wrong == total else f" ({wrong} of {total} tensors)"
     return f"{_meaning(factor, gradients)}: every element is {_number(factor)} times the expected one{which}"
 
 

@@ -73,7 +73,7 @@ class Changes:
 
 
 class Contents:
-    """What tensors hold at one time, as far as their version numbers and a few elements of each tell."""
+    """The contents of tensors at one point in time: their version numbers, and a few elements of each."""
 
     @torch.no_grad()
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

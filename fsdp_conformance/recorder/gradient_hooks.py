@@ -57,7 +57,7 @@ def gradient_hooks(roots: Roots) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """The hooks of a module and of its own parameters, each with its owner."""
+    """The hooks of a module and its own parameters, each with the module or parameter that has it."""
     owners: list[tuple[nn.Module | Tensor, tuple[str, ...]]] = [(module, _OF_MODULES)]
     owners += [(parameter, _OF_PARAMETERS) for parameter in module._parameters.values() if parameter is not None]
     for owner, attributes in owners:

@@ -56,7 +56,7 @@ def watch(observer: Observer, replace: Replace, watch_unit: Callable[[nn.Module]
 
         return wrapped
 
-    replace_in_package(replace, fully_shard_model, fully_shard_optimizer)
+    replace_in_package(replace, fully_shard_model=fully_shard_model, fully_shard_optimizer=fully_shard_optimizer)
 
 
 def _is_unit(name: str, module: nn.Module, units: Sequence[type | str]) -> bool:
@@ -65,12 +65,12 @@ def _is_unit(name: str, module: nn.Module, units: Sequence[type | str]) -> bool:
     return bool(name) and bool(kinds & own)
 
 
-def replace_in_package(replace: Replace, *made: Callable[[Any], Any]) -> None:
-    """Replace functions by name, in the package and in the module that defines them, whose others call them."""
+def replace_in_package(replace: Replace, **made: Callable[[Any], Any]) -> None:
+    """Replace attributes by name, in the package and in the module of its functions, which call each other."""
     import megatron_fsdp
     import megatron_fsdp.fully_shard
 
     # The package shows a function of the module's name.
     for owner in (megatron_fsdp, inspect.getmodule(megatron_fsdp.fully_shard)):
-        for make in made:
-            replace(owner, make.__name__, make)
+        for name, make in made.items():
+            replace(owner, name, make)

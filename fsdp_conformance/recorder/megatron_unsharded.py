@@ -24,7 +24,6 @@ from fsdp_conformance.recorder.unsharded import CannotTakeOut, Replacement
 
 def take_out(replacement: Replacement) -> None:
     """Replace the functions of Megatron-FSDP, which has been imported, for the rest of the process."""
-    import megatron_fsdp
 
     def fully_shard_model(original: Any) -> Any:
         signature = inspect.signature(original)
@@ -40,9 +39,12 @@ def take_out(replacement: Replacement) -> None:
     def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         setattr(owner, name, make(getattr(owner, name)))
 
-    replace_in_package(replace, fully_shard_model, _optimizer_function)
-    for owner in (megatron_fsdp, inspect.getmodule(megatron_fsdp.fully_shard)):
-        owner.MegatronFSDP = ReplicatedInPlaceOfMegatron  # type: ignore[union-attr]
+    replace_in_package(
+        replace,
+        fully_shard_model=fully_shard_model,
+        fully_shard_optimizer=_optimizer_function,
+        MegatronFSDP=lambda original: ReplicatedInPlaceOfMegatron,
+    )
 
 
 def _replicated(replacement: Replacement, options: dict[str, Any]) -> ReplicatedInPlaceOfMegatron:
@@ -93,9 +95,6 @@ def _optimizer_function(original: Any) -> Any:
         return optimizer
 
     return fully_shard_optimizer
-
-
-_optimizer_function.__name__ = "fully_shard_optimizer"
 
 
 class ReplicatedInPlaceOfMegatron(nn.Module):

@@ -146,7 +146,7 @@ def average(replica: Replica) -> None:
 
 
 def _kept(gradient: Tensor, replica: Replica) -> Tensor:
-    """A gradient, rounded as it is where it is kept."""
+    """A gradient, rounded to the dtype in which it is kept."""
     return gradient if replica.grad_dtype is None else gradient.to(replica.grad_dtype).to(gradient.dtype)
 
 
