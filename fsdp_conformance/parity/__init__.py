@@ -4,6 +4,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     runs             a recording by steps, with whole tensors added up from the ranks' parts
     noise            how far apart rounding alone may take two trainings
     finding          a difference, with its evidence
+    result           what a comparison has found
     models           how two models begin, and what their optimizers have
     norms            the norm of gradients, and how a wrong one was made
     settings         the settings of the optimizer that differ

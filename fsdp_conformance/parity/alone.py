@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fsdp_conformance.listing import some
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
 from fsdp_conformance.parity.samples import repetition, shares_samples
-from fsdp_conformance.parity.words import both_settings
+from fsdp_conformance.parity.words import both_settings, some_names
 from fsdp_conformance.recordings.events import Backward, Clip, Initial, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint
 
@@ -30,6 +30,8 @@ def suspicions(run: Run) -> Iterator[Finding]:
     yield from _untrained(run)
     yield from _nothing_trained(run)
     yield from _unknown(run)
+    yield from _originals(run)
+    yield from _assigned(run)
     yield from _evaluation(run)
     yield from _unreduced(run)
     yield from _summed(run)
@@ -151,6 +153,49 @@ def _unknown(run: Run) -> Iterator[Finding]:
             )
 
 
+def of_originals(step: TrainingStep, names: Sequence[str] | None = None) -> str:
+    """In words, that the loss uses parameters that sharding has replaced, one of `names`; empty if it uses none."""
+    originals = list(dict.fromkeys(name for each in step.steps for name in each.originals))
+    if not originals or (names is not None and not set(names).intersection(originals)):
+        return ""
+    return (
+        f"the loss is computed with {some_names(originals)} as they were before the model was sharded: sharding has "
+        "replaced these parameters, so they keep their first values and no optimizer sees their gradients. Take them "
+        "from the model after sharding"
+    )
+
+
+def _originals(run: Run) -> Iterator[Finding]:
+    for step in run.steps:
+        likely = of_originals(step)
+        if likely:
+            yield _suspicion(
+                "The loss uses parameters of before the model was sharded",
+                step=step.number,
+                likely=likely,
+                line=step.backward_line,
+            )
+            return
+
+
+def without_effect(run: Run, number: int | None = None) -> tuple[str, str] | None:
+    """In words, that the script assigns to `.data` of a DTensor, in a step if one is given, and the line; or None."""
+    for mark in run.marks:
+        if mark.kind == "data" and number in (None, mark.step):
+            return (
+                f"`.data` of a sharded parameter is assigned at {mark.line}, which has no effect: its values are in "
+                "the shard inside of the DTensor. Copy into the parameter, under `no_grad`: `parameter.copy_(values)`"
+            ), mark.line
+    return None
+
+
+def _assigned(run: Run) -> Iterator[Finding]:
+    assigned = without_effect(run)
+    if assigned is not None:
+        likely, line = assigned
+        yield _suspicion("An assignment to a parameter's `.data` has no effect", likely=likely, line=line)
+
+
 def _evaluation(run: Run) -> Iterator[Finding]:
     for step in run.steps:
         for forward in step.training_forwards(0):
@@ -255,7 +300,9 @@ def _clipped_before_unscaled(run: Run) -> Iterator[Finding]:
     for number, events in enumerate(events_by_step(run.recording.ranks[0].events)[: len(run.steps)]):
         clips = [place for place, event in enumerate(events) if isinstance(event, Clip)]
         unscaled = [place for place, event in enumerate(events) if isinstance(event, Mark) and event.kind == "unscale"]
-        if clips and unscaled and clips[0] < unscaled[0]:
+        # A script may have divided them by itself.
+        is_changed = any(each.changed for each in run.steps[number].steps)
+        if clips and unscaled and clips[0] < unscaled[0] and not is_changed:
             clip = events[clips[0]]
             assert isinstance(clip, Clip), "the index is that of a Clip"
             yield _suspicion(

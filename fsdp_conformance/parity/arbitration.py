@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp_conformance.parity.changed import OR_THE_REDUCTION
-from fsdp_conformance.parity.comparison import Comparison, compare
+from fsdp_conformance.parity.changed import OF_A_SHARD, OR_THE_REDUCTION, OTHER_VALUES
+from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.gradients import OF_PARTS
+from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.recordings.files import Recording
 
 
 def is_open(finding: Finding) -> bool:
-    """True if the engine is accused, or may be the reason."""
-    return finding.whose in (Whose.EITHER, Whose.ENGINE) and finding.step is not None
+    """True if the engine is accused, or may be the reason, or sharding may be why the script is wrong."""
+    is_undecided = finding.whose in (Whose.EITHER, Whose.ENGINE) or OTHER_VALUES in finding.likely
+    return is_undecided and finding.step is not None
 
 
 def settled(finding: Finding, run: Recording, reference: Recording, unsharded: Recording) -> Finding:
@@ -31,7 +33,8 @@ def settled(finding: Finding, run: Recording, reference: Recording, unsharded: R
     if of_engine is not None and of_scripts is None:
         return replace(
             finding,
-            whose=Whose.ENGINE,
+            # Of the same script, a cause that is the script's is one of what it does to shards.
+            whose=of_engine.whose,
             likely=of_engine.likely or ("" if finding.whose is Whose.EITHER else finding.likely),
             evidence=(*finding.evidence, "without its sharding, the script agrees with the reference there"),
         )
@@ -42,7 +45,9 @@ def settled(finding: Finding, run: Recording, reference: Recording, unsharded: R
             likely = f"it is the reference whose engine is wrong: {of_scripts.likely}"
             return replace(finding, whose=Whose.ENGINE, likely=likely, evidence=evidence)
         # Of an engine, the cause would be another one.
-        known = finding.likely.removeprefix(OR_THE_REDUCTION) if finding.whose is Whose.EITHER else ""
+        known = finding.likely.removeprefix(OR_THE_REDUCTION).removesuffix(f"; or {OF_A_SHARD}")
+        if known and finding.whose is Whose.ENGINE:
+            evidence, known = (*evidence, f"the numbers look as if: {known}"), ""
         likely = known or "the two scripts compute different things"
         return replace(finding, whose=Whose.SCRIPT, likely=likely, evidence=evidence)
     return finding

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fsdp_conformance.parity.comparison import Comparison, compare
+from fsdp_conformance.parity.comparison import compare
+from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.parity.text import lines_of
 from fsdp_conformance.recordings import files
 

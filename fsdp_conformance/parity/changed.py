@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fsdp_conformance.parity.alone import WRONG_BACKWARD
+from fsdp_conformance.parity.alone import WRONG_BACKWARD, without_effect
 from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep, divisions, events_by_step
@@ -26,6 +26,9 @@ OF_A_SHARD = (
 
 #: How a cause begins that may be the engine's. What follows is the script's.
 OR_THE_REDUCTION = "the reduction, or "
+
+#: Where another script is the reference, and both write to parameters.
+OTHER_VALUES = "other values than the reference, as where weights that were exchanged are not put back"
 
 #: The cause of gradients that are missing, if it is the script's.
 NO_GRADIENT = (
@@ -72,6 +75,16 @@ def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
             f"clipped or changed; {scaled}"
         )
     return scaled
+
+
+def why_rewritten(value: Whole, wanted: Whole, *, is_seen: bool) -> str:
+    """How the script may have changed gradients after they were clipped, in words; empty if nothing shows it."""
+    if value.square and is_loss_scale(wanted.norm / value.norm):
+        return (
+            f"they are divided by the scale of the loss, {wanted.norm / value.norm:.6g}, once more: `scaler.step` "
+            "unscales them unless `scaler.unscale_` has, so gradients that are unscaled by hand are unscaled twice"
+        )
+    return f"the script changes them afterwards: {OF_A_SHARD}" if is_seen else ""
 
 
 def why_stale(run: Run, reference: Run, number: int) -> str:
@@ -136,14 +149,17 @@ def whose_writing(run: Run, reference: Run, number: int) -> tuple[Whose, str, st
     loads, others = _loads(run, number), _loads(reference, number)
     files = [mark for mark in run.marks if mark.kind == "load" and mark.step == number]
     line = next((mark.line for mark in (*reversed(loads), *reversed(files))), "")
-    whose = Whose.SCRIPT
-    if loads and not others:
+    whose, assigned = Whose.SCRIPT, without_effect(run, number)
+    if assigned is not None:
+        likely, line = assigned
+    elif loads and not others:
         likely = _LOADED.format(line=line)
     elif loads:
         # An engine's own hooks, or torch's functions for checkpoints, may have part in it.
         whose, likely = Whose.EITHER, f"the state that is loaded at {line}, or how the engine loads it"
     elif mine and theirs:
-        likely = f"the script writes to {some_names(mine)}: {OF_A_SHARD}"
+        alternative = f"{OTHER_VALUES}; or " if reference.sharding == "kept" else ""
+        likely = f"the script writes to {some_names(mine)}: {alternative}{OF_A_SHARD}"
     elif theirs:
         likely = (
             f"only the reference writes to {some_names(theirs)}: with sharding, what the script writes to is another "

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from fsdp_conformance.parity import gradients
-from fsdp_conformance.parity.alone import suspicions
+from fsdp_conformance.parity.alone import of_originals, suspicions
 from fsdp_conformance.parity.changed import (
     NO_GRADIENT,
-    OF_A_SHARD,
     OR_THE_REDUCTION,
     clear_alike,
     drawn_in_backward,
@@ -27,6 +26,7 @@ from fsdp_conformance.parity.changed import (
     whose_writing,
     why_buffers,
     why_changed,
+    why_rewritten,
     why_stale,
 )
 from fsdp_conformance.parity.collectives import other_collectives
@@ -35,8 +35,9 @@ from fsdp_conformance.parity.forwards import first_error, unequal_forwards
 from fsdp_conformance.parity.models import compare_models, divided_tie, ties_of
 from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of
 from fsdp_conformance.parity.norms import clipping, norm_of_gradients, why_norm
+from fsdp_conformance.parity.result import Comparison, Row
 from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
-from fsdp_conformance.parity.samples import compare_samples
+from fsdp_conformance.parity.samples import compare_samples, input_hashes
 from fsdp_conformance.parity.settings import setting_difference, why_setting
 from fsdp_conformance.parity.vacuous import not_recorded, nothing_to_compare
 from fsdp_conformance.parity.words import (
@@ -48,6 +49,7 @@ from fsdp_conformance.parity.words import (
     scaled,
     size_of_difference,
     why_context,
+    why_drawn,
     why_loss,
     why_random,
     why_replicas,
@@ -62,76 +64,6 @@ _LOSS = 1e-3
 _AMPLIFIED = 16.0
 #: Updates whose factors are nearer to 1 are not scaled: another part of them differs.
 _SAME_UPDATE = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """The tensors of one kind at one step."""
-
-    step: int
-    kind: str
-    tensors: int
-    equal: int
-    """How many are equal bit for bit."""
-    worst: float
-    """The largest distance in units of the bound; above 1 is a finding."""
-    name: str
-    """Its tensor."""
-
-
-@dataclass(kw_only=True)
-class Comparison:
-    """Two recordings, compared."""
-
-    run: Run
-    reference: Run
-    noise: Noise
-    """How far rounding takes the reference."""
-    steps: int = 0
-    """How many steps both have."""
-    findings: list[Finding] = field(default_factory=list)
-    """The first difference, and differences in what the script sets."""
-    suspicions: list[Finding] = field(default_factory=list)
-    collectives: tuple[str, ...] = ()
-    """The first ones that differ, if both runs are sharded alike: evidence, and no finding by themselves."""
-    rows: list[Row] = field(default_factory=list)
-    is_vacuous: bool = False
-    """True if the runs would be equal whatever the engine does, or have nothing in common; the finding says why."""
-    unjudged: int | None = None
-    """The first step at which rounding alone is too large to judge."""
-    unjudged_tensors: int = 0
-    """In how many comparisons of a tensor it is."""
-    coarsest: float = 0.0
-    """The largest difference that has counted as rounding could have been, relative to its tensor."""
-
-    @property
-    def differs(self) -> bool:
-        """True if something differs that rounding does not explain."""
-        return bool(self.findings)
-
-    @property
-    def has_suite_failed(self) -> bool:
-        """True if nothing differs as far as the suite could look, which has failed before the runs ended."""
-        return bool(self.findings) and self.findings[0].whose is Whose.SUITE
-
-    @property
-    def is_bitwise(self) -> bool:
-        """True if everything was equal, bit for bit."""
-        return not self.findings and all(row.equal == row.tensors for row in self.rows)
-
-    @property
-    def idle_limit(self) -> float | None:
-        """The largest limit of a clipping that has never changed a gradient; None if one has, or nothing clips."""
-        clips = [clip for step in self.run.steps[: self.steps] for clips in step.clips for clip in clips]
-        # Some scripts clip by infinity, only to get the norm.
-        if not clips or any(clip.norm is None or clip.norm > clip.limit for clip in clips):
-            return None
-        return max(clip.limit for clip in clips)
-
-    @property
-    def largest(self) -> Row | None:
-        """The row that came nearest to its bound."""
-        return max((row for row in self.rows if row.tensors), key=lambda row: row.worst, default=None)
 
 
 def compare(recording: Recording, reference: Recording, nudged: Recording | None = None) -> Comparison:
@@ -233,11 +165,14 @@ class _Comparing:
 
     def _differences(self, number: int) -> Iterator[Finding]:
         """The differences of a step, in the order in which a step computes. Only the first one is asked for."""
+        step, expected = self.run.steps[number], self.reference.steps[number]
         finding, are_same = compare_samples(self.run, self.reference, number)
         if finding is not None:
+            if self.are_aligned:
+                # What earlier micro-batches have computed may be why later ones differ, as where data is drawn.
+                yield from self._outputs(step, expected)
             yield finding
         self.are_aligned = self.are_aligned and are_same
-        step, expected = self.run.steps[number], self.reference.steps[number]
         self._compare_random(step, expected)
         yield from self._other_draws(expected)
         yield from self._incomplete(step)
@@ -278,6 +213,9 @@ class _Comparing:
                 if names:
                     self._random = f"{' and '.join(names)} on rank {rank}"
                     return
+                if mine.draws != theirs.draws:
+                    # The states of later forwards follow from what this one draws.
+                    break
 
     def _other_draws(self, expected: TrainingStep) -> Iterator[Finding]:
         """A batch of another size takes other random numbers."""
@@ -313,8 +251,11 @@ class _Comparing:
             )
 
     def _outputs(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        """What each rank computes of inputs that are equal."""
         for rank in range(min(self.run.world_size, self.reference.world_size)):
             for mine, theirs in zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False):
+                if input_hashes(mine) != input_hashes(theirs):
+                    break
                 for kind, select in (("unit", _units_of), ("output", _outputs_of)):
                     yield from self._forward(step, rank, mine, theirs, kind, select)
 
@@ -337,6 +278,8 @@ class _Comparing:
             if not (by_script or self._random or self._is_same_script):
                 by_script = why_buffers(step, rank)
             whose = Whose.SCRIPT if by_script else self._whose_forward(step, mine, theirs)
+            if mine.draws != theirs.draws and not (by_script or self._random):
+                by_script, whose = why_drawn(mine, theirs), Whose.EITHER if self._is_same_script else Whose.SCRIPT
             yield Finding(
                 title="The forward computes something else",
                 whose=whose,
@@ -385,7 +328,7 @@ class _Comparing:
                     whose=Whose.SCRIPT,
                     step=step.number,
                     first=f"rank {rank} · micro-batch {mine.number} · {instead(mine.loss, theirs.loss)}",
-                    likely=why_loss(step.backwards, expected.backwards),
+                    likely=of_originals(step) or why_loss(step.backwards, expected.backwards),
                     line=mine.line,
                 )
 
@@ -465,6 +408,8 @@ class _Comparing:
         by_script = lost_by_script(self.run, self.reference, step.number) or kept_from_clearing(self.run, step.number)
         if by_script is not None:
             return Whose.SCRIPT, *by_script
+        if stale := of_originals(step, names):
+            return Whose.SCRIPT, stale, step.backward_line
         whose = self._whose_gradients(step, expected)
         if whose is Whose.ENGINE and not likely:
             if names[0] in step.unclipped.differing:
@@ -475,7 +420,9 @@ class _Comparing:
                     self.run, self.reference, step.number, same_script=same
                 ) or whose_backward(step, expected, same_script=same)
         if whose is Whose.ENGINE and not likely and all(name in expected.unclipped.values for name in names):
-            likely = gradients.place_of(names, list(expected.unclipped.values), self._tied)
+            # One that is zero in both, as of a factor of LoRA in the first step, shows nothing.
+            order = [name for name, value in expected.unclipped.values.items() if value.square or name in names]
+            likely = gradients.place_of(names, order, self._tied)
         return whose, likely, step.backward_line
 
     def _agree_after_backward(self, step: TrainingStep, expected: TrainingStep, names: Sequence[str]) -> bool:
@@ -561,14 +508,16 @@ class _Comparing:
         if clipped:
             _, value, wanted, _ = clipped[0]
             rewritten = next((each.rewritten for each in step.steps if each.rewritten), "")
+            likely = why_rewritten(value, wanted, is_seen=bool(rewritten))
+            whose = Whose.SCRIPT if likely else self._whose()
             yield self._of_tensors(
                 "The gradients differ after clipping",
                 step,
                 "clipped",
                 clipped,
                 total=len(expected.gradients.values),
-                whose=Whose.SCRIPT if rewritten else self._whose(),
-                likely=f"the script changes them afterwards: {OF_A_SHARD}" if rewritten else scaled(value, wanted),
+                whose=whose,
+                likely=likely or scaled(value, wanted),
                 line=rewritten or line,
             )
 

@@ -85,7 +85,8 @@ def _mistakes(step: TrainingStep) -> Iterator[tuple[str, float]]:
     parts = [[math.sqrt(value.square) for value in clips[0].gradients.values()] for clips in step.clips]
     norms = [math.hypot(*of_rank) for of_rank in parts]
     for rank, norm in enumerate(norms):
-        yield f"it is the norm of the shards of rank {rank} alone", norm
+        largest = ", the largest one: of this rank only, or a maximum over the ranks" if norm == max(norms) else ""
+        yield f"it is the norm of the shards of rank {rank} alone{largest}", norm
     added = "the norms of the tensors are added up, and not their squares"
     yield added, math.fsum(whole)
     yield f"on each rank {added}", math.hypot(*(math.fsum(of_rank) for of_rank in parts))

@@ -6,7 +6,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -235,13 +235,25 @@ def _steps(recording: Recording) -> list[TrainingStep]:
             number=number,
             steps=tuple(events[0] for events in select(Step, number)),
             forwards=select(Forward, number),
-            backwards=select(Backward, number),
+            backwards=_without_scale(select(Backward, number)),
             clips=select(Clip, number),
             initial=tuple(event for events in select(Initial, number) for event in events),
             previous=made[-1] if made else None,
         )
         made.append(step)
     return made
+
+
+def _without_scale(backwards: tuple[tuple[Backward, ...], ...]) -> tuple[tuple[Backward, ...], ...]:
+    """The backwards of all ranks without the scale of a gradient scaler, unless it covers only some: a mistake."""
+    scales = {backward.scale for of_rank in backwards for backward in of_rank}
+    if len(scales) != 1:
+        return backwards
+    scale = scales.pop()
+    return tuple(
+        tuple(replace(each, loss=None if each.loss is None else each.loss / scale) for each in of_rank)
+        for of_rank in backwards
+    )
 
 
 def norm_together(step: TrainingStep) -> float | None:

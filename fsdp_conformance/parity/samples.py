@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from fsdp_conformance.listing import some
@@ -27,8 +27,9 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
         return None, True
     first = next((forward for rank in range(run.world_size) for forward in step.training_forwards(rank)), None)
     line = first.line if first is not None else ""
+    made = _other_arguments(step, other, run, reference)
     samples, expected = Counter(_samples(step, run)), Counter(_samples(other, reference))
-    if samples == expected and samples:
+    if samples == expected and samples and not made:
         return None, False
     common = sum((samples & expected).values())
     total, count = sum(expected.values()), sum(samples.values())
@@ -37,6 +38,8 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
         likely = "every rank gets the same samples: the data is not distributed over the ranks"
     elif passes := _other_passes(step, other, run, reference):
         whose, likely = Whose.SCRIPT, passes
+    elif made:
+        likely = made
     elif count != total and count and total:
         likely = (
             f"the step has {count} samples instead of {total}: another batch size, or a last batch that is left out"
@@ -56,7 +59,7 @@ def compare_samples(run: Run, reference: Run, number: int) -> tuple[Finding | No
         likely = f"only {_named(others)} other samples: a sampler or a shuffle has another seed there"
     elif samples and common == 0:
         likely = "none of the samples is the same: another order of the data, or random numbers that change it"
-    evidence = (f"{common} of {total} samples are the same",) if samples and expected else ()
+    evidence = (f"{common} of {total} samples are the same",) if samples and expected and not made else ()
     return (
         Finding(
             title="The inputs differ",
@@ -91,7 +94,9 @@ def _from_other_states(run: Run, reference: Run, number: int) -> str:
         return ""
     of_ranks = [list(_forwards(run, reference, rank, number)) for rank in range(run.world_size)]
     for place, pairs in enumerate(zip(*of_ranks, strict=False)):
-        rank = next((rank for rank, (mine, theirs) in enumerate(pairs) if _hash(mine) != _hash(theirs)), None)
+        rank = next(
+            (rank for rank, (mine, theirs) in enumerate(pairs) if input_hashes(mine) != input_hashes(theirs)), None
+        )
         if rank is None:
             continue
         mine, theirs = pairs[rank]
@@ -223,15 +228,27 @@ def _first_difference(step: TrainingStep, other: TrainingStep, run: Run, referen
                 if mine is None or theirs is None or mine.value.hash != theirs.value.hash:
                     shapes = [list(item.value.shape) if item is not None else "none" for item in (mine, theirs)]
                     seen = f" · shape {shapes[0]} instead of {shapes[1]}" if shapes[0] != shapes[1] else ""
-                    return f"rank {rank} · micro-batch {forward.number} · argument {name}{seen}"
+                    return f"rank {rank} · micro-batch {forward.number} · {_argument(name)}{seen}"
     return "another number of micro-batches or ranks"
 
 
+def _arguments(names: Sequence[str]) -> str:
+    return " and ".join(map(_argument, names))
+
+
+def _argument(name: str) -> str:
+    """An argument in words. Its name is its place in the positional arguments, [0], and those with names, [1]."""
+    kind, _, place = name.partition("][")
+    key, _, rest = place.partition("]")
+    return f"{'positional argument' if kind == '[0' else 'argument'} {key}{rest}"
+
+
 def _hashes(step: TrainingStep, rank: int) -> Iterator[tuple[str, ...]]:
-    yield from map(_hash, step.training_forwards(rank))
+    yield from map(input_hashes, step.training_forwards(rank))
 
 
-def _hash(forward: Forward) -> tuple[str, ...]:
+def input_hashes(forward: Forward) -> tuple[str, ...]:
+    """The arguments of a forward: names, shapes and hashes."""
     return tuple(f"{name} {item.value.shape} {item.value.hash}" for name, item in sorted(forward.inputs.items()))
 
 
@@ -245,6 +262,35 @@ def _samples(step: TrainingStep, run: Run) -> Iterator[str]:
     """A hash of each sample of a step, over all ranks and passes."""
     for rank in range(run.world_size):
         yield from samples_of(step, rank)
+
+
+def _other_arguments(step: TrainingStep, other: TrainingStep, run: Run, reference: Run) -> str:
+    """In words, that the samples agree in some arguments and differ in others; empty if they do not."""
+    mine, theirs = _by_argument(step, run), _by_argument(other, reference)
+    same = [name for name in mine if Counter(mine[name]) == Counter(theirs.get(name, ()))]
+    if not same or mine.keys() != theirs.keys():
+        # With other names, arguments cannot be compared one by one.
+        return ""
+    differing = [name for name in mine if name not in same]
+    if differing:
+        return (
+            f"the samples are the same in {_arguments(same)}, and others in {_arguments(differing)}: what is made "
+            "of the data, such as labels or a mask, is made in another way"
+        )
+    together, wanted = (Counter(zip(*each.values(), strict=False)) for each in (mine, theirs))
+    return "" if together == wanted else f"{_arguments(same)} are paired in another way"
+
+
+def _by_argument(step: TrainingStep, run: Run) -> dict[str, list[str]]:
+    """The hashes of all samples of a step in each argument that has as many as the main one, by its name."""
+    hashes: dict[str, list[str]] = defaultdict(list)
+    for rank in range(run.world_size):
+        for forward in step.training_forwards(rank):
+            main = main_input(forward)
+            for name, item in sorted(forward.inputs.items()):
+                if main is not None and len(item.samples) == len(main.samples):
+                    hashes[name] += item.samples
+    return hashes
 
 
 def samples_of(step: TrainingStep, rank: int) -> Iterator[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp_conformance.parity.comparison import Comparison
 from fsdp_conformance.parity.finding import Finding
 from fsdp_conformance.parity.noise import CEILING, EPS
+from fsdp_conformance.parity.result import Comparison
 
 #: Suspicions that are shown.
 _SHOWN = 5

@@ -60,6 +60,17 @@ def why_context(forward: Forward, expected: Forward) -> str:
     return ""
 
 
+def why_drawn(forward: Forward, expected: Forward) -> str:
+    """The likely cause of a forward that draws random numbers where the expected one does not, or the other way."""
+    if not forward.draws or not expected.draws:
+        drawn = "it draws no random numbers, and the reference does"
+        if forward.draws:
+            drawn = "it draws random numbers, and the reference does not"
+    else:
+        drawn = f"it draws random numbers from {' and '.join(forward.draws)} instead of {' and '.join(expected.draws)}"
+    return f"{drawn}: a dropout has another probability, such as one set on a wrapper, which the module never sees"
+
+
 def _autocast(forward: Forward) -> str:
     return f"under autocast to {forward.dtype}" if forward.dtype else "without autocast"
 

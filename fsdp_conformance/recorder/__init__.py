@@ -12,9 +12,11 @@ change to what it computes.
     gradient_hooks  hooks of the script that see gradients
     lines           lines of the script, as they are shown
     names           parameters by the names that the unsharded model gives them, outputs by their places
+    named           tensors by name, and their fingerprints
     elements        the elements of a part of a tensor, kept as they are
     layouts         which elements of a parameter this rank holds
     shards          the parameters that an optimizer has, while modules hold gathered ones
+    originals       parameters of before sharding that the script still holds
     deepspeed_engine, deepspeed_values
                     DeepSpeed's engine, which hides what each rank holds
     megatron        Megatron-FSDP, whose optimizer has other parameters than the modules
@@ -28,6 +30,7 @@ The same script with its sharding taken out, for comparison:
     unsharded       takes the place of torch's sharding functions
     megatron_unsharded
                     takes the place of Megatron-FSDP's functions
+    flat_parameter  the flat parameter of an FSDP1 wrapper that was replaced
     replica         a module that is replicated: its gradients are averaged after each backward
     whole_batch     one batch for all ranks, as one process would train it
     rounding        computes a module in another dtype, as mixed precision does

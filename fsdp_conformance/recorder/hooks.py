@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp_conformance.recorder import megatron
 from fsdp_conformance.recorder.gradient_hooks import counted
+from fsdp_conformance.recorder.lines import is_of_script
 from fsdp_conformance.recorder.observer import Observer
+from fsdp_conformance.recorder.originals import Owned, owned_by
 from fsdp_conformance.simulator.import_hook import when_imported
 from fsdp_conformance.simulator.replacements import Replacements
 
@@ -61,7 +64,7 @@ class Hooks:
             self._replace(owner, "clip_grad_norm_", self._clip)
         self._replace(torch.nn.functional, "cross_entropy", self._cross_entropy)
         self._replace(Tensor, "register_hook", self._counted)
-        self._replace(torch.amp.GradScaler, "unscale_", functools.partial(self._marked, "unscale"))
+        self._watch_scaler(torch.amp.GradScaler)
         self._replace(Optimizer, "zero_grad", functools.partial(self._marked, "clear"))
         self._replace(nn.Module, "zero_grad", functools.partial(self._marked, "clear"))
         self._replace(nn.Module, "load_state_dict", functools.partial(self._marked, "load state"))
@@ -77,9 +80,10 @@ class Hooks:
         if torch.distributed.is_available():
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-            self._replace(ShardedGradScaler, "unscale_", functools.partial(self._marked, "unscale"))
+            self._watch_scaler(ShardedGradScaler)
             self._replace(torch.distributed, "destroy_process_group", self._leaving)
             self._watch_sharding()
+            self._watch_data()
             observer.traffic.watch(self._replace)
 
     def _forget_in_forks(self) -> None:
@@ -220,6 +224,24 @@ class Hooks:
 
         return call
 
+    def _watch_scaler(self, kind: type[torch.amp.GradScaler]) -> None:
+        def scale(original: Any) -> Any:
+            @functools.wraps(original)
+            def call(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+                result = original(scaler, *args, **kwargs)
+                self._guard.run(note_scale, scaler)
+                return result
+
+            return call
+
+        def note_scale(scaler: torch.amp.GradScaler) -> None:
+            # One that is not enabled has none. `get_scale()` would wait for the device.
+            scale = getattr(scaler, "_scale", None)
+            self._observer.scale = scale.detach().clone() if isinstance(scale, Tensor) else None
+
+        self._replace(kind, "scale", scale)
+        self._replace(kind, "unscale_", functools.partial(self._marked, "unscale"))
+
     def _loading(self, original: Any) -> Any:
         @functools.wraps(original)
         def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -237,11 +259,46 @@ class Hooks:
 
         return destroy_process_group
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._guard.run(self._observer.before_step, optimizer)
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Called with the arguments of `step`, `args` with the optimizer. Returns those to use instead, if any."""
+        is_named = "closure" in kwargs
+        closure = kwargs["closure"] if is_named else next(iter(args[1:]), None)
+        self._guard.run(self._observer.before_step, optimizer, has_closure=callable(closure))
+        if not callable(closure):
+            return None
+
+        @functools.wraps(closure)
+        def call() -> Any:
+            result = closure()
+            self._guard.run(self._observer.after_closure, optimizer)
+            return result
+
+        return (args, {**kwargs, "closure": call}) if is_named else ((args[0], call, *args[2:]), kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._guard.run(self._observer.after_step, optimizer)
+
+    def _watch_data(self) -> None:
+        """See where `.data` of a DTensor is assigned, which has no effect."""
+        from torch.distributed.tensor import DTensor
+
+        def data(original: Any) -> property:
+            def assign(tensor: DTensor, value: Tensor) -> None:
+                # By the script: torch knows better.
+                if is_of_script(sys._getframe(1).f_code.co_filename):
+                    self._guard.run(note_data, tensor, value)
+                original.__set__(tensor, value)
+
+            return property(original.__get__, assign)
+
+        def note_data(tensor: DTensor, value: Tensor) -> None:
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if isinstance(tensor, nn.Parameter) and local.data_ptr() != tensor.to_local().data_ptr():
+                self._observer.mark("data")
+
+        self._replace(DTensor, "data", data)
 
     def _watch_sharding(self) -> None:
         """See which modules become units, and when FSDP2 is told not to reduce gradients."""
@@ -252,7 +309,9 @@ class Hooks:
             def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
                 units = [module] if isinstance(module, nn.Module) else list(module)
                 self._guard.run(self._observer.wrapping, units)
+                before = self._guard.run(owned_by, units)
                 result = original(module, *args, **kwargs)
+                self._guard.run(self._observer.originals.add_replaced, before or ())
                 for unit in units:
                     watch_unit(unit)
                     self._guard.run(self._observer.shards.remember, unit)
@@ -295,18 +354,20 @@ class Hooks:
         def init(original: Any) -> Any:
             @functools.wraps(original)
             def wrapped(wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
-                self._guard.run(note_module, type(wrapper), args, kwargs)
+                before = self._guard.run(note_module, type(wrapper), args, kwargs)
                 original(wrapper, *args, **kwargs)
+                self._guard.run(self._observer.originals.add_replaced, before or ())
                 watch_unit(wrapper)
 
             return wrapped
 
-        def note_module(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def note_module(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Owned]:
             # The module that it wraps may be given as `module=`.
             module = kwargs["module"] if "module" in kwargs else args[0]
             if not any(isinstance(each, kind) for each in module.modules()):
                 # Units that `auto_wrap_policy` makes are wrapped inside of this call.
                 self._observer.wrapping([module], starts_with_rank0=bool(kwargs.get("sync_module_states")))
+            return owned_by([module])
 
         self._replace(fsdp, "fully_shard", fully_shard)
         self._replace(fsdp.FSDPModule, "set_requires_gradient_sync", set_requires_gradient_sync)

@@ -29,12 +29,14 @@ from torch.utils import _pytree as pytree
 
 from fsdp_conformance.recorder.changes import Changes, Contents
 from fsdp_conformance.recorder.elements import elements_of
-from fsdp_conformance.recorder.fingerprints import Part, Pending, sample_hashes, whole_part
+from fsdp_conformance.recorder.fingerprints import sample_hashes, whole_part
 from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
 from fsdp_conformance.recorder.guard import Guard
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.lines import makes_state, place_of, script_line, script_lines
-from fsdp_conformance.recorder.names import Roots, named_leaves, unwrapped
+from fsdp_conformance.recorder.named import Named, Parts, named_parts
+from fsdp_conformance.recorder.names import Roots, unwrapped
+from fsdp_conformance.recorder.originals import Originals
 from fsdp_conformance.recorder.random_state import random_states
 from fsdp_conformance.recorder.shards import Shards
 from fsdp_conformance.recorder.traffic import TrafficCount
@@ -67,28 +69,6 @@ _MOST_MEANS = 64
 
 #: Settings of an optimizer that say how it computes, not what.
 _NOT_SETTINGS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-
-#: Tensors by name, each with the parts that this rank holds.
-Parts = dict[str, list[Part]]
-
-
-class Named:
-    """Tensors by name whose fingerprints are still being computed."""
-
-    def __init__(self, parts: Mapping[str, Sequence[Part]]) -> None:
-        self._names: dict[torch.device, list[str]] = defaultdict(list)
-        for name, held in parts.items():
-            if held:
-                self._names[held[0].values.device].append(name)
-        self._pending = {device: Pending([parts[name] for name in names]) for device, names in self._names.items()}
-
-    def values(self) -> dict[str, Fingerprint]:
-        """Wait for the devices, and return the fingerprints."""
-        return {
-            name: value
-            for device, names in self._names.items()
-            for name, value in zip(names, self._pending[device].fingerprints(), strict=True)
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +110,7 @@ class Observer:
         """With the sharding taken out: how many calls of sharding functions were replaced."""
         self._roots = Roots()
         self.shards = Shards()
+        self.originals = Originals()
         self._layouts: dict[int, Layout] = {}
         self._has_layouts = False
         self._optimizers: dict[int, str] = {}
@@ -144,13 +125,18 @@ class Observer:
         self._waiting: list[Callable[[], Event]] = []
         # Means of cross-entropies since the last backward: value and number of targets.
         self._means: list[tuple[Tensor, Tensor]] = []
+        # Assignments to `.data` of parameters.
+        self._assigned: set[Mark] = set()
+        self.scale: Tensor | None = None
+        """By which a gradient scaler has multiplied losses since the last backward."""
         self._units: dict[str, Named] = {}
         # With one batch for all ranks: which samples of the current forward are this rank's.
         self._samples: OwnSamples | None = None
         self._in_forward = False
         self._in_backward = False
         self._in_clipping = False
-        self._stepping: list[Named] = []
+        # Optimizers that step, and engines (None), the outermost first, with the gradients that they use.
+        self._stepping: list[tuple[Optimizer | None, Named]] = []
         # The gradients after the last backward that reduces them, and as they were clipped first.
         self._reduced: Named | None = None
         self._unclipped: Named | None = None
@@ -197,7 +183,7 @@ class Observer:
             if self.sharding == "whole batch" and torch.is_grad_enabled() and dist.is_initialized():
                 (args, kwargs), self._samples = whole_batch((args, kwargs))
             output = call(module, *args, **kwargs)
-            outputs = Named(dict(_named_parts(output, self._samples)))
+            outputs = Named(dict(named_parts(output, self._samples)))
             if self._samples is not None:
                 output = self._samples.of(output)
             states = random_states()
@@ -221,7 +207,7 @@ class Observer:
         self._mark_forward()
         if torch.is_grad_enabled() and module.training:
             self._before_training(module)
-        tensors = dict(_named_parts((args, kwargs)))
+        tensors = dict(named_parts((args, kwargs)))
         values = Named(tensors)
         samples = {name: sample_hashes(parts[0].values, MAX_SAMPLES) for name, parts in tensors.items()}
         device = next(module.parameters()).device.type
@@ -322,7 +308,7 @@ class Observer:
         name = next((name for name, other in self._roots.named_modules() if other is module), "")
         if name:
             key = name if name not in self._units else f"{name}, call {len(self._units)}"
-            self._units[key] = Named({f"{key}{place}": parts for place, parts in _named_parts(output, self._samples)})
+            self._units[key] = Named({f"{key}{place}": parts for place, parts in named_parts(output, self._samples)})
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -346,6 +332,7 @@ class Observer:
         loss = losses[0].detach().clone() if len(losses) == 1 and losses[0].numel() == 1 else None
         step, number, line = self._step, max(self._pass, 0), script_line()
         means, self._means = self._means, []
+        scale, self.scale = self.scale, None
         result = call()
         contributions = self._take_contributions()
         is_reduced = self.is_reduced and not any(_defers(root) for root in self._roots.modules())
@@ -357,6 +344,7 @@ class Observer:
                 line=line,
                 loss=_finite(loss),
                 is_reduced=is_reduced,
+                scale=_finite(scale) or 1.0,
                 means=tuple(Mean(value=_finite(value), targets=int(targets)) for value, targets in means),
                 contributions=contributions.values() if contributions is not None else {},
             )
@@ -444,18 +432,31 @@ class Observer:
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """An optimizer is about to step. A closure makes the gradients that it uses (`after_closure`)."""
         self._changes.stop()
-        parts = self._gradients(optimizer) if not self._stepping else {}
+        self._stepping.append((optimizer, Named({})))
+        if not has_closure:
+            self._use(optimizer)
+
+    def after_closure(self, optimizer: Optimizer) -> None:
+        """The closure of a step has made the gradients, perhaps for another time."""
+        self._changes.stop()
+        self._use(optimizer)
+
+    def _use(self, optimizer: Optimizer) -> None:
+        """Note the gradients of a step, unless it is a part of another one."""
+        if not self._stepping or self._stepping[0][0] is not optimizer:
+            return
+        parts = self._gradients(optimizer)
         self._keep_elements("clipped", parts)
         if self._unclipped is None:
             self._keep_elements("gradient", parts)
-        self._stepping.append(Named(parts))
+        self._stepping[0] = optimizer, Named(parts)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the step is over, and what it was is written."""
-        gradients = self._stepping.pop()
+        _, gradients = self._stepping.pop()
         # One inside another optimizer's step, or an engine's, is a part of that. Before any module has run, as where a
         # script resumes, steps only make the state that a checkpoint is loaded into; so do those of torch's functions.
         if not self._stepping and self._roots.modules() and not makes_state():
@@ -464,7 +465,7 @@ class Observer:
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """An engine steps, which is none of torch's optimizers but may call them."""
-        self._stepping.append(Named({}))
+        self._stepping.append((None, Named({})))
         try:
             yield
         finally:
@@ -507,6 +508,7 @@ class Observer:
                 kept=self._kept,
                 hooks=hooks,
                 silent_hooks=silent_hooks,
+                originals=tuple(dict.fromkeys(self.originals.with_gradients(self._roots))),
                 collectives=self.traffic.take(),
             )
         )
@@ -586,6 +588,11 @@ class Observer:
     def mark(self, kind: Any, detail: str = "") -> None:
         """Something else has happened that matters for the comparison."""
         event = Mark(step=self._step, kind=kind, line=script_line(), detail=detail)
+        if kind == "data":
+            # One for a loop over all parameters.
+            if event in self._assigned:
+                return
+            self._assigned.add(event)
         # An engine is set up before it trains; a load before training is part of the initial values.
         if self._writer.has_begun or self._waiting or kind in ("divide factor", "reshard", "step of the engine"):
             self._later(lambda: event)
@@ -732,16 +739,6 @@ def nudge(module: nn.Module, size: float) -> None:
         generator = torch.Generator().manual_seed(index)
         signs = torch.randint(0, 2, values.shape, generator=generator).to(values.device, values.dtype) * 2 - 1
         values.mul_(1 + max(size, torch.finfo(values.dtype).eps) * signs)
-
-
-def _named_parts(value: object, samples: OwnSamples | None = None) -> Iterator[tuple[str, list[Part]]]:
-    """The tensors inside a value, each with its place: "[0]", "['labels']". With `samples`, only rows of these."""
-    for place, item in named_leaves(value):
-        leaf = item if samples is None else samples.rows_of(item)
-        if isinstance(leaf, Tensor) and not leaf.is_sparse and leaf.layout is torch.strided and not leaf.is_meta:
-            part = part_of(leaf)
-            if part is not None:
-                yield place, [part]
 
 
 def _defers(root: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.optim import Optimizer
 
+from fsdp_conformance.recorder.flat_parameter import FlatParameterInPlace
 from fsdp_conformance.recorder.observer import Observer
 from fsdp_conformance.recorder.replica import Replica, Replicas, owned_modules
 from fsdp_conformance.recorder.rounding import Rounding
@@ -267,9 +269,6 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
                 param_dtype=mixed_precision.param_dtype,
                 casts_inputs=mixed_precision.cast_forward_inputs or mixed_precision.cast_root_forward_inputs,
             ).install(module, [each for each in modules if not isinstance(each, exempt)])
-            if mixed_precision.buffer_dtype is not None:
-                # In the first forward, as FSDP1 does.
-                module.register_forward_pre_hook(_casting_buffers(mixed_precision.buffer_dtype), prepend=True)
         self.sharding_strategy = sharding_strategy or fsdp.ShardingStrategy.FULL_SHARD
         self.process_group = self._group_in(group)
         self.mixed_precision = mixed_precision or fsdp.MixedPrecision()
@@ -284,6 +283,10 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
         for each in self.fsdp_modules(module):
             each._is_root = False  # type: ignore[assignment]
         self._fsdp_wrapped_module = module
+        owned = owned_modules([module], lambda child: isinstance(child, ReplicatedInPlaceOfFSDP))
+        own = {id(parameter) for each in owned for parameter in each.parameters(recurse=False)}
+        self._flat_param = FlatParameterInPlace([item for item in module.named_parameters() if id(item[1]) in own])
+        self._handle = SimpleNamespace()
         self.register_load_state_dict_pre_hook(self._with_wrapper_in_names)  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -317,7 +320,22 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
         raise CannotTakeOut("register_comm_hook of FullyShardedDataParallel")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._start(self)
+        self._flat_param.cast_parameters()
         return self._fsdp_wrapped_module(*args, **kwargs)
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._flat_param)
+
+    @classmethod
+    def _start(cls, module: nn.Module) -> None:
+        """Give the buffers their dtype, as FSDP1 does in the first of several calls."""
+        for each in (module for module in module.modules() if isinstance(module, cls)):
+            dtype = each.mixed_precision.buffer_dtype
+            for buffer in each._fsdp_wrapped_module.buffers() if dtype is not None else ():
+                if buffer.is_floating_point() and buffer.dtype is not dtype:
+                    buffer.data = buffer.to(dtype)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -331,6 +349,7 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Average nothing in the block."""
+        self._start(self)
         observer, before = self.replacement._observer, self.replica.synchronises
         self.replica.synchronises = observer.is_reduced = False
         try:
@@ -344,6 +363,7 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, without the wrapper in its names."""
+        self._start(self)
         return self._fsdp_wrapped_module.state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -367,6 +387,7 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
     @contextlib.contextmanager
     def summon_full_params(module: nn.Module, *args: object, **kwargs: object) -> Iterator[None]:
         """Parameters are always whole. Inside, their names are those of the model, as with FSDP1."""
+        ReplicatedInPlaceOfFSDP._start(module)
         ReplicatedInPlaceOfFSDP.num_summoned += 1
         try:
             yield
@@ -435,15 +456,6 @@ class AsCheckpointsSeeIt(metaclass=_Wrappers):
 
 def _clean(name: str) -> str:
     return name.replace(_WRAPPED, "")
-
-
-def _casting_buffers(dtype: torch.dtype) -> Callable[[nn.Module, object], None]:
-    def cast(module: nn.Module, args: object) -> None:
-        for buffer in module.buffers():
-            if buffer.is_floating_point() and buffer.dtype is not dtype:
-                buffer.data = buffer.to(dtype)
-
-    return cast
 
 
 def _group_of(mesh: DeviceMesh | None, dims: Any) -> Any:

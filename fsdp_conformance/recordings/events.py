@@ -108,6 +108,8 @@ class Backward:
     """None if what was differentiated is no single number, or is not finite."""
     is_reduced: bool
     """False where the script has turned the reduction of gradients off, as in `no_sync`."""
+    scale: float = 1.0
+    """By which a gradient scaler has multiplied the loss."""
     means: tuple[Mean, ...] = ()
     """Of the pass before it."""
     contributions: dict[str, Fingerprint] = field(default_factory=dict)
@@ -206,6 +208,8 @@ class Step:
     """Where hooks of the script are defined that see the gradients of parameters, or of modules."""
     silent_hooks: tuple[str, ...] = ()
     """Those of parameters that were not called since the step before, although the parameters have gradients."""
+    originals: tuple[str, ...] = ()
+    """Parameters that sharding has replaced by others, and that have got a gradient all the same."""
     collectives: tuple[Collectives, ...] = ()
     """Since the step before, as far as Python has called them."""
 
@@ -260,6 +264,7 @@ class Mark:
         "divide factor",
         "clear",
         "step of the engine",
+        "data",
         "reshard",
     ]
     """A state is loaded into a module, from a file or not. A forward is marked when it begins: a rank that fails in it

@@ -38,10 +38,11 @@ from fsdp_conformance.cli.recorded_run import (
 )
 from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.parity.arbitration import is_open, settled
-from fsdp_conformance.parity.comparison import Comparison, compare
+from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.kept import keep_of, too_large, with_element
 from fsdp_conformance.parity.noise import nudge_of
+from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.parity.text import lines_of
 from fsdp_conformance.recorder.settings import RecordSettings
 from fsdp_conformance.recordings import files

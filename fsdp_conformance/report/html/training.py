@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp_conformance.parity.comparison import Comparison
 from fsdp_conformance.parity.finding import Finding
+from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.parity.text import agreement_of, verdict_of
 from fsdp_conformance.parity.trajectory import Curve, Distance, Trajectory, curves, trajectories
 from fsdp_conformance.report.html.page import rendered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 
 from fsdp_conformance.parity import arbitration
 from fsdp_conformance.parity.arbitration import is_open, settled
+from fsdp_conformance.parity.changed import OF_A_SHARD
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.recordings.events import Initial
+from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.tests.parity.trainings import Script, record
 
 
@@ -43,7 +47,24 @@ def verdict(run: Script, reference: Script, unsharded: Script, directory: Path) 
     scripts = {"run": run, "reference": reference, "unsharded": unsharded}
     recordings = {name: record(script, directory / name) for name, script in scripts.items()}
     finding = compare(recordings["run"], recordings["reference"]).findings[0]
-    return finding, settled(finding, recordings["run"], recordings["reference"], recordings["unsharded"])
+    return finding, settled(finding, recordings["run"], recordings["reference"], taken_out(recordings["unsharded"]))
+
+
+def taken_out(recording: Recording) -> Recording:
+    """The recording as that of a script whose sharding was taken out."""
+    return replace(
+        recording,
+        ranks=tuple(
+            replace(
+                rank,
+                begin=replace(rank.begin, sharding="taken out"),
+                events=tuple(
+                    replace(event, replaced=1) if isinstance(event, Initial) else event for event in rank.events
+                ),
+            )
+            for rank in recording.ranks
+        ),
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,10 +134,45 @@ def test_only_a_wrong_sum_is_the_fault_of_the_references_engine(
     assert after.likely.startswith(likely)
 
 
+def test_what_a_script_does_to_shards_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same script without its sharding does it to whole tensors."""
+    finding = Finding(title="The gradients differ", whose=Whose.EITHER, step=0, likely="the reduction, or a hook")
+    of_engine = replace(finding, whose=Whose.SCRIPT, likely="it is clipped per shard")
+    found: Any = {"run": [of_engine], "reference": []}
+    monkeypatch.setattr(
+        arbitration, "compare", lambda run, other: SimpleNamespace(is_vacuous=False, findings=found[run])
+    )
+    recordings: Any = ("run", "reference", "unsharded")
+
+    after = settled(finding, *recordings)
+
+    assert (after.whose, after.likely) == (Whose.SCRIPT, "it is clipped per shard")
+
+
 def test_what_differs_from_both_stays_open(tmp_path: Path) -> None:
     before, after = verdict(OTHER, RIGHT, Script(gradients=negated), tmp_path)
 
     assert after == before
+
+
+def test_other_values_of_the_script_are_not_those_of_a_shard(tmp_path: Path) -> None:
+    """Both scripts write to the weights. Without its sharding, the run's does it in the same way."""
+
+    @torch.no_grad()
+    def scale(model: nn.Module, step: int, *, by: float) -> None:
+        for parameter in model.parameters() if step else ():
+            parameter.mul_(by)
+
+    wrong, right = (Script(before_forward=functools.partial(scale, by=by)) for by in (0.5, 0.9))
+    before, after = verdict(wrong, right, wrong, tmp_path)
+    of_shards = verdict(wrong, right, right, tmp_path / "of shards")[1]
+
+    assert is_open(before)
+    assert before.likely.endswith(f"; or {OF_A_SHARD}")
+    assert after.likely.endswith("as where weights that were exchanged are not put back")
+    assert of_shards.likely.endswith(f": {OF_A_SHARD}")
+    assert "other values than the reference" not in of_shards.likely
+    assert {before.whose, after.whose, of_shards.whose} == {Whose.SCRIPT}
 
 
 def test_a_script_whose_settings_differ_is_not_open(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_conformance.parity.comparison import Comparison, compare
+from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.noise import EPS, noise_of
+from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.parity.text import lines_of
 from fsdp_conformance.recordings.events import Collectives, Step

@@ -393,7 +393,7 @@ def shrinking(size: float) -> Script:
 @pytest.mark.parametrize(
     ("size", "of_reference", "whose", "likely"),
     [
-        (0.9, 0.8, Whose.SCRIPT, "the script writes to 'first.weight': what it does to the shard of a rank"),
+        (0.9, 0.8, Whose.SCRIPT, "the script writes to 'first.weight': other values than the reference, as where"),
         (1.0, 0.8, Whose.SCRIPT, "only the reference writes to 'first.weight': "),
         (0.9, 1.0, Whose.EITHER, "only the run writes to 'first.weight'"),
     ],
@@ -475,6 +475,14 @@ def test_autocast_that_outlives_a_step_has_stale_weights(tmp_path: Path) -> None
 
     assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.SCRIPT, 1)
     assert finding.likely.startswith("autocast was on while the optimizer stepped: ")
+
+
+def test_gradients_that_are_unscaled_twice_are_named(tmp_path: Path) -> None:
+    run = record(Script(clipped=scaled(1 / 1024)), tmp_path / "run")
+    finding = compare(run, record(Script(), tmp_path / "reference")).findings[0]
+
+    assert (finding.title, finding.whose) == ("The gradients differ after clipping", Whose.SCRIPT)
+    assert finding.likely.startswith("they are divided by the scale of the loss, 1024, once more: `scaler.step`")
 
 
 def test_an_evaluation_in_between_may_be_why_a_forward_differs(tmp_path: Path) -> None:

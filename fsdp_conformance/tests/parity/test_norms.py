@@ -26,10 +26,14 @@ def step_of(norm: float, tensors: int | None = 2, strangers: int = 0, gathered: 
     return SimpleNamespace(clips=clips, unclipped=SimpleNamespace(values=values(WHOLE)), steps=[])
 
 
+LARGEST = "the largest one: of this rank only, or a maximum over the ranks"
+
+
 @pytest.mark.parametrize(
     ("norm", "likely"),
     [
         (math.hypot(*SHARDS[1]), "it is the norm of the shards of rank 1 alone"),
+        (math.hypot(*SHARDS[0]), f"it is the norm of the shards of rank 0 alone, {LARGEST}"),
         (sum(WHOLE), "the norms of the tensors are added up, and not their squares"),
         (math.hypot(14.0, 12.0), "on each rank the norms of the tensors are added up, and not their squares"),
         (

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.parity.comparison import Comparison, compare
+from fsdp_conformance.parity.comparison import compare
+from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.parity.trajectory import Trajectory, curves, trajectories
 from fsdp_conformance.recordings import files
 from fsdp_conformance.report.html.training import training_page

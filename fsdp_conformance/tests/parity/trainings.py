@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import functional
 
-from fsdp_conformance.parity.comparison import Comparison, compare
+from fsdp_conformance.parity.comparison import compare
+from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.files import Recording

@@ -21,7 +21,8 @@ from fsdp_conformance.parity.text import lines_of
 from fsdp_conformance.recorder import gradient_hooks
 from fsdp_conformance.recorder.changes import Changes
 from fsdp_conformance.recorder.guard import Guard
-from fsdp_conformance.recorder.observer import Named, Observer
+from fsdp_conformance.recorder.named import Named
+from fsdp_conformance.recorder.observer import Observer
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recorder.traffic import TrafficCount
 from fsdp_conformance.recordings import files

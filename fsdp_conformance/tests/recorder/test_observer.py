@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.recorder import observer as observer_module
 from fsdp_conformance.recorder.hooks import watch_unit
 from fsdp_conformance.recorder.names import named_leaves
@@ -211,6 +212,76 @@ def test_a_closure_is_part_of_its_step(tmp_path: Path) -> None:
     steps = of(Step, tmp_path / "run")
     assert [step.optimizer for step in steps] == ["LBFGS"]
     assert len(of(Backward, tmp_path / "run")) >= 2
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["positional", "named"])
+def test_a_closure_makes_the_gradients_of_its_step(is_named: bool, tmp_path: Path) -> None:
+    """As in Lightning, whose closures add to the gradients of earlier micro-batches, and clip them."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward(factor: float) -> Tensor:
+        loss: Tensor = model(torch.full((2, 3), factor)).sum()
+        loss.backward()
+        return loss
+
+    def closure() -> Tensor:
+        loss = backward(2.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        return loss
+
+    with recording(tmp_path / "run"):
+        backward(1.0)
+        optimizer.step(closure=closure) if is_named else optimizer.step(closure)
+
+    (step,), (clip,) = of(Step, tmp_path / "run"), of(Clip, tmp_path / "run")
+    assert sum(value.square for value in step.gradients.values()) == pytest.approx(0.25, rel=1e-3)
+    # Clipping saw the gradients of both micro-batches, and nothing has changed them before.
+    assert clip.gradients["weight"].square == pytest.approx(3 * (2 + 4) ** 2)
+    assert step.changed == step.rewritten == ""
+
+
+def test_a_closure_of_an_optimizer_inside_another_one_is_part_of_the_outer_step(tmp_path: Path) -> None:
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = Outer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def closure() -> Tensor:
+        loss: Tensor = model(torch.ones(2, 3)).sum()
+        loss.backward()
+        return loss
+
+    with recording(tmp_path / "run"):
+        optimizer.step(closure)
+
+    (step,) = of(Step, tmp_path / "run")
+    assert (step.optimizer, step.gradients["weight"].square) == ("Outer", pytest.approx(12.0))
+
+
+def test_a_loss_has_the_scale_of_its_gradient_scaler(tmp_path: Path) -> None:
+    """The comparison divides by it if it covers all backwards of a step."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    enabled = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with recording(tmp_path / "run"):
+        for scalers in ([enabled, enabled], [enabled, None], [torch.amp.GradScaler("cpu", enabled=False)]):
+            for scaler in scalers:
+                loss = model(torch.ones(2, 3)).square().sum() + 1
+                (scaler.scale(loss) if scaler is not None else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert [backward.scale for backward in of(Backward, tmp_path / "run")] == [1024.0, 1024.0, 1024.0, 1.0, 1.0]
+    both, one, none = Run(files.read(tmp_path / "run")).steps
+    for step, are_scaled in ((both, [False, False]), (one, [True, False]), (none, [False])):
+        assert [(each.loss or 0) > 1000 for each in step.backwards[0]] == are_scaled
 
 
 def test_saves_and_loads_are_marked(tmp_path: Path) -> None:

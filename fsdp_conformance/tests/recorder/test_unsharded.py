@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from fsdp_conformance.recorder.replica import Replicas
 from fsdp_conformance.recorder.unsharded import AsCheckpointsSeeIt, ReplicatedInPlaceOfFSDP
@@ -70,6 +71,39 @@ def test_it_has_what_instances_of_fsdp1_have(model: ReplicatedInPlaceOfFSDP, tmp
     layouts |= {"scatter_full_optim_state_dict", "shard_full_optim_state_dict", "params"}
     assert missing - layouts == set()
     assert values == (0, 1, ShardingStrategy.FULL_SHARD, False)
+
+
+def test_accelerate_can_cast_its_parameters(model: ReplicatedInPlaceOfFSDP) -> None:
+    """As Accelerate does it: the flat parameter of each wrapper, which takes effect when it is gathered."""
+    model.to(torch.bfloat16)
+    wrappers: Any = ReplicatedInPlaceOfFSDP.fsdp_modules(model)
+    outer, inner = wrappers
+    flat: Any = inner._flat_param
+    assert (inner._has_params, outer._has_params, flat._fqns) == (True, True, ("weight", "bias"))
+
+    flat.data = flat.data.to(torch.float32)
+    inner._handle._orig_param_dtype = torch.float32
+
+    assert flat.dtype is torch.float32
+    inner(torch.ones(1, 3))
+    assert {parameter.dtype for parameter in inner.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in outer.parameters()} == {torch.float32, torch.bfloat16}
+
+
+def test_buffers_are_cast_by_the_first_call_that_starts_fsdp1(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken_out = SimpleNamespace(
+        replicate=lambda *args, **kwargs: SimpleNamespace(synchronises=True), _observer=SimpleNamespace(is_reduced=True)
+    )
+    monkeypatch.setattr(ReplicatedInPlaceOfFSDP, "replacement", taken_out, raising=False)
+    policy = MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = ReplicatedInPlaceOfFSDP(
+        nn.Sequential(ReplicatedInPlaceOfFSDP(nn.BatchNorm1d(3), mixed_precision=policy), nn.Linear(3, 2))
+    )
+    mean = next(model.buffers())
+    assert mean.dtype is torch.float32
+
+    with model.no_sync():
+        assert mean.dtype is torch.bfloat16
 
 
 def test_torchs_state_dicts_are_those_of_the_model(
