@@ -46,7 +46,7 @@ def _by_key(collectives: tuple[Collectives, ...]) -> dict[Key, Collectives]:
 
 def _of_rank(mine: Mapping[Key, Collectives], theirs: Mapping[Key, Collectives]) -> Iterator[str]:
     shared = [key for key in theirs if key in mine]
-    if _shards(mine) is not _shards(theirs):
+    if _scatters(mine) is not _scatters(theirs):
         return
     if not mine or not theirs or len(shared) < _ALIKE * max(len(mine), len(theirs)):
         return
@@ -65,9 +65,9 @@ def _of_rank(mine: Mapping[Key, Collectives], theirs: Mapping[Key, Collectives])
         yield f"{_words(each)} is missing, {_amount(each)}"
 
 
-def _shards(collectives: Mapping[Key, Collectives]) -> bool:
-    """True if parameters are gathered, or gradients are scattered, as replicas never do."""
-    return any(op.startswith(("all_gather", "reduce_scatter")) for op, *_ in collectives)
+def _scatters(collectives: Mapping[Key, Collectives]) -> bool:
+    """True if gradients are scattered, as replicas never do. A script may gather tensors of its own."""
+    return any(op.startswith("reduce_scatter") for op, *_ in collectives)
 
 
 def _is_one_of(wanted: Collectives, each: Collectives) -> bool:

@@ -79,6 +79,13 @@ def test_other_strategies_have_other_collectives(trained: Recording) -> None:
     assert _compared(trained).collectives == ()
 
 
+def test_a_replica_whose_script_gathers_something_is_not_sharded(trained: Recording) -> None:
+    """As a contrastive loss does with the embeddings of all ranks."""
+    run, reference = _with(trained, GATHER, SCATTER, factor=2.0), _with(trained, replace(GATHER, nbytes=8))
+
+    assert compare(run, reference).collectives == ()
+
+
 @pytest.mark.parametrize(
     ("group", "reduce_op", "dtype"),
     [((0, 1, 2), "SUM", "bfloat16"), ((0, 1), "SUM", "float32"), ((0, 1, 2), "", "float32")],
