@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp_conformance.parity.changed import OF_A_SHARD, OR_THE_REDUCTION, OTHER_VALUES
+from fsdp_conformance.parity.changed import OF_A_SHARD, OR_ITS_LOADING, OR_THE_REDUCTION, OTHER_VALUES
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.gradients import OF_PARTS
@@ -45,7 +45,8 @@ def settled(finding: Finding, run: Recording, reference: Recording, unsharded: R
             likely = f"it is the reference whose engine is wrong: {of_scripts.likely}"
             return replace(finding, whose=Whose.ENGINE, likely=likely, evidence=evidence)
         # Of an engine, the cause would be another one.
-        known = finding.likely.removeprefix(OR_THE_REDUCTION).removesuffix(f"; or {OF_A_SHARD}")
+        known = finding.likely.removeprefix(OR_THE_REDUCTION)
+        known = known.removesuffix(f"; or {OF_A_SHARD}").removesuffix(OR_ITS_LOADING)
         if known and finding.whose is Whose.ENGINE:
             evidence, known = (*evidence, f"the numbers look as if: {known}"), ""
         likely = known or "the two scripts compute different things"

@@ -15,7 +15,7 @@ from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep, divisions, events_by_step
 from fsdp_conformance.parity.words import some_names, why_written
-from fsdp_conformance.recordings.events import Backward, Mark
+from fsdp_conformance.recordings.events import ALIAS, Backward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
 
 #: The cause of a script that changes the tensors that it sees, which are shards.
@@ -40,6 +40,15 @@ NO_GRADIENT = (
 _LOADED = (
     "the script loads a state into the model at {line}, and the reference does not. To put weights back, it needs a "
     "copy: `state_dict()` returns the parameters themselves"
+)
+
+#: How a cause ends that may be the engine's. What comes before is the script's.
+OR_ITS_LOADING = ", or how the engine loads it"
+
+#: The cause of a state that changes nothing.
+_ALIAS = (
+    "the state that is loaded at {line} has no effect: its tensors are the parameters themselves, which `state_dict()` "
+    "returns. Copy them when the state is taken (`copy.deepcopy(model.state_dict())`)"
 )
 
 #: The cause of gradients that come back after they were cleared.
@@ -154,9 +163,11 @@ def whose_writing(run: Run, reference: Run, number: int) -> tuple[Whose, str, st
         likely, line = assigned
     elif loads and not others:
         likely = _LOADED.format(line=line)
+    elif loads and any(mark.detail == ALIAS for mark in loads):
+        likely = _ALIAS.format(line=line)
     elif loads:
         # An engine's own hooks, or torch's functions for checkpoints, may have part in it.
-        whose, likely = Whose.EITHER, f"the state that is loaded at {line}, or how the engine loads it"
+        whose, likely = Whose.EITHER, f"the state that is loaded at {line}{OR_ITS_LOADING}"
     elif mine and theirs:
         alternative = f"{OTHER_VALUES}; or " if reference.sharding == "kept" else ""
         likely = f"the script writes to {some_names(mine)}: {alternative}{OF_A_SHARD}"

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from fsdp_conformance.recorder.gradient_hooks import counted
 from fsdp_conformance.recorder.lines import is_of_script
 from fsdp_conformance.recorder.observer import Observer
 from fsdp_conformance.recorder.originals import Owned, owned_by
+from fsdp_conformance.recordings.events import ALIAS
 from fsdp_conformance.simulator.import_hook import when_imported
 from fsdp_conformance.simulator.replacements import Replacements
 
@@ -67,7 +68,7 @@ class Hooks:
         self._watch_scaler(torch.amp.GradScaler)
         self._replace(Optimizer, "zero_grad", functools.partial(self._marked, "clear"))
         self._replace(nn.Module, "zero_grad", functools.partial(self._marked, "clear"))
-        self._replace(nn.Module, "load_state_dict", functools.partial(self._marked, "load state"))
+        self._replace(nn.Module, "load_state_dict", self._loading_module)
         self._replace(Optimizer, "load_state_dict", self._loading)
         for name in ("save", "load"):
             self._replace(torch, name, functools.partial(self._marked, name))
@@ -241,6 +242,25 @@ class Hooks:
 
         self._replace(kind, "scale", scale)
         self._replace(kind, "unscale_", functools.partial(self._marked, "unscale"))
+
+    def _loading_module(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def load_state_dict(module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            self._guard.run(note_load, module, state_dict)
+            return original(module, state_dict, *args, **kwargs)
+
+        def note_load(module: nn.Module, state: Any) -> None:
+            own = {address(parameter) for parameter in module.parameters()} - {None}
+            given = state.values() if isinstance(state, Mapping) else ()
+            is_alias = bool(own) and own.issubset(map(address, given))
+            self._observer.mark("load state", ALIAS if is_alias else "")
+
+        def address(tensor: object) -> int | None:
+            local = getattr(tensor, "_local_tensor", tensor)
+            has_elements = isinstance(local, Tensor) and local.numel() and not local.is_meta
+            return local.data_ptr() if has_elements else None
+
+        return load_state_dict
 
     def _loading(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -15,6 +15,9 @@ from fsdp_conformance.recordings.fingerprint import Fingerprint
 #: Raised when a reader of the old format cannot read the new one.
 FORMAT = 1
 
+#: The detail of a "load state" whose tensors are those of the module itself.
+ALIAS = "alias"
+
 #: How the sharding of a recorded run was treated. With "whole batch" it was taken out, and each rank computed the
 #: samples of all of them.
 Sharding = Literal["kept", "taken out", "whole batch"]

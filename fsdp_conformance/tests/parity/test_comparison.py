@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -419,6 +420,29 @@ def test_a_state_that_only_the_run_loads_is_the_scripts(tmp_path: Path) -> None:
     assert (finding.whose, finding.step) == (Whose.SCRIPT, 1)
     assert finding.likely.startswith("the script loads a state into the model at ")
     assert finding.line.endswith("test_comparison.py:" + finding.line.rpartition(":")[2])
+
+
+def test_a_state_that_was_not_copied_puts_nothing_back(tmp_path: Path) -> None:
+    """Both change the weights and load a state of before, which is the weights themselves in the run."""
+
+    def put_back(copies: Callable[[Any], Any]) -> Script:
+        def change(model: nn.Module, step: int) -> None:
+            saved = copies(model.state_dict())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            model.load_state_dict(saved)
+
+        return Script(updated=change)
+
+    run = record(put_back(lambda state: state), tmp_path / "run")
+    finding = compare(run, record(put_back(copy.deepcopy), tmp_path / "reference")).findings[0]
+
+    assert (finding.title, finding.whose) == (
+        "Parameters have changed differently since the step before",
+        Whose.SCRIPT,
+    )
+    assert "has no effect: its tensors are the parameters themselves" in finding.likely
 
 
 def test_a_weight_that_is_written_back_may_have_been_gathered_before(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
@@ -24,7 +25,7 @@ from fsdp_conformance.recorder.hooks import watch_unit
 from fsdp_conformance.recorder.names import named_leaves
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
-from fsdp_conformance.recordings.events import Backward, Clip, Event, Forward, Initial, Mark, Step
+from fsdp_conformance.recordings.events import ALIAS, Backward, Clip, Event, Forward, Initial, Mark, Step
 
 
 class Model(nn.Module):
@@ -293,6 +294,19 @@ def test_saves_and_loads_are_marked(tmp_path: Path) -> None:
 
     kinds = [mark.kind for mark in of(Mark, tmp_path / "run")]
     assert [kind for kind in kinds if kind != "forward"] == ["clear", "save", "load", "load state"]
+
+
+@pytest.mark.parametrize(("copies", "detail"), [(lambda state: state, ALIAS), (copy.deepcopy, ""), (len, "")])
+def test_a_state_that_is_the_model_itself_is_marked(copies: Any, detail: str, tmp_path: Path) -> None:
+    """Loading it has no effect. Whatever is given in place of a state, the error is torch's."""
+    model = Model()
+    with recording(tmp_path / "run"):
+        train(model, 1)
+        with contextlib.suppress(TypeError):
+            model.load_state_dict(copies(model.state_dict()))
+
+    details = [mark.detail for mark in of(Mark, tmp_path / "run") if mark.kind == "load state"]
+    assert details == [detail]
 
 
 def test_a_rank_that_destroys_its_process_group_has_left(tmp_path: Path) -> None:
