@@ -8,6 +8,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     models           how two models begin, and what their optimizers have
     norms            the norm of gradients, and how a wrong one was made
     settings         the settings of the optimizer that differ
+    same_names       the same names for the parameters of two recordings
     samples          what the ranks were given
     gradients        the likely cause of a gradient that differs
     changed          what the script does to gradients between the backward and the step

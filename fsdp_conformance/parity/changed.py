@@ -86,14 +86,22 @@ def why_changed(step: TrainingStep, expected: TrainingStep) -> str:
     return scaled
 
 
-def why_rewritten(value: Whole, wanted: Whole, *, is_seen: bool) -> str:
+def why_rewritten(value: Whole, wanted: Whole, step: TrainingStep, expected: TrainingStep) -> str:
     """How the script may have changed gradients after they were clipped, in words; empty if nothing shows it."""
     if value.square and is_loss_scale(wanted.norm / value.norm):
         return (
             f"they are divided by the scale of the loss, {wanted.norm / value.norm:.6g}, once more: `scaler.step` "
             "unscales them unless `scaler.unscale_` has, so gradients that are unscaled by hand are unscaled twice"
         )
-    return f"the script changes them afterwards: {OF_A_SHARD}" if is_seen else ""
+    mine, theirs = ([each.rewritten for each in other.steps if each.rewritten] for other in (step, expected))
+    if mine and theirs:
+        return f"the script changes them afterwards: {OF_A_SHARD}"
+    if mine:
+        return (
+            "the script changes them afterwards, and the reference does not: `to_local()` gives the memory of the "
+            "gradient itself, where a calculation for a whole tensor may have made a copy"
+        )
+    return ""
 
 
 def why_stale(run: Run, reference: Run, number: int) -> str:
@@ -107,8 +115,7 @@ def why_stale(run: Run, reference: Run, number: int) -> str:
         return gathered
     # The reference has no engine that might write to them. Training alone leaves no unit gathered after a step.
     names = _written(reference, number)
-    has_evaluated = not all(forward.with_gradients for forward in run.steps[number].forwards[0])
-    if has_evaluated and any(name in names for name in _written(run, number)):
+    if _has_evaluated(run, number) and any(name in names for name in _written(run, number)):
         return why_written(names)
     loaded, others = (_loads(each, number) for each in (run, reference))
     if number and loaded and not others:
@@ -152,8 +159,8 @@ def why_buffers(step: TrainingStep, rank: int) -> str:
     )
 
 
-def whose_writing(run: Run, reference: Run, number: int) -> tuple[Whose, str, str]:
-    """Whose a change of parameters between two steps is that is not the reference's: the cause, and a line."""
+def whose_writing(run: Run, reference: Run, number: int, names: Sequence[str]) -> tuple[Whose, str, str]:
+    """Whose a change of these parameters between two steps is that is not the reference's: the cause, and a line."""
     mine, theirs = _written(run, number), _written(reference, number)
     loads, others = _loads(run, number), _loads(reference, number)
     files = [mark for mark in run.marks if mark.kind == "load" and mark.step == number]
@@ -168,6 +175,11 @@ def whose_writing(run: Run, reference: Run, number: int) -> tuple[Whose, str, st
     elif loads:
         # An engine's own hooks, or torch's functions for checkpoints, may have part in it.
         whose, likely = Whose.EITHER, f"the state that is loaded at {line}{OR_ITS_LOADING}"
+    elif mine and theirs and _has_evaluated(run, number) and set(mine) - set(names):
+        likely = (
+            f"the script writes to {some_names(mine)} after an evaluation, and not all of them differ: units that are "
+            "still gathered, as FSDP2's root is, take what is written, and their shards do not. Call `reshard()` first"
+        )
     elif mine and theirs:
         alternative = f"{OTHER_VALUES}; or " if reference.sharding == "kept" else ""
         likely = f"the script writes to {some_names(mine)}: {alternative}{OF_A_SHARD}"
@@ -181,6 +193,10 @@ def whose_writing(run: Run, reference: Run, number: int) -> tuple[Whose, str, st
         whose = Whose.EITHER if reference.sharding == "kept" else Whose.ENGINE
         likely = f"only the run writes to {some_names(mine)}"
     return whose, likely, line
+
+
+def _has_evaluated(run: Run, number: int) -> bool:
+    return not all(forward.with_gradients for forward in run.steps[number].forwards[0])
 
 
 def _written(run: Run, number: int) -> list[str]:

@@ -37,6 +37,7 @@ from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Sel
 from fsdp_conformance.parity.norms import clipping, norm_of_gradients, why_norm
 from fsdp_conformance.parity.result import Comparison, Row
 from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
+from fsdp_conformance.parity.same_names import prefixes_of, without_prefix
 from fsdp_conformance.parity.samples import compare_samples, input_hashes
 from fsdp_conformance.parity.settings import setting_difference, why_setting
 from fsdp_conformance.parity.vacuous import not_recorded, nothing_to_compare
@@ -68,9 +69,10 @@ _SAME_UPDATE = 1e-3
 
 def compare(recording: Recording, reference: Recording, nudged: Recording | None = None) -> Comparison:
     """Compare a recording with a reference, and the reference with one whose parameters were nudged."""
-    run, other = Run(recording), Run(reference)
-    noise = noise_of(other, Run(nudged) if nudged is not None else None)
-    return _Comparing(run, other, noise).result()
+    mine, theirs = prefixes_of(recording, reference)
+    run, other = Run(without_prefix(recording, mine)), Run(without_prefix(reference, theirs))
+    noise = noise_of(other, Run(without_prefix(nudged, theirs)) if nudged is not None else None)
+    return replace(_Comparing(run, other, noise).result(), is_renamed=bool(mine or theirs))
 
 
 class _Comparing:
@@ -237,7 +239,7 @@ class _Comparing:
             return
         beyond = list(self._beyond("begin", TENSORS["begin"], step.number, step.begin.values, expected.begin.values))
         if beyond:
-            whose, likely, line = whose_writing(self.run, self.reference, step.number)
+            whose, likely, line = whose_writing(self.run, self.reference, step.number, [item[0] for item in beyond])
             yield self._of_tensors(
                 "Parameters have changed differently since the step before",
                 step,
@@ -508,7 +510,7 @@ class _Comparing:
         if clipped:
             _, value, wanted, _ = clipped[0]
             rewritten = next((each.rewritten for each in step.steps if each.rewritten), "")
-            likely = why_rewritten(value, wanted, is_seen=bool(rewritten))
+            likely = why_rewritten(value, wanted, step, expected)
             whose = Whose.SCRIPT if likely else self._whose()
             yield self._of_tensors(
                 "The gradients differ after clipping",

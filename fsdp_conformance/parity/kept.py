@@ -42,6 +42,12 @@ def keep_of(finding: Finding, reference: Run) -> Keep | None:
     return Keep(step=finding.step, kind=finding.kind, names=tuple(names))
 
 
+def renamed(finding: Finding) -> Finding:
+    """The finding of runs that name their tensors in different ways, with that as the reason for no elements."""
+    why = "its elements were not compared: the two scripts name their parameters differently"
+    return replace(finding, evidence=(*finding.evidence, why))
+
+
 def too_large(finding: Finding) -> Finding:
     """The finding, with the reason for which no elements were kept."""
     limit = f"more than the {MOST_BYTES >> 20} MiB that a second run keeps"

@@ -18,6 +18,10 @@ _DRAWN = (
     "the generators are seeded differently or draw in another order, as when a sharded model is initialised after it "
     "was sharded; or the model is loaded from other files"
 )
+_MADE_AGAIN = (
+    "only buffers differ: the script computes them in another way, or again, as after building the model on the meta "
+    "device. A checkpoint has no buffer that is not persistent, such as a rotary cache"
+)
 _NOT_EQUAL = "each rank has drawn or loaded its own, and nothing has given all of them those of rank 0, as DDP does"
 _OWN_BUFFERS = (
     "each rank has drawn or loaded its own: DDP gives all ranks the buffers of rank 0, FSDP2 does not. Seed all ranks "
@@ -91,14 +95,17 @@ def _initial(run: Run, reference: Run, number: int) -> Iterator[Finding]:
         shared = [key for key in others.values if key in values.values]
         pieces = next(different_models(run), None)
         differing = [key for key in shared if not values.values[key].equals(others.values[key])]
+        own = pieces.likely if pieces is not None else ""
         is_cast = value.dtype != wanted.dtype
-        is_moved = all(_is_moved(values.values[key], others.values[key]) for key in differing)
+        are_buffers = all(key in step.buffers.values for key in differing)
+        # A rotary cache has the same norm with any frequencies.
+        is_moved = not are_buffers and all(_is_moved(values.values[key], others.values[key]) for key in differing)
         yield Finding(
             title="The initial values differ",
             whose=Whose.EITHER if is_moved else Whose.SCRIPT,
             step=step.number,
             first=f"{named_with_ties(name, tied)} · {size_of_difference(value, wanted)}",
-            likely=_CAST if is_cast else pieces.likely if pieces is not None else _MOVED if is_moved else _DRAWN,
+            likely=_CAST if is_cast else _MADE_AGAIN if are_buffers else own or (_MOVED if is_moved else _DRAWN),
             evidence=(*number_of_tensors(len(differing), len(shared)), *([pieces.first] if pieces is not None else [])),
             line=first_line(run),
         )

@@ -42,6 +42,8 @@ class Comparison:
     rows: list[Row] = field(default_factory=list)
     is_vacuous: bool = False
     """True if the runs would be equal whatever the engine does, or have nothing in common; the finding says why."""
+    is_renamed: bool = False
+    """True if the names of one run begin with a prefix that those of the other lack, and that was left out."""
     unjudged: int | None = None
     """The first step at which rounding alone is too large to judge."""
     unjudged_tensors: int = 0

@@ -257,8 +257,9 @@ class Hooks:
 
         def address(tensor: object) -> int | None:
             local = getattr(tensor, "_local_tensor", tensor)
-            has_elements = isinstance(local, Tensor) and local.numel() and not local.is_meta
-            return local.data_ptr() if has_elements else None
+            if not isinstance(local, Tensor) or local.is_meta or not local.numel():
+                return None
+            return local.data_ptr()
 
         return load_state_dict
 

@@ -40,7 +40,7 @@ from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.parity.arbitration import is_open, settled
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.kept import keep_of, too_large, with_element
+from fsdp_conformance.parity.kept import keep_of, renamed, too_large, with_element
 from fsdp_conformance.parity.noise import nudge_of
 from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.parity.text import lines_of
@@ -151,7 +151,9 @@ class _Runs:
         finding = comparison.findings[0]
         if is_open(finding) and self._order.reference_sharding == "kept":
             finding = self._settled(finding, run, comparison.reference.recording)
-        if self._order.keeps_values and finding.tensors:
+        if self._order.keeps_values and finding.tensors and comparison.is_renamed:
+            finding = renamed(finding)
+        elif self._order.keeps_values and finding.tensors:
             keep = keep_of(finding, comparison.reference)
             finding = too_large(finding) if keep is None else self._with_values(finding, keep)
         return replace(comparison, findings=[finding, *comparison.findings[1:]])

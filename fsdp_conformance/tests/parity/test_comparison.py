@@ -276,7 +276,7 @@ MISTAKES = {
     "stale": (Script(gradients=Stale()), Whose.ENGINE, 1, "'first.", "stale"),
     "scaled by hand after clipping": (
         Script(clipped=scaled(0.9)), Whose.SCRIPT, 0, "'first.",
-        "the script changes them afterwards: what it does to the shard of a rank is not what it does to a whole tensor",
+        "the script changes them afterwards, and the reference does not: `to_local()` gives the memory of the gradient",
     ),
     "reduced on one rank": (
         Script(gradients=clamped_on_rank_1), Whose.ENGINE, 0, "'first.",
@@ -464,6 +464,30 @@ def test_a_weight_that_is_written_back_may_have_been_gathered_before(tmp_path: P
     assert finding.likely.startswith("the script writes to 'first.weight' between the steps. The parameters agree")
 
 
+def test_a_unit_that_is_still_gathered_takes_what_is_written(tmp_path: Path) -> None:
+    """Weights are merged for an evaluation. Taking that back reaches only one of them."""
+
+    def merged(*, reaches: int) -> Script:
+        def merge(model: nn.Module, step: int) -> None:
+            matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+            with torch.no_grad():
+                for parameter in matrices:
+                    parameter.mul_(2.0)
+                model(torch.ones(1, 17))
+                for parameter in matrices[:reaches]:
+                    parameter.div_(2.0)
+
+        return Script(updated=merge)
+
+    finding = compared(merged(reaches=1), tmp_path, merged(reaches=2)).findings[0]
+
+    assert (finding.whose, finding.tensors, finding.step) == (Whose.SCRIPT, ("second.weight",), 1)
+    assert finding.likely.endswith(
+        "units that are still gathered, as FSDP2's root is, take what is written, and their shards do not. Call "
+        "`reshard()` first"
+    )
+
+
 def test_clipping_what_was_collected_before_sharding_clips_nothing(tmp_path: Path) -> None:
     def clip(tensors: Callable[[nn.Module], Sequence[Tensor]]) -> Script:
         return Script(limit=None, changed=lambda model, step: nn.utils.clip_grad_norm_(tensors(model), 0.5))
@@ -499,6 +523,14 @@ def test_autocast_that_outlives_a_step_has_stale_weights(tmp_path: Path) -> None
 
     assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.SCRIPT, 1)
     assert finding.likely.startswith("autocast was on while the optimizer stepped: ")
+
+
+def test_what_both_do_to_clipped_gradients_is_done_to_shards(tmp_path: Path) -> None:
+    run, reference = (record(Script(clipped=scaled(by)), tmp_path / str(by)) for by in (0.9, 0.8))
+    finding = compare(run, reference).findings[0]
+
+    assert (finding.title, finding.whose) == ("The gradients differ after clipping", Whose.SCRIPT)
+    assert finding.likely.startswith("the script changes them afterwards: what it does to the shard of a rank")
 
 
 def test_gradients_that_are_unscaled_twice_are_named(tmp_path: Path) -> None:

@@ -46,6 +46,15 @@ def with_its_own_buffer(rank: int) -> nn.Module:
     return model
 
 
+def with_another_buffer(*values: float) -> Make:
+    def make_with(rank: int) -> nn.Module:
+        model = make(rank)
+        model.bias = torch.tensor(values)
+        return model
+
+    return make_with
+
+
 def frozen(rank: int) -> nn.Module:
     model = make(rank)
     model.get_submodule("first").requires_grad_(False)
@@ -101,6 +110,10 @@ def first_finding(mine: Make, theirs: Make, directory: Path) -> Finding:
         (
             with_rows_exchanged, make, Whose.EITHER, "The initial values differ", "'first.weight'",
             "the same numbers are in other places",
+        ),
+        (
+            with_another_buffer(0.6, 0.8), with_another_buffer(0.8, 0.6), Whose.SCRIPT, "The initial values differ",
+            "'bias'", "only buffers differ: the script computes them in another way, or again",
         ),
     ],
 )  # fmt: skip

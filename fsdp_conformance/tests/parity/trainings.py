@@ -60,6 +60,8 @@ class Script:
     before_forward: Callable[[nn.Module, int], object] = lambda model, step: None
     before_backward: Callable[[nn.Module, int], object] = lambda model, number: None
     """Before the backward of each pass."""
+    is_inside: bool = False
+    """The script calls a module that has the model inside."""
 
 
 class Net(nn.Module):
@@ -73,6 +75,15 @@ class Net(nn.Module):
         return self.second(self.drop(torch.tanh(self.first(x))))  # type: ignore[no-any-return]
 
 
+class Outer(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)  # type: ignore[no-any-return]
+
+
 def train(script: Script, rank: int) -> None:
     """
     Train as one of `script.ranks` ranks that share gradients.
@@ -81,6 +92,7 @@ def train(script: Script, rank: int) -> None:
     """
     torch.manual_seed(script.seed)
     model = Net(script.dropout)
+    called = Outer(model) if script.is_inside else model
     optimizer = script.optimizer(model, script.lr, script.weight_decay)
     drawn = torch.randn(STEPS, script.passes, script.ranks * SAMPLES, 17, generator=torch.Generator().manual_seed(1))
     places = [script.numbers(place) for place in range(STEPS * script.passes)]
@@ -99,7 +111,7 @@ def train(script: Script, rank: int) -> None:
                     weight = script.counts(other, number)
                     for total, gradient in zip(others, torch.autograd.grad(loss, parameters), strict=True):
                         total.add_(gradient, alpha=weight)
-            loss = _loss(model(script.samples(data[script.batch(step, rank), number], rank)), script, rank, number)
+            loss = _loss(called(script.samples(data[script.batch(step, rank), number], rank)), script, rank, number)
             script.before_backward(model, number)
             before = [None if each.grad is None else each.grad.clone() for each in parameters]
             reduce = functools.partial(_reduce, script, model, rank, step, number, before, others)
