@@ -436,18 +436,18 @@ class Observer:
         """An optimizer is about to step. A closure makes the gradients that it uses (`after_closure`)."""
         self._changes.stop()
         self._stepping.append((optimizer, Named({})))
-        if not has_closure:
+        if not has_closure and len(self._stepping) == 1:
             self._use(optimizer)
 
     def after_closure(self, optimizer: Optimizer) -> None:
         """The closure of a step has made the gradients, perhaps for another time."""
         self._changes.stop()
-        self._use(optimizer)
+        # The step may be a part of another one, which has its closure from it.
+        if self._stepping and self._stepping[0][0] is optimizer:
+            self._use(optimizer)
 
     def _use(self, optimizer: Optimizer) -> None:
-        """Note the gradients of a step, unless it is a part of another one."""
-        if not self._stepping or self._stepping[0][0] is not optimizer:
-            return
+        """Note the gradients of a step."""
         parts = self._gradients(optimizer)
         self._keep_elements("clipped", parts)
         if self._unclipped is None:
