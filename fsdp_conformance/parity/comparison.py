@@ -71,7 +71,7 @@ def compare(recording: Recording, reference: Recording, nudged: Recording | None
     """Compare a recording with a reference, and the reference with one whose parameters were nudged."""
     mine, theirs = prefixes_of(recording, reference)
     run, other = Run(without_prefix(recording, mine)), Run(without_prefix(reference, theirs))
-    noise = noise_of(other, Run(without_prefix(nudged, theirs)) if nudged is not None else None)
+    noise = noise_of(other, Run(without_prefix(nudged, theirs)) if nudged is not None else None, run)
     return replace(_Comparing(run, other, noise).result(), is_renamed=bool(mine or theirs))
 
 

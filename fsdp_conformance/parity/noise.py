@@ -10,7 +10,8 @@ the thousandth step of a correct run is judged by the noise of that step, and a 
 
 A single tensor's noise may be small by chance: it counts as at least the median over all tensors of that kind and step.
 Without a nudged run, the floor is UNMEASURED * eps of float32, or NUDGED * eps of that dtype if it is more, which is
-enough for a few steps.
+enough for a few steps. If the run adds up gradients in a dtype that is less precise than all of the reference's, the
+reference cannot show what that does: from the first gradients on, the floor is NUDGED * eps of that dtype.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Noise:
     nudged: Run | None
     """The reference with nudged parameters; None if there is none: then the floor decides."""
     eps: float
+    sums: float = 0.0
+    """The eps of the dtype in which the run adds up gradients, if it is more; 0 otherwise."""
     _cache: dict[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -94,7 +97,9 @@ class Noise:
         noise = self._of_step(kind, select, step)
         typical = statistics.median(noise.values()) if noise else 0.0
         level = max(noise.get(name, typical), typical)
-        return None if level > CEILING else max(FACTOR * level, self.floor)
+        # Forwards are before the sums of their step.
+        is_summed = step > 0 or kind in TENSORS
+        return None if level > CEILING else max(FACTOR * level, self.floor, NUDGED * self.sums * is_summed)
 
     def of_loss(self, step: int, rank: int, backward: Backward) -> float:
         """The noise of a loss of the reference, relative to it. Without a nudged run, a few of the eps."""
@@ -116,9 +121,10 @@ class Noise:
         return self._cache[key]
 
 
-def noise_of(reference: Run, nudged: Run | None) -> Noise:
-    """The noise of a reference."""
-    return Noise(reference=reference, nudged=nudged, eps=_eps(reference))
+def noise_of(reference: Run, nudged: Run | None, run: Run | None = None) -> Noise:
+    """The noise of a reference, for a run if it is given."""
+    eps, sums = _eps(reference), _eps_of_sums(run) if run is not None else 0.0
+    return Noise(reference=reference, nudged=nudged, eps=eps, sums=sums if sums > eps else 0.0)
 
 
 def nudge_of(reference: Recording) -> float:
@@ -133,6 +139,12 @@ def eps_of(dtype: str) -> float:
 
 def _eps(run: Run) -> float:
     return max(map(eps_of, _dtypes(run)), default=0.0) or EPS["float32"]
+
+
+def _eps_of_sums(run: Run) -> float:
+    """The eps of the dtype in which sharded gradients are added up; 0 if none are."""
+    collectives = [each for step in run.steps[:1] for each in step.steps[0].collectives]
+    return max((eps_of(each.dtype) for each in collectives if each.op.startswith("reduce_scatter")), default=0.0)
 
 
 def _dtypes(run: Run) -> set[str]:

@@ -89,7 +89,11 @@ def _limits_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
     noise, limit = comparison.noise, comparison.idle_limit
     if limit is not None:
         yield f"  not used    clipping: the norm of the gradients was never above the limit of {limit:g}", ""
-    if noise.eps > EPS["float32"] and not comparison.is_bitwise:
+    if noise.sums and not comparison.is_bitwise:
+        dtype = next(name for name, eps in EPS.items() if eps == noise.sums)
+        what = f"the run adds up gradients in {dtype}, and the reference does not"
+        yield f"  coarse      {what}: differences of up to {comparison.coarsest:.2g} of a tensor pass as rounding", ""
+    elif noise.eps > EPS["float32"] and not comparison.is_bitwise:
         dtype = next(name for name, eps in EPS.items() if eps == noise.eps)
         part = f"{comparison.coarsest:.2g} of a tensor, {noise.allowance}"
         yield f"  coarse      in {dtype}, differences of up to {part}, pass as rounding: compare in float32 too", ""

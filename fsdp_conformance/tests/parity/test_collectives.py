@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from torch import nn
 
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.noise import EPS, noise_of
@@ -97,6 +99,26 @@ def test_sums_of_more_than_two_ranks_have_the_noise_of_their_dtype(
     run = Run(_with(trained, replace(SCATTER, dtype="bfloat16", group=group, reduce_op=reduce_op)))
 
     assert noise_of(run, None).eps == EPS[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "is_expected"), [("bfloat16", False), ("float32", True)])
+def test_a_run_that_sums_in_bfloat16_is_judged_by_its_noise(
+    trained: Recording, dtype: str, is_expected: bool, tmp_path: Path
+) -> None:
+    """The reference, which sums in float32, cannot show it. Where the run does as well, the engine has rounded."""
+
+    def round_gradients(model: nn.Module, step: int) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.copy_(parameter.grad.bfloat16())
+
+    rounded = record(Script(gradients=round_gradients), tmp_path / "rounded")
+    comparison = compare(_with(rounded, replace(SCATTER, dtype=dtype)), _with(trained, NORM))
+
+    assert comparison.differs is is_expected
+    seen = [line for line, _ in lines_of(comparison) if "coarse" in line]
+    assert bool(seen) is not is_expected
+    assert all("the run adds up gradients in bfloat16, and the reference does not" in line for line in seen)
 
 
 def test_collectives_alone_are_no_finding(trained: Recording) -> None:
