@@ -15,7 +15,7 @@ from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep, divisions, events_by_step
 from fsdp_conformance.parity.words import some_names, why_written
-from fsdp_conformance.recordings.events import ALIAS, Backward, Mark
+from fsdp_conformance.recordings.events import ALIAS, Backward, Forward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
 
 #: The cause of a script that changes the tensors that it sees, which are shards.
@@ -115,7 +115,7 @@ def why_stale(run: Run, reference: Run, number: int) -> str:
         return gathered
     # The reference has no engine that might write to them. Training alone leaves no unit gathered after a step.
     names = _written(reference, number)
-    if _has_evaluated(run, number) and any(name in names for name in _written(run, number)):
+    if _may_be_gathered(run, number) and any(name in names for name in _written(run, number)):
         return why_written(names)
     loaded, others = (_loads(each, number) for each in (run, reference))
     if number and loaded and not others:
@@ -175,7 +175,7 @@ def whose_writing(run: Run, reference: Run, number: int, names: Sequence[str]) -
     elif loads:
         # An engine's own hooks, or torch's functions for checkpoints, may have part in it.
         whose, likely = Whose.EITHER, f"the state that is loaded at {line}{OR_ITS_LOADING}"
-    elif mine and theirs and _has_evaluated(run, number) and set(mine) - set(names):
+    elif mine and theirs and _may_be_gathered(run, number) and set(mine) - set(names):
         likely = (
             f"the script writes to {some_names(mine)} after an evaluation, and not all of them differ: units that are "
             "still gathered, as FSDP2's root is, take what is written, and their shards do not. Call `reshard()` first"
@@ -195,8 +195,17 @@ def whose_writing(run: Run, reference: Run, number: int, names: Sequence[str]) -
     return whose, likely, line
 
 
-def _has_evaluated(run: Run, number: int) -> bool:
-    return not all(forward.with_gradients for forward in run.steps[number].forwards[0])
+def _may_be_gathered(run: Run, number: int) -> bool:
+    """True if units may still be gathered before a step: an evaluation came last, and no call of `reshard()`."""
+    is_gathered = False
+    for event in events_by_step(run.recording.ranks[0].events)[number]:
+        if isinstance(event, Forward):
+            if event.with_gradients:
+                break
+            is_gathered = True
+        elif isinstance(event, Mark) and event.kind == "resharded":
+            is_gathered = False
+    return is_gathered
 
 
 def _written(run: Run, number: int) -> list[str]:

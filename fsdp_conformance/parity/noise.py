@@ -11,7 +11,7 @@ the thousandth step of a correct run is judged by the noise of that step, and a 
 A single tensor's noise may be small by chance: it counts as at least the median over all tensors of that kind and step.
 Without a nudged run, the floor is UNMEASURED * eps of float32, or NUDGED * eps of that dtype if it is more, which is
 enough for a few steps. If the run adds up gradients in a dtype that is less precise than all of the reference's, the
-reference cannot show what that does: from the first gradients on, the floor is NUDGED * eps of that dtype.
+reference cannot show what that does: from the first gradients on, the floor is FACTOR * eps of that dtype.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Noise:
         level = max(noise.get(name, typical), typical)
         # Forwards are before the sums of their step.
         is_summed = step > 0 or kind in TENSORS
-        return None if level > CEILING else max(FACTOR * level, self.floor, NUDGED * self.sums * is_summed)
+        return None if level > CEILING else max(FACTOR * level, self.floor, FACTOR * self.sums * is_summed)
 
     def of_loss(self, step: int, rank: int, backward: Backward) -> float:
         """The noise of a loss of the reference, relative to it. Without a nudged run, a few of the eps."""

@@ -125,8 +125,8 @@ class Observer:
         self._waiting: list[Callable[[], Event]] = []
         # Means of cross-entropies since the last backward: value and number of targets.
         self._means: list[tuple[Tensor, Tensor]] = []
-        # Assignments to `.data` of parameters.
-        self._assigned: set[Mark] = set()
+        # Marks of what scripts do in loops.
+        self._repeated: set[Mark] = set()
         self.scale: Tensor | None = None
         """By which a gradient scaler has multiplied losses since the last backward."""
         self._units: dict[str, Named] = {}
@@ -588,11 +588,11 @@ class Observer:
     def mark(self, kind: Any, detail: str = "") -> None:
         """Something else has happened that matters for the comparison."""
         event = Mark(step=self._step, kind=kind, line=script_line(), detail=detail)
-        if kind == "data":
-            # One for a loop over all parameters.
-            if event in self._assigned:
+        if kind in ("data", "resharded"):
+            # One for a loop over all parameters, or all units.
+            if event in self._repeated:
                 return
-            self._assigned.add(event)
+            self._repeated.add(event)
         # An engine is set up before it trains; a load before training is part of the initial values.
         if self._writer.has_begun or self._waiting or kind in ("divide factor", "reshard", "step of the engine"):
             self._later(lambda: event)

@@ -268,6 +268,7 @@ class Mark:
         "clear",
         "step of the engine",
         "data",
+        "resharded",
         "reshard",
     ]
     """A state is loaded into a module, from a file or not. A forward is marked when it begins: a rank that fails in it

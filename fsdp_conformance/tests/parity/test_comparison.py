@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import json
 import os
@@ -422,72 +421,6 @@ def test_a_state_that_only_the_run_loads_is_the_scripts(tmp_path: Path) -> None:
     assert finding.line.endswith("test_comparison.py:" + finding.line.rpartition(":")[2])
 
 
-def test_a_state_that_was_not_copied_puts_nothing_back(tmp_path: Path) -> None:
-    """Both change the weights and load a state of before, which is the weights themselves in the run."""
-
-    def put_back(copies: Callable[[Any], Any]) -> Script:
-        def change(model: nn.Module, step: int) -> None:
-            saved = copies(model.state_dict())
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.5)
-            model.load_state_dict(saved)
-
-        return Script(updated=change)
-
-    run = record(put_back(lambda state: state), tmp_path / "run")
-    finding = compare(run, record(put_back(copy.deepcopy), tmp_path / "reference")).findings[0]
-
-    assert (finding.title, finding.whose) == (
-        "Parameters have changed differently since the step before",
-        Whose.SCRIPT,
-    )
-    assert "has no effect: its tensors are the parameters themselves" in finding.likely
-
-
-def test_a_weight_that_is_written_back_may_have_been_gathered_before(tmp_path: Path) -> None:
-    """Averaged weights are put in for an evaluation and out again. The parameters agree, and the forward differs."""
-
-    def swapped(factor: float) -> Script:
-        def swap(model: nn.Module, step: int) -> None:
-            with torch.no_grad():
-                first_weight(model).mul_(2.0)
-                model(torch.ones(1, 17))
-                first_weight(model).div_(2.0)
-            vars(model.drop)["forward"] = lambda x: x * factor
-
-        return Script(updated=swap)
-
-    finding = compared(swapped(0.5), tmp_path, swapped(1.0)).findings[0]
-
-    assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.SCRIPT, 1)
-    assert finding.likely.startswith("the script writes to 'first.weight' between the steps. The parameters agree")
-
-
-def test_a_unit_that_is_still_gathered_takes_what_is_written(tmp_path: Path) -> None:
-    """Weights are merged for an evaluation. Taking that back reaches only one of them."""
-
-    def merged(*, reaches: int) -> Script:
-        def merge(model: nn.Module, step: int) -> None:
-            matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-            with torch.no_grad():
-                for parameter in matrices:
-                    parameter.mul_(2.0)
-                model(torch.ones(1, 17))
-                for parameter in matrices[:reaches]:
-                    parameter.div_(2.0)
-
-        return Script(updated=merge)
-
-    finding = compared(merged(reaches=1), tmp_path, merged(reaches=2)).findings[0]
-
-    assert (finding.whose, finding.tensors, finding.step) == (Whose.SCRIPT, ("second.weight",), 1)
-    assert finding.likely.endswith(
-        "units that are still gathered, as FSDP2's root is, take what is written, and their shards do not. Call "
-        "`reshard()` first"
-    )
-
-
 def test_clipping_what_was_collected_before_sharding_clips_nothing(tmp_path: Path) -> None:
     def clip(tensors: Callable[[nn.Module], Sequence[Tensor]]) -> Script:
         return Script(limit=None, changed=lambda model, step: nn.utils.clip_grad_norm_(tensors(model), 0.5))
@@ -523,22 +456,6 @@ def test_autocast_that_outlives_a_step_has_stale_weights(tmp_path: Path) -> None
 
     assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.SCRIPT, 1)
     assert finding.likely.startswith("autocast was on while the optimizer stepped: ")
-
-
-def test_what_both_do_to_clipped_gradients_is_done_to_shards(tmp_path: Path) -> None:
-    run, reference = (record(Script(clipped=scaled(by)), tmp_path / str(by)) for by in (0.9, 0.8))
-    finding = compare(run, reference).findings[0]
-
-    assert (finding.title, finding.whose) == ("The gradients differ after clipping", Whose.SCRIPT)
-    assert finding.likely.startswith("the script changes them afterwards: what it does to the shard of a rank")
-
-
-def test_gradients_that_are_unscaled_twice_are_named(tmp_path: Path) -> None:
-    run = record(Script(clipped=scaled(1 / 1024)), tmp_path / "run")
-    finding = compare(run, record(Script(), tmp_path / "reference")).findings[0]
-
-    assert (finding.title, finding.whose) == ("The gradients differ after clipping", Whose.SCRIPT)
-    assert finding.likely.startswith("they are divided by the scale of the loss, 1024, once more: `scaler.step`")
 
 
 def test_an_evaluation_in_between_may_be_why_a_forward_differs(tmp_path: Path) -> None:
