@@ -92,9 +92,14 @@ def why_loss(backwards: Sequence[Sequence[Backward]], expected: Sequence[Sequenc
         return ""
     one = others[0] if all(_are_equal(value, others[0]) for value in others) else None
     if one is not None and len(others) == len(values):
+        if any(_are_equal(each, round(each)) for each in (one, 1 / one) if one):
+            return (
+                f"the loss is scaled by {one:.4g}: by the number of ranks or micro-batches, a count of tokens, or a "
+                "gradient scaler"
+            )
         return (
-            f"the loss is scaled by {one:.4g}: by the number of ranks or micro-batches, a count of tokens, or a "
-            "gradient scaler"
+            f"the loss is {one:.4g} times the expected one: it is divided by another count of tokens, or a term of it, "
+            "such as an auxiliary loss, has another weight"
         )
     shown = ", ".join(f"rank {rank} micro-batch {number}: {factor:.4g}" for rank, number, factor in factors[:4])
     if one is not None:

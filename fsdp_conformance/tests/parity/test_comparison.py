@@ -742,3 +742,5 @@ def test_losses_that_differ_too_little_for_a_factor_have_no_cause() -> None:
 
     assert why_loss(losses(1.0002), losses(1.0)) == ""
     assert "scaled by 2" in why_loss(losses(2.0), losses(1.0))
+    assert "scaled by 0.25" in why_loss(losses(0.25), losses(1.0))
+    assert "such as an auxiliary loss, has another weight" in why_loss(losses(1.04), losses(1.0))
