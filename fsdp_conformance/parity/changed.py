@@ -115,7 +115,7 @@ def why_stale(run: Run, reference: Run, number: int) -> str:
         return gathered
     # The reference has no engine that might write to them. Training alone leaves no unit gathered after a step.
     names = _written(reference, number)
-    if _may_be_gathered(run, number) and any(name in names for name in _written(run, number)):
+    if may_be_gathered(run, number) and any(name in names for name in _written(run, number)):
         return why_written(names)
     loaded, others = (_loads(each, number) for each in (run, reference))
     if number and loaded and not others:
@@ -175,7 +175,7 @@ def whose_writing(run: Run, reference: Run, number: int, names: Sequence[str]) -
     elif loads:
         # An engine's own hooks, or torch's functions for checkpoints, may have part in it.
         whose, likely = Whose.EITHER, f"the state that is loaded at {line}{OR_ITS_LOADING}"
-    elif mine and theirs and _may_be_gathered(run, number) and set(mine) - set(names):
+    elif mine and theirs and may_be_gathered(run, number) and set(mine) - set(names):
         likely = (
             f"the script writes to {some_names(mine)} after an evaluation, and not all of them differ: units that are "
             "still gathered, as FSDP2's root is, take what is written, and their shards do not. Call `reshard()` first"
@@ -195,7 +195,7 @@ def whose_writing(run: Run, reference: Run, number: int, names: Sequence[str]) -
     return whose, likely, line
 
 
-def _may_be_gathered(run: Run, number: int) -> bool:
+def may_be_gathered(run: Run, number: int) -> bool:
     """True if units may still be gathered before a step: an evaluation came last, and no call of `reshard()`."""
     is_gathered = False
     for event in events_by_step(run.recording.ranks[0].events)[number]:

@@ -22,6 +22,7 @@ from fsdp_conformance.parity.changed import (
     drawn_in_backward,
     kept_from_clearing,
     lost_by_script,
+    may_be_gathered,
     whose_backward,
     whose_writing,
     why_buffers,
@@ -298,8 +299,8 @@ class _Comparing:
         same_file = mine.line.partition(":")[0] == theirs.line.partition(":")[0]
         # Another script may have another model, and an evaluation may have swapped weights and left units gathered.
         is_another_script = self.reference.sharding == "kept" and not (step.number and same_file)
-        has_evaluated = step.number and not all(forward.with_gradients for forward in step.forwards[0])
-        return Whose.EITHER if (is_another_script or has_evaluated) and not self._random else self._whose()
+        is_gathered = step.number > 0 and may_be_gathered(self.run, step.number)
+        return Whose.EITHER if (is_another_script or is_gathered) and not self._random else self._whose()
 
     def _why_forward(self, step: TrainingStep, value: Whole, wanted: Whole) -> str:
         if self._random:

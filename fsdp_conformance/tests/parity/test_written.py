@@ -1,4 +1,4 @@
-"""What scripts write to parameters between two steps, and to gradients after they were clipped."""
+"""Writes of scripts: to parameters between two steps, and to gradients after they were clipped."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_weight_that_is_written_back_may_have_been_gathered_before(reshards: b
     finding = compared(swapped(0.5), tmp_path, swapped(1.0)).findings[0]
 
     assert (finding.title, finding.step) == ("The forward computes something else", 1)
-    assert finding.whose is (Whose.EITHER if reshards else Whose.SCRIPT)
+    assert finding.whose is (Whose.ENGINE if reshards else Whose.SCRIPT)
     is_named = finding.likely.startswith("the script writes to 'first.weight' between the steps. The parameters agree")
     assert is_named is not reshards
 
