@@ -174,7 +174,7 @@ def test_a_checkout_that_is_not_installed_says_what_to_do(has_requirements: bool
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     """`fsdp-conformance list --requirements | head -1` ends quietly, with the status of a closed pipe."""
     with subprocess.Popen(
-        words("list", "--requirements"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words("list", "--requirements"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pipesize=4096
     ) as child:
         assert child.stdout is not None
         assert child.stderr is not None
