@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_conformance.listing import some
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.runs import Run, TrainingStep, events_by_step
+from fsdp_conformance.parity.runs import Run, TrainingStep
 from fsdp_conformance.parity.samples import repetition, shares_samples
 from fsdp_conformance.parity.words import both_settings, some_names
 from fsdp_conformance.recordings.events import Backward, Clip, Initial, Mark
@@ -297,7 +297,7 @@ def _factor(backward: Backward) -> float:
 
 
 def _clipped_before_unscaled(run: Run) -> Iterator[Finding]:
-    for number, events in enumerate(events_by_step(run.recording.ranks[0].events)[: len(run.steps)]):
+    for number, events in enumerate(run.events[: len(run.steps)]):
         clips = [place for place, event in enumerate(events) if isinstance(event, Clip)]
         unscaled = [place for place, event in enumerate(events) if isinstance(event, Mark) and event.kind == "unscale"]
         # A script may have divided them by itself.

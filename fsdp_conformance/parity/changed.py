@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from fsdp_conformance.parity.alone import WRONG_BACKWARD, without_effect
 from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
-from fsdp_conformance.parity.runs import Run, TrainingStep, divisions, events_by_step
+from fsdp_conformance.parity.runs import Run, TrainingStep, divisions
 from fsdp_conformance.parity.words import some_names, why_written
 from fsdp_conformance.recordings.events import ALIAS, Backward, Forward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
@@ -131,7 +131,7 @@ def why_stale(run: Run, reference: Run, number: int) -> str:
 def _left_gathered(run: Run, number: int) -> str:
     """In words, that the script has kept FSDP2 from resharding in the step before; empty if it has not."""
     line = in_force = ""
-    for events in events_by_step(run.recording.ranks[0].events)[:number]:
+    for events in run.events[:number]:
         for event in events:
             if isinstance(event, Mark) and event.kind == "reshard":
                 line = "" if event.detail == "True" else event.line
@@ -198,7 +198,7 @@ def whose_writing(run: Run, reference: Run, number: int, names: Sequence[str]) -
 def may_be_gathered(run: Run, number: int) -> bool:
     """True if units may still be gathered before a step: an evaluation came last, and no call of `reshard()`."""
     is_gathered = False
-    for event in events_by_step(run.recording.ranks[0].events)[number]:
+    for event in run.events[number]:
         if isinstance(event, Forward):
             if event.with_gradients:
                 break
@@ -251,7 +251,7 @@ def kept_from_clearing(run: Run, number: int) -> tuple[str, str] | None:
     if "box" not in divisions(run.steps[number]):
         return None
     waits = False
-    for event in events_by_step(run.recording.ranks[0].events)[number]:
+    for event in run.events[number]:
         if isinstance(event, Backward):
             waits = not event.is_reduced
         elif isinstance(event, Mark) and event.kind == "clear" and waits:
@@ -294,7 +294,7 @@ def _clearing(run: Run, number: int) -> tuple[Mark, bool] | None:
     """The first call that clears gradients of a step, and True if no backward of the step comes after it."""
     clearing: Mark | None = None
     has_gradients = False
-    for event in events_by_step(run.recording.ranks[0].events)[number]:
+    for event in run.events[number]:
         if isinstance(event, Backward):
             if clearing is not None:
                 return clearing, False

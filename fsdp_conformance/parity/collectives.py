@@ -66,7 +66,7 @@ def _of_rank(mine: Mapping[Key, Collectives], theirs: Mapping[Key, Collectives])
 
 
 def _scatters(collectives: Mapping[Key, Collectives]) -> bool:
-    """True if gradients are scattered, as replicas never do. A script may gather tensors of its own."""
+    """True if gradients are scattered, which replicas never do. A script may gather its own tensors."""
     return any(op.startswith("reduce_scatter") for op, *_ in collectives)
 
 

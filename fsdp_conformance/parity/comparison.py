@@ -254,7 +254,7 @@ class _Comparing:
             )
 
     def _outputs(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        """What each rank computes of inputs that are equal."""
+        """Compare what each rank computes from equal inputs."""
         for rank in range(min(self.run.world_size, self.reference.world_size)):
             for mine, theirs in zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False):
                 if input_hashes(mine) != input_hashes(theirs):

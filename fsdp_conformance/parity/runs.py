@@ -199,6 +199,11 @@ class Run:
         """The modules of rank 0 before it trained them."""
         return [event for event in self.recording.ranks[0].events if isinstance(event, Initial)]
 
+    @functools.cached_property
+    def events(self) -> list[list[object]]:
+        """The events of rank 0, by step."""
+        return events_by_step(self.recording.ranks[0].events)
+
     @property
     def tied(self) -> dict[str, tuple[str, ...]]:
         """The other names of parameters that have several."""

@@ -125,7 +125,7 @@ class Observer:
         self._waiting: list[Callable[[], Event]] = []
         # Means of cross-entropies since the last backward: value and number of targets.
         self._means: list[tuple[Tensor, Tensor]] = []
-        # Marks of what scripts do in loops.
+        # Marks since the last forward of what scripts do in loops.
         self._repeated: set[Mark] = set()
         self.scale: Tensor | None = None
         """By which a gradient scaler has multiplied losses since the last backward."""
@@ -205,6 +205,7 @@ class Observer:
     ) -> Callable[[], tuple[Forward, dict[str, Input]]]:
         self._begin_pass()
         self._mark_forward()
+        self._repeated.clear()
         if torch.is_grad_enabled() and module.training:
             self._before_training(module)
         tensors = dict(named_parts((args, kwargs)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp_conformance.parity.changed import kept_from_clearing, whose_backward, why_changed, why_stale
 from fsdp_conformance.parity.finding import Whose
-from fsdp_conformance.parity.runs import TrainingStep
+from fsdp_conformance.parity.runs import TrainingStep, events_by_step
 from fsdp_conformance.recorder.fingerprints import Part, Pending
 from fsdp_conformance.recordings.events import Backward, Mark, Step
 from fsdp_conformance.recordings.fingerprint import Fingerprint
@@ -114,8 +114,7 @@ def test_gradients_that_are_cleared_before_they_are_reduced_come_back(
     sharded, whole = step(shards, shards), step([gradients()], [gradients()])
 
     def run(trained: TrainingStep) -> Any:
-        of_ranks = [SimpleNamespace(events=[*events, *trained.steps])]
-        return SimpleNamespace(recording=SimpleNamespace(ranks=of_ranks), steps=[trained])
+        return SimpleNamespace(events=[[*events, *trained.steps]], steps=[trained])
 
     by_script = kept_from_clearing(run(sharded), 0)
 
@@ -152,8 +151,8 @@ def test_units_that_the_script_leaves_gathered_have_old_values(
     trained = [step([gradients()], [gradients()]) for _ in range(2)]
     forwards = ((SimpleNamespace(with_gradients=True),),)
     steps = [SimpleNamespace(steps=each.steps, forwards=forwards) for each in trained]
-    rank = SimpleNamespace(events=[*events, *trained[0].steps, *trained[1].steps])
-    run: Any = SimpleNamespace(recording=SimpleNamespace(ranks=[rank]), steps=steps, marks=[])
+    by_step = events_by_step([*events, *trained[0].steps, *trained[1].steps])
+    run: Any = SimpleNamespace(events=by_step, steps=steps, marks=[])
 
     assert why_stale(run, run, 1).startswith("`set_reshard_after_backward(False)` of train.py:4") is is_left
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import fsdp
 from torch.utils import _pytree as pytree
 
 from fsdp_conformance.errors import ConfigError
@@ -307,6 +308,31 @@ def test_a_state_that_is_the_model_itself_is_marked(copies: Any, detail: str, tm
 
     details = [mark.detail for mark in of(Mark, tmp_path / "run") if mark.kind == "load state"]
     assert details == [detail]
+
+
+def test_units_that_are_resharded_in_a_loop_have_one_mark_until_the_next_forward(tmp_path: Path) -> None:
+    """A second call from the same line counts again after an evaluation."""
+    model = Model()
+
+    def reshard() -> None:
+        for _ in range(3):
+            with contextlib.suppress(AttributeError):
+                fsdp.FSDPModule.reshard(model)  # type: ignore[arg-type]
+
+    with recording(tmp_path / "run"):
+        train(model, 1)
+        reshard()
+        with torch.no_grad():
+            model(torch.ones(2, 5))
+        reshard()
+        train(model, 1)
+
+    shown = [
+        "reshard" if isinstance(event, Mark) else "forward"
+        for event in events(tmp_path / "run")
+        if isinstance(event, Forward) or (isinstance(event, Mark) and event.kind == "resharded")
+    ]
+    assert shown == ["forward", "reshard", "forward", "reshard", "forward"]
 
 
 def test_a_rank_that_destroys_its_process_group_has_left(tmp_path: Path) -> None:
