@@ -13,6 +13,7 @@ change to what it computes.
     lines           lines of the script, as they are shown
     names           parameters by the names that the unsharded model gives them, outputs by their places
     named           tensors by name, and their fingerprints
+    unchanged       which tensors need no new fingerprint
     elements        the elements of a part of a tensor, kept as they are
     layouts         which elements of a parameter this rank holds
     shards          the parameters that an optimizer has, while modules hold gathered ones

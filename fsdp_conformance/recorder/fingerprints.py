@@ -7,8 +7,14 @@ a matrix. With random numbers A for rows and B for columns, fixed for ever:
     hash   = sum over i of A[row] * B[column] * bits(element)                   modulo 2^64, A and B odd
     sketch = for each of 8 estimates m, the sum over a group of columns of S[m, row] * T[m, column] * element
 
-with signs S and T. Two tensors that differ have equal hashes with a chance of about 2^-60 unless they were made for
-that. They are computed on the tensor's device, in its stream, and nothing waits for them until a step's are written.
+with signs S and T. An element of 8 bytes counts as two of 4 bytes for the hash: the highest bit of a 64-bit word would
+cancel in a sum modulo 2^64. Two tensors that differ have equal hashes with a chance of about 2^-40 at most unless they
+were made for that. They are computed on the tensor's device, in its stream, and nothing waits for them until a step's
+are written.
+
+The signs of rows are S[m, row] = H[m, row % 8] * s[row], with a Hadamard matrix H and random signs s. So the elements
+are added up in 8 classes of rows, with one multiplication for each element instead of 8, and H is applied to the 8 sums
+of each column.
 """
 
 from __future__ import annotations
@@ -27,10 +33,12 @@ from fsdp_conformance.recordings.fingerprint import ESTIMATES, GROUPS, MODULUS, 
 
 #: Columns. A power of two, so that common sizes of layers begin at the start of a row.
 WIDTH = 1024
+#: Elements in one row of each class.
+_ROW_OF_EACH = ESTIMATES * WIDTH
 #: Elements that are worked on at once: few enough for the cache of one core, as bits and as numbers of 8 bytes each.
-_CHUNK = 128 * WIDTH
+_CHUNK = 32 * _ROW_OF_EACH
 #: A range of at most this many elements is small.
-_SMALL = 16 * WIDTH
+SMALL = 16 * WIDTH
 #: How many small ranges are worked on together.
 _AT_ONCE = 256
 #: Rows for which random numbers are made at once.
@@ -40,8 +48,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 #: Seeds of the four kinds of random numbers.
 _ROWS, _COLUMNS, _ROW_SIGNS, _COLUMN_SIGNS, _GROUPS = range(1, 6)
 
-#: Integer dtypes with the same size, whose values are the bits.
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+#: Integer dtypes whose values are the bits, by the size of an element. One of 8 bytes becomes two.
+_BITS = {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +100,13 @@ class Pending:
         self._sketches = torch.zeros(len(tensors), SKETCH, dtype=torch.float64, device=device)
         # The square, and how many are not finite.
         self._figures = torch.zeros(len(tensors), 2, dtype=torch.float64, device=device)
+        self._scratch = _Scratch(device)
         # A large range is worked on in pieces that fit a processor's cache; small ones together, by their dtype.
         small: dict[torch.dtype, list[_Rows]] = {}
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for index, parts in enumerate(tensors):
                 for place, values in (item for part in parts for item in _ranges(part)):
-                    if values.numel() > _SMALL:
+                    if values.numel() > SMALL:
                         self._add_large(index, place, values)
                     elif values.numel():
                         small.setdefault(values.dtype, []).append(_Rows(index, place, values))
@@ -117,21 +126,23 @@ class Pending:
 
     def _add_large(self, index: int, place: int, values: Tensor) -> None:
         """Add elements of a tensor: 1D, the first one at `place`."""
-        rows_sketch = torch.zeros(ESTIMATES, WIDTH, dtype=torch.float64, device=values.device)
+        device = values.device
+        classes = torch.zeros(ESTIMATES, 1, WIDTH, dtype=torch.float64, device=device)
         begin = 0
         while begin < values.numel():
-            end = min(begin + _CHUNK - (place + begin) % WIDTH, values.numel())
-            first, chunk = _in_rows(place + begin, values[begin:end])
-            bits, numbers, square, nonfinite = _bits_and_numbers(chunk)
-            multipliers, signs = _row_numbers(first, chunk.shape[0], chunk.device)
-            self._hashes[index] += _hash(bits, multipliers, _multipliers(chunk.device))
-            rows_sketch.addmm_(signs, numbers)
+            end = min(begin + _CHUNK - (place + begin) % _ROW_OF_EACH, values.numel())
+            first, chunk = _in_rows(place + begin, values[begin:end], _ROW_OF_EACH)
+            bits, numbers, square, nonfinite = self._scratch.bits_and_numbers(chunk)
+            multipliers, signs = _row_numbers(first, chunk.shape[0], device)
+            self._hashes[index] += _hash(bits, multipliers, _multipliers(device, bits.shape[1]))
+            classes.baddbmm_(signs, numbers.view(-1, ESTIMATES, WIDTH).transpose(0, 1))
             figures = self._figures[index]
             figures[0] += square
             if nonfinite is not None:
                 figures[1] += nonfinite.sum()
             begin = end
-        signs, groups = _columns(values.device)
+        signs, groups = _columns(device)
+        rows_sketch = _hadamard(device) @ classes.view(ESTIMATES, WIDTH)
         self._sketches[index].view(ESTIMATES, GROUPS).scatter_add_(1, groups, rows_sketch * signs)
 
     def _add_small(self, ranges: Sequence[_Rows]) -> None:
@@ -141,11 +152,11 @@ class Pending:
         counts = [block.shape[0] for block in blocks]
         rows = torch.cat([torch.arange(first, first + count) for first, count in zip(first_rows, counts, strict=True)])
         owners = torch.repeat_interleave(torch.tensor([item.owner for item in ranges]), torch.tensor(counts)).to(device)
-        bits, numbers, _, nonfinite = _bits_and_numbers(torch.cat(blocks))
-        hashes = (bits * _multipliers(device)).sum(1) * (_mixed(rows, _ROWS) | 1).to(device)
+        bits, numbers, _, nonfinite = self._scratch.bits_and_numbers(torch.cat(blocks))
+        hashes = (bits * _multipliers(device, bits.shape[1])).sum(1) * (_mixed(rows, _ROWS) | 1).to(device)
         self._hashes.index_add_(0, owners, hashes)
-        signs = _signs_of_rows(rows).to(device).repeat_interleave(GROUPS, dim=0).T
-        self._sketches.index_add_(0, owners, (numbers @ _column_matrix(device)) * signs)
+        signs = (_hadamard(rows.device)[:, rows % ESTIMATES] * _signs_of_rows(rows)).to(device)
+        self._sketches.index_add_(0, owners, (numbers @ _column_matrix(device)) * signs.repeat_interleave(GROUPS, 0).T)
         self._figures[:, 0].index_add_(0, owners, numbers.square().sum(1))
         if nonfinite is not None:
             self._figures[:, 1].index_add_(0, owners, nonfinite.sum(1, dtype=torch.float64))
@@ -159,33 +170,54 @@ class _Rows(NamedTuple):
     values: Tensor
 
 
-def _in_rows(place: int, values: Tensor) -> tuple[int, Tensor]:
-    """A range of elements, 1D, as whole rows with zeros around it; and the number of the first row."""
-    row, column = divmod(place, WIDTH)
-    rows = -(-(column + values.numel()) // WIDTH)
-    if column or values.numel() != rows * WIDTH:
-        padded = values.new_zeros(rows * WIDTH)
-        padded[column : column + values.numel()] = values
+class _Scratch:
+    """
+    Memory for the bits and numbers of one chunk.
+
+    Allocating it for each chunk would take longer than filling it. What is returned is valid until the next call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def bits_and_numbers(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """
+        The bits as int64, of shape (rows, WIDTH), or (rows, 2 * WIDTH) for elements of 8 bytes; finite values as
+        float64, with zeros for the others; the sum of their squares; and where the others are, None if there are none.
+        """
+        bits = self._copy(values.view(_BITS[values.element_size()]), torch.int64)
+        numbers = self._copy(values, torch.float64)
+        square = _square(numbers)
+        if not values.is_floating_point() or (values.device.type == "cpu" and math.isfinite(float(square))):
+            # On other devices, finding that out would make the host wait.
+            return bits, numbers, square, None
+        # One pattern of bits for every NaN: which of them an operation gives depends on the machine.
+        halves = bits.shape[1] // WIDTH
+        bits = torch.where(torch.isnan(numbers).repeat_interleave(halves, dim=1), -1, bits)
+        finite = torch.isfinite(numbers)
+        numbers = torch.where(finite, numbers, 0.0)
+        return bits, numbers, _square(numbers), ~finite
+
+    def _copy(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values as another dtype, 2D; in this memory if they are small enough for it, as a chunk is."""
+        if values.numel() > 2 * _CHUNK:
+            return values.to(dtype)
+        memory = self._memory.get(dtype)
+        if memory is None or memory.numel() < values.numel():
+            memory = self._memory[dtype] = torch.empty(values.numel(), dtype=dtype, device=self._device)
+        return memory[: values.numel()].view(values.shape).copy_(values)
+
+
+def _in_rows(place: int, values: Tensor, block: int = WIDTH) -> tuple[int, Tensor]:
+    """A range of elements, 1D, as rows of whole blocks with zeros around it; and the number of the first row."""
+    first, start = divmod(place, block)
+    blocks = -(-(start + values.numel()) // block)
+    if start or values.numel() != blocks * block:
+        padded = values.new_zeros(blocks * block)
+        padded[start : start + values.numel()] = values
         values = padded
-    return row, values.view(rows, WIDTH)
-
-
-def _bits_and_numbers(values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """
-    The bits as int64; finite values as float64, with zeros for the others; the sum of their squares; and where the
-    others are, None if there are none.
-    """
-    bits = values.view(_BITS[values.element_size()]).to(torch.int64)
-    numbers = values.to(torch.float64)
-    square = _square(numbers)
-    if not values.is_floating_point() or (values.device.type == "cpu" and math.isfinite(float(square))):
-        # On other devices, finding that out would make the host wait.
-        return bits, numbers, square, None
-    # One pattern of bits for every NaN: which of them an operation gives depends on the machine.
-    bits = torch.where(torch.isnan(numbers), -1, bits)
-    finite = torch.isfinite(numbers)
-    numbers = torch.where(finite, numbers, 0.0)
-    return bits, numbers, _square(numbers), ~finite
+    return first * block // WIDTH, values.view(-1, WIDTH)
 
 
 def _hash(bits: Tensor, of_rows: Tensor, of_columns: Tensor) -> Tensor:
@@ -226,8 +258,9 @@ def sample_hashes(tensor: Tensor, at_most: int) -> Tensor | None:
     if samples.is_complex():
         samples = torch.view_as_real(samples).flatten(1)
     bits = samples.view(_BITS[samples.element_size()]).to(torch.int64)
-    rows = -(-bits.shape[1] // WIDTH)
-    multipliers = (_row_numbers(0, rows, bits.device)[0][:, None] * _multipliers(bits.device)).flatten()
+    rows = torch.arange(-(-bits.shape[1] // WIDTH))
+    of_rows = (_mixed(rows, _ROWS) | 1).to(bits.device)
+    multipliers = (of_rows[:, None] * _multipliers(bits.device, WIDTH)).flatten()
     return (bits * multipliers[: bits.shape[1]]).sum(1)
 
 
@@ -285,34 +318,46 @@ def _signed(number: int) -> int:
 
 
 def _signs_of_rows(rows: Tensor) -> Tensor:
-    """Signs, float64 of shape (ESTIMATES, rows). On the CPU, as `rows`."""
-    words = _mixed(rows, _ROW_SIGNS)
-    return torch.stack([((words >> (7 * m)) & 1) * 2 - 1 for m in range(ESTIMATES)]).to(torch.float64)
+    """Signs that all estimates share: float64 of shape (rows,). On the CPU, as `rows`."""
+    return ((_mixed(rows, _ROW_SIGNS) & 1) * 2 - 1).to(torch.float64)
+
+
+@functools.cache
+def _hadamard(device: torch.device) -> Tensor:
+    """The signs that an estimate gives to a class of rows: float64 of shape (ESTIMATES, ESTIMATES)."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < ESTIMATES:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix.to(device)
 
 
 @functools.cache
 def _block(index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For _BLOCK rows: multipliers, int64 of shape (rows,), and signs, float64 of shape (ESTIMATES, rows)."""
+    """
+    Of _BLOCK rows: the multipliers, int64 of shape (rows,), and the signs by class, float64 of shape
+    (ESTIMATES, 1, rows / ESTIMATES).
+    """
     rows = torch.arange(index * _BLOCK, (index + 1) * _BLOCK)
-    return (_mixed(rows, _ROWS) | 1).to(device), _signs_of_rows(rows).to(device)
+    signs = _signs_of_rows(rows).view(-1, ESTIMATES).T[:, None].contiguous()
+    return (_mixed(rows, _ROWS) | 1).to(device), signs.to(device)
 
 
 def _row_numbers(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The multipliers and signs of rows."""
+    """The multipliers and signs of rows, as `_block` has them: `first` and `count` are multiples of ESTIMATES."""
     index, begin = divmod(first, _BLOCK)
-    if begin + count <= _BLOCK:
-        multipliers, signs = _block(index, device)
-        return multipliers[begin : begin + count], signs[:, begin : begin + count]
     blocks = [_block(number, device) for number in range(index, (first + count - 1) // _BLOCK + 1)]
-    multipliers = torch.cat([multipliers for multipliers, _ in blocks])
-    signs = torch.cat([signs for _, signs in blocks], dim=1)
-    return multipliers[begin : begin + count], signs[:, begin : begin + count]
+    multipliers, signs = blocks[0]
+    if len(blocks) > 1:
+        multipliers = torch.cat([multipliers for multipliers, _ in blocks])
+        signs = torch.cat([signs for _, signs in blocks], dim=2)
+    classes = slice(begin // ESTIMATES, (begin + count) // ESTIMATES)
+    return multipliers[begin : begin + count], signs[..., classes]
 
 
 @functools.cache
-def _multipliers(device: torch.device) -> Tensor:
-    """The multipliers of the columns, int64 of shape (WIDTH,)."""
-    return (_mixed(torch.arange(WIDTH), _COLUMNS) | 1).to(device)
+def _multipliers(device: torch.device, columns: int) -> Tensor:
+    """The multipliers of the columns, int64 of shape (columns,)."""
+    return (_mixed(torch.arange(columns), _COLUMNS) | 1).to(device)
 
 
 @functools.cache

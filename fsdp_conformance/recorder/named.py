@@ -11,6 +11,7 @@ from torch import Tensor
 from fsdp_conformance.recorder.fingerprints import Part, Pending
 from fsdp_conformance.recorder.layouts import part_of
 from fsdp_conformance.recorder.names import named_leaves
+from fsdp_conformance.recorder.unchanged import Unchanged
 from fsdp_conformance.recorder.whole_batch import OwnSamples
 from fsdp_conformance.recordings.fingerprint import Fingerprint
 
@@ -21,20 +22,39 @@ Parts = dict[str, list[Part]]
 class Named:
     """Tensors by name whose fingerprints are still being computed."""
 
-    def __init__(self, parts: Mapping[str, Sequence[Part]]) -> None:
+    def __init__(self, parts: Mapping[str, Sequence[Part]], earlier: Gradients | None = None) -> None:
+        """With `earlier`, fingerprints of tensors that have not changed since are taken from there."""
+        self._order = [name for name, held in parts.items() if held]
+        self._earlier = earlier
+        self._same = earlier.unchanged.among(parts) if earlier is not None else set()
         self._names: dict[torch.device, list[str]] = defaultdict(list)
-        for name, held in parts.items():
-            if held:
-                self._names[held[0].values.device].append(name)
+        for name in self._order:
+            if name not in self._same:
+                self._names[parts[name][0].values.device].append(name)
         self._pending = {device: Pending([parts[name] for name in names]) for device, names in self._names.items()}
+        self._values: dict[str, Fingerprint] | None = None
 
     def values(self) -> dict[str, Fingerprint]:
         """Wait for the devices, and return the fingerprints."""
-        return {
-            name: value
-            for device, names in self._names.items()
-            for name, value in zip(names, self._pending[device].fingerprints(), strict=True)
-        }
+        if self._values is None:
+            values = {
+                name: value
+                for device, names in self._names.items()
+                for name, value in zip(names, self._pending[device].fingerprints(), strict=True)
+            }
+            if self._earlier is not None:
+                known = self._earlier.values()
+                values.update((name, known[name]) for name in self._same)
+            self._values = {name: values[name] for name in self._order}
+        return self._values
+
+
+class Gradients(Named):
+    """Gradients after a backward. They are recorded again before they are clipped or used, and may be the same then."""
+
+    def __init__(self, parts: Mapping[str, Sequence[Part]]) -> None:
+        super().__init__(parts)
+        self.unchanged = Unchanged(parts)
 
 
 def named_parts(value: object, samples: OwnSamples | None = None) -> Iterator[tuple[str, list[Part]]]:

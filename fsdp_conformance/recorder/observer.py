@@ -34,7 +34,7 @@ from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
 from fsdp_conformance.recorder.guard import Guard
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.lines import makes_state, place_of, script_line, script_lines
-from fsdp_conformance.recorder.named import Named, Parts, named_parts
+from fsdp_conformance.recorder.named import Gradients, Named, Parts, named_parts
 from fsdp_conformance.recorder.names import Roots, unwrapped
 from fsdp_conformance.recorder.originals import Originals
 from fsdp_conformance.recorder.random_state import random_states
@@ -138,7 +138,7 @@ class Observer:
         # Optimizers that step, and engines (None), the outermost first, with the gradients that they use.
         self._stepping: list[tuple[Optimizer | None, Named]] = []
         # The gradients after the last backward that reduces them, and as they were clipped first.
-        self._reduced: Named | None = None
+        self._reduced: Gradients | None = None
         self._unclipped: Named | None = None
         self.guard = Guard(self._fail, lets_pass=sharding != "kept")
         """Runs everything that records inside calls of the script."""
@@ -352,7 +352,7 @@ class Observer:
 
         self._later(event)
         if is_reduced:
-            self._reduced = Named(self._gradients())
+            self._reduced = Gradients(self._gradients())
             self._changes.watch(self._parameters())
         return result
 
@@ -377,7 +377,7 @@ class Observer:
         if self._unclipped is None:
             self._keep_elements("gradient", parts)
             self._changed = self._changes.line
-        gradients = Named(parts)
+        gradients = Named(parts, self._reduced)
         given = self._given(tensors) if tensors is not None else Given()
         norm = call()
         self._clipped(step, line, gradients, norm, limit, kind, given)
@@ -453,7 +453,7 @@ class Observer:
         self._keep_elements("clipped", parts)
         if self._unclipped is None:
             self._keep_elements("gradient", parts)
-        self._stepping[0] = optimizer, Named(parts)
+        self._stepping[0] = optimizer, Named(parts, self._reduced)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the step is over, and what it was is written."""

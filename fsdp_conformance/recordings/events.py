@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from fsdp_conformance.recordings.fingerprint import Fingerprint
 
 #: Raised when a reader of the old format cannot read the new one.
-FORMAT = 1
+FORMAT = 2
 
 #: The detail of a "load state" whose tensors are those of the module itself.
 ALIAS = "alias"

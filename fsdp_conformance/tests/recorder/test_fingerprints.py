@@ -99,6 +99,18 @@ def test_every_change_changes_the_hash() -> None:
     assert len(hashes) == 205
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [4, 40_000])
+def test_changes_of_the_highest_bits_do_not_cancel(size: int, dtype: torch.dtype) -> None:
+    tensor = values((size,), dtype)
+    negated, doubled = tensor.clone(), tensor * 2
+    negated[:2] *= -1
+
+    assert len({parts_hash(tensor), parts_hash(negated), parts_hash(-tensor), parts_hash(doubled)}) == 4
+    hashes = [sample_hashes(each[None], 1) for each in (tensor, negated, -tensor, doubled)]
+    assert len({int(value) for value in hashes if value is not None}) == 4
+
+
 def test_the_sign_of_zero_is_seen_by_the_hash_alone() -> None:
     zero, negative = torch.zeros(10), -torch.zeros(10)
 

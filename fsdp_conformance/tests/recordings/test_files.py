@@ -60,7 +60,7 @@ def test_a_killed_process_loses_its_last_line_at_most(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace('"format":1', '"format":2'), "its format must be 1, got 2"),
+        (lambda text: text.replace('"format":2', '"format":1'), "its format must be 2, got 1"),
         (lambda text: text.replace('"mark"', '"other"'), "line 2 has an event that does not belong there"),
         (lambda text: text + text, "line 4 has an event that does not belong there"),
         (lambda text: text.replace('"step":0', '"step":"zero"'), "line 2: "),
