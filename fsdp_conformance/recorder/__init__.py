@@ -6,6 +6,7 @@ change to what it computes.
     settings        what is recorded, and where, as an environment variable
     process         begins in a process that has the variables for it, when torch has been imported
     observer        what is recorded, and when
+    steps           the steps of optimizers that run at the moment
     hooks           the places in torch where a training loop is seen
     guard           keeps errors of all this out of the training
     changes         where the script changes gradients after a backward, and parameters between steps

@@ -286,7 +286,8 @@ class Hooks:
         """Called with the arguments of `step`, `args` with the optimizer. Returns those to use instead, if any."""
         is_named = "closure" in kwargs
         closure = kwargs["closure"] if is_named else next(iter(args[1:]), None)
-        self._guard.run(self._observer.before_step, optimizer, has_closure=callable(closure))
+        caller = sys._getframe(1)
+        self._guard.run(self._observer.before_step, optimizer, frame=caller, has_closure=callable(closure))
         if not callable(closure):
             return None
 

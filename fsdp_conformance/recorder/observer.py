@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from fsdp_conformance.recorder.names import Roots, unwrapped
 from fsdp_conformance.recorder.originals import Originals
 from fsdp_conformance.recorder.random_state import random_states
 from fsdp_conformance.recorder.shards import Shards
+from fsdp_conformance.recorder.steps import RunningSteps
 from fsdp_conformance.recorder.traffic import TrafficCount
 from fsdp_conformance.recorder.whole_batch import OwnSamples, whole_batch
 from fsdp_conformance.recorder.writer import Writer
@@ -136,7 +138,7 @@ class Observer:
         self._in_backward = False
         self._in_clipping = False
         # Optimizers that step, and engines (None), the outermost first, with the gradients that they use.
-        self._stepping: list[tuple[Optimizer | None, Named]] = []
+        self._running = RunningSteps()
         # The gradients after the last backward that reduces them, and as they were clipped first.
         self._reduced: Gradients | None = None
         self._unclipped: Named | None = None
@@ -433,18 +435,19 @@ class Observer:
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """An optimizer is about to step. A closure makes the gradients that it uses (`after_closure`)."""
+    def before_step(self, optimizer: Optimizer, *, frame: FrameType, has_closure: bool) -> None:
+        """
+        An optimizer is about to step, in this frame. A closure makes the gradients that it uses (`after_closure`).
+        """
         self._changes.stop()
-        self._stepping.append((optimizer, Named({})))
-        if not has_closure and len(self._stepping) == 1:
+        if self._running.begin(optimizer, frame) and not has_closure:
             self._use(optimizer)
 
     def after_closure(self, optimizer: Optimizer) -> None:
         """The closure of a step has made the gradients, perhaps for another time."""
         self._changes.stop()
         # The step may be a part of another one, which has its closure from it.
-        if self._stepping and self._stepping[0][0] is optimizer:
+        if self._running.is_outermost(optimizer):
             self._use(optimizer)
 
     def _use(self, optimizer: Optimizer) -> None:
@@ -453,24 +456,24 @@ class Observer:
         self._keep_elements("clipped", parts)
         if self._unclipped is None:
             self._keep_elements("gradient", parts)
-        self._stepping[0] = optimizer, Named(parts, self._reduced)
+        self._running.use(Named(parts, self._reduced))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the step is over, and what it was is written."""
-        _, gradients = self._stepping.pop()
+        gradients = self._running.end(optimizer)
         # One inside another optimizer's step, or an engine's, is a part of that. Before any module has run, as where a
         # script resumes, steps only make the state that a checkpoint is loaded into; so do those of torch's functions.
-        if not self._stepping and self._roots.modules() and not makes_state():
+        if gradients is not None and self._roots.modules() and not makes_state():
             self.stepped(self._after_step_of(optimizer), gradients)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """An engine steps, which is none of torch's optimizers but may call them."""
-        self._stepping.append((None, Named({})))
+        self._running.begin(None, None)
         try:
             yield
         finally:
-            self._stepping.pop()
+            self._running.end(None)
 
     def stepped(self, after: Stepped, gradients: Named) -> None:
         """A step is over: write what it was. `gradients` are those that the optimizer got."""

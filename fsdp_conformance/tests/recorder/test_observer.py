@@ -267,6 +267,35 @@ def test_a_closure_of_an_optimizer_inside_another_one_is_part_of_the_outer_step(
     assert (step.optimizer, step.gradients["weight"].square) == ("Outer", pytest.approx(12.0))
 
 
+def test_a_step_that_raises_is_not_a_part_of_later_ones(tmp_path: Path) -> None:
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise RuntimeError("a gradient is not finite")
+            return super().step(closure)
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with contextlib.suppress(RuntimeError):
+                failing.step()
+            return super().step(closure)
+
+    model = nn.Linear(3, 1)
+    failing, outer = (kind(model.parameters(), lr=0.1) for kind in (Failing, Outer))
+    with recording(tmp_path / "run"):
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+            with pytest.raises(RuntimeError, match="not finite"):
+                failing.step()
+            outer.step()
+        failing.fails = False
+        failing.step()
+
+    assert [step.optimizer for step in of(Step, tmp_path / "run")] == ["Outer", "Outer", "Failing"]
+
+
 def test_a_loss_has_the_scale_of_its_gradient_scaler(tmp_path: Path) -> None:
     """The comparison divides by it if it covers all backwards of a step."""
     model = nn.Linear(3, 1)
