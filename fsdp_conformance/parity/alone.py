@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from fsdp_conformance.listing import some
@@ -148,7 +149,7 @@ def _unknown(run: Run) -> Iterator[Finding]:
                 "The optimizer has tensors that belong to no module",
                 step=step.number,
                 first=f"{unknown} tensors",
-                likely="the optimizer was made before the model was wrapped or moved, and steps parameters of before",
+                likely="the optimizer was made before the model was wrapped or moved, and steps parameters from before",
                 line=step.steps[0].line,
             )
 
@@ -170,7 +171,7 @@ def _originals(run: Run) -> Iterator[Finding]:
         likely = of_originals(step)
         if likely:
             yield _suspicion(
-                "The loss uses parameters of before the model was sharded",
+                "The loss uses parameters from before the model was sharded",
                 step=step.number,
                 likely=likely,
                 line=step.backward_line,
@@ -319,9 +320,9 @@ def _different_replicas(run: Run) -> Iterator[Finding]:
         for kind, tensors in (("Parameters", step.parameters), ("Buffers", step.buffers)):
             if tensors.differing:
                 name, ranks = next(iter(tensors.differing.items()))
-                likely = "gradients are not reduced, or ranks began with different values"
-                if kind == "Buffers":
-                    likely = "each rank updates its own, as batch norm does: synchronise them, or save rank 0's"
+                likely = "each rank updates its own, as batch norm does: synchronise them, or save rank 0's"
+                if kind == "Parameters":
+                    likely = _why_replicas_differ(step, list(tensors.differing))
                 others = len(tensors.differing) - 1
                 more = f" · and {others} more" if others else ""
                 yield _suspicion(
@@ -332,6 +333,28 @@ def _different_replicas(run: Run) -> Iterator[Finding]:
                     line=step.steps[0].line,
                 )
                 return
+
+
+def _why_replicas_differ(step: TrainingStep, names: Sequence[str]) -> str:
+    """Why parameters that should be equal on several ranks are not, after a step."""
+    if set(step.begin.differing).intersection(names):
+        if step.previous is not None:
+            return "the script writes different values to them on each rank, before this step"
+        return "the ranks began with different values: seed all ranks alike, or load one state into all"
+    held = step.steps[0].parameters
+    in_no_unit = all(_is_whole(held[name]) for name in names if name in held)
+    if in_no_unit and not all(map(_is_whole, held.values())):
+        return (
+            "nothing reduces their gradients, so each rank trains its own copy: they are in no sharded module. Shard "
+            "the module that has them as well, which is usually the root, or reduce their gradients in the script"
+        )
+    if set(step.gradients.differing).intersection(names):
+        return "their gradients are not reduced"
+    return "the ranks step with equal gradients, but not in the same way"
+
+
+def _is_whole(value: Fingerprint) -> bool:
+    return value.elements == math.prod(value.shape)
 
 
 def _names(names: tuple[str, ...]) -> str:

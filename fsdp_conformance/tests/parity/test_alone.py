@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.recorder.hooks import DIVIDES
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
+from fsdp_conformance.recordings.events import Step
+from fsdp_conformance.recordings.fingerprint import Fingerprint
 from fsdp_conformance.tests.parity.trainings import as_rank
 
 UNEVEN = "The loss is averaged over each batch by itself, and the batches have different numbers of tokens"
@@ -115,3 +118,53 @@ def test_settings_that_depend_on_the_rank_are_suspicious(tmp_path: Path) -> None
     assert [(each.step, each.first) for each in findings] == [
         (1, "rank 1 · 'weight' · lr is 0.2 instead of 0.1, which rank 0 has")
     ]
+
+
+@pytest.mark.parametrize(
+    ("starts_apart", "one_rate", "is_sharded", "why"),
+    [
+        (True, True, False, "the ranks began with different values"),
+        (False, True, False, "their gradients are not reduced"),
+        (False, False, False, "the ranks step with equal gradients, but not in the same way"),
+        (False, True, True, "they are in no sharded module"),
+    ],
+)
+def test_replicas_that_differ_have_a_reason(
+    starts_apart: bool, one_rate: bool, is_sharded: bool, why: str, tmp_path: Path
+) -> None:
+    for rank in range(2):
+        with as_rank(rank, 2), recording(tmp_path):
+            torch.manual_seed(rank if starts_apart else 0)
+            model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if one_rate else 0.1 * (rank + 1))
+            inputs = torch.ones(2, 3) * (rank + 1 if one_rate and not starts_apart else 1)
+            model(inputs).square().sum().backward()
+            optimizer.step()
+    read = files.read(tmp_path)
+    if is_sharded:
+        read = replace(read, ranks=tuple(map(_with_shards, range(2), read.ranks)))
+
+    (finding,) = [each for each in suspicions(Run(read)) if each.title.startswith("Parameters differ between")]
+
+    assert finding.step == 0
+    assert why in finding.likely
+
+
+def _with_shards(number: int, rank: files.RankRecording) -> files.RankRecording:
+    """As if the rank held its half of the second layer."""
+
+    def half(values: dict[str, Fingerprint]) -> dict[str, Fingerprint]:
+        return {
+            name: replace(value, elements=value.elements // 2, region=f"half {number}")
+            if name.startswith("1.")
+            else value
+            for name, value in values.items()
+        }
+
+    events = (
+        replace(event, parameters=half(event.parameters), gradients=half(event.gradients))
+        if isinstance(event, Step)
+        else event
+        for event in rank.events
+    )
+    return replace(rank, events=tuple(events))

@@ -57,7 +57,7 @@ def record(directory: Path, kind: str, *, after: bool) -> Run:
 def test_a_weight_of_before_sharding_in_the_loss_is_a_mistake(kind: str, tmp_path: Path) -> None:
     (finding,) = suspicions(record(tmp_path, kind, after=False))
 
-    assert finding.title == "The loss uses parameters of before the model was sharded"
+    assert finding.title == "The loss uses parameters from before the model was sharded"
     assert (finding.whose, finding.step) == (Whose.SCRIPT, 0)
     assert finding.likely.startswith("the loss is computed with '1.weight' as they were before the model was sharded")
 
