@@ -21,7 +21,7 @@ from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_pr
 #: The cause of a script that changes the tensors that it sees, which are shards.
 OF_A_SHARD = (
     "what it does to the shard of a rank is not what it does to a whole tensor: a norm, a mean or a maximum of a shard "
-    "must be combined over the ranks"
+    "must be combined over the ranks, and random numbers must be those of its part of the whole tensor"
 )
 
 #: How a cause begins that may be the engine's. What follows is the script's.

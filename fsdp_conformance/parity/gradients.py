@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_conformance.listing import some
-from fsdp_conformance.parity.noise import EPS, EXPLAINED, SAME, is_loss_scale, is_near
+from fsdp_conformance.parity.noise import EPS, EXPLAINED, SAME, factor_of, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import TrainingStep
 from fsdp_conformance.recordings.events import Backward
-from fsdp_conformance.recordings.fingerprint import Whole, inner_product, norm_of
+from fsdp_conformance.recordings.fingerprint import Whole, norm_of
 
 #: Tensors that are looked at; the largest ones.
 _MOST = 24
@@ -132,7 +132,7 @@ def _nothing(gradients: Gradients, names: Sequence[str]) -> str:
 def _factor(gradients: Gradients, names: Sequence[str]) -> str:
     factors = []
     for name in names:
-        factor = _factor_of(gradients.values[name], gradients.expected[name])
+        factor = factor_of(gradients.values[name], gradients.expected[name])
         if factor is None:
             return ""
         factors.append(factor)
@@ -142,16 +142,6 @@ def _factor(gradients: Gradients, names: Sequence[str]) -> str:
     wrong, total = len(gradients.values), len(gradients.all)
     which = "" if wrong == total else f" ({wrong} of {total} tensors)"
     return f"{_meaning(factor, gradients)}: every element is {_number(factor)} times the expected one{which}"
-
-
-def _factor_of(value: Whole, expected: Whole) -> float | None:
-    """How much larger a tensor is; None if it is no multiple of the other one."""
-    square = inner_product(expected.numbers, expected.numbers)
-    if not square:
-        return None
-    factor = inner_product(value.numbers, expected.numbers) / square
-    rest = norm_of([a - factor * b for a, b in zip(value.numbers, expected.numbers, strict=True)])
-    return factor if rest <= EXPLAINED * max(value.norm, abs(factor) * expected.norm) else None
 
 
 def _meaning(factor: float, gradients: Gradients) -> str:

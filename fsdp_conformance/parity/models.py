@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_conformance.parity.alone import different_models, first_line
 from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.noise import factor_of, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep
 from fsdp_conformance.parity.words import missing_and_extra, named_with_ties, number_of_tensors, size_of_difference
 from fsdp_conformance.recordings.events import Forward
@@ -17,6 +19,10 @@ _MOVED = "the same numbers are in other places: shards or rows are exchanged, as
 _DRAWN = (
     "the generators are seeded differently or draw in another order, as when a sharded model is initialised after it "
     "was sharded; or the model is loaded from other files"
+)
+_OTHER_SCALE = (
+    "a function that initialises them is not called, or is another one than in the reference. What a model does after "
+    "building its layers, such as scaling some of them, must be done again after `to_empty` and `reset_parameters`"
 )
 _MADE_AGAIN = (
     "only buffers differ: the script computes them in another way, or again, as after building the model on the meta "
@@ -35,6 +41,8 @@ _CAST = (
 _FAR = 1e-3
 #: Norms that differ by less, relative to themselves, are of the same numbers: only the order of their sum differs.
 _SAME_NORM = 1e-9
+#: Norms of as many numbers drawn from one distribution differ by less: the logarithm of their ratio.
+_MANY, _OTHER_NORM = 256, 0.2
 
 
 def compare_models(run: Run, reference: Run, number: int) -> Iterator[Finding]:
@@ -100,16 +108,46 @@ def _initial(run: Run, reference: Run, number: int) -> Iterator[Finding]:
         are_buffers = all(key in step.buffers.values for key in differing)
         # A rotary cache has the same norm with any frequencies.
         is_moved = not are_buffers and all(_is_moved(values.values[key], others.values[key]) for key in differing)
+        drawn = _why_drawn(values.values, others.values, differing)
         yield Finding(
             title="The initial values differ",
             whose=Whose.EITHER if is_moved else Whose.SCRIPT,
             step=step.number,
             first=f"{named_with_ties(name, tied)} · {size_of_difference(value, wanted)}",
-            likely=_CAST if is_cast else _MADE_AGAIN if are_buffers else own or (_MOVED if is_moved else _DRAWN),
+            likely=_CAST if is_cast else _MADE_AGAIN if are_buffers else own or (_MOVED if is_moved else drawn),
             evidence=(*number_of_tensors(len(differing), len(shared)), *([pieces.first] if pieces is not None else [])),
             line=first_line(run),
         )
         return
+
+
+def _why_drawn(values: Mapping[str, Whole], others: Mapping[str, Whole], names: Sequence[str]) -> str:
+    """Why these tensors have other initial values than the reference's."""
+    pairs = [(values[name], others[name]) for name in names]
+    if all(not value.square for value, _ in pairs):
+        return (
+            "they are zero here: nothing has initialised them, as after `to_empty`, or something else than in the "
+            "reference has"
+        )
+    if all(not wanted.square for _, wanted in pairs):
+        return "they are zero in the reference alone: what sets them to zero there is not called here"
+    factors = [factor_of(value, wanted) for value, wanted in pairs]
+    if None not in factors:
+        return f"the same numbers, times {_range([each for each in factors if each is not None])}: {_OTHER_SCALE}"
+    large = [value.norm / wanted.norm for value, wanted in pairs if wanted.square and _size(wanted) >= _MANY]
+    if large and all(abs(math.log(ratio)) > _OTHER_NORM if ratio else True for ratio in large):
+        return f"they are drawn from another distribution (norms {_range(large)} times as large): {_OTHER_SCALE}"
+    return _DRAWN
+
+
+def _range(factors: Sequence[float]) -> str:
+    """In words: "2.45", "0.5 to 2"."""
+    low, high = min(factors), max(factors)
+    return f"{high:.3g}" if is_near(low, high) else f"{low:.3g} to {high:.3g}"
+
+
+def _size(value: Whole) -> int:
+    return math.prod(value.shape)
 
 
 def _is_moved(value: Whole, wanted: Whole) -> bool:

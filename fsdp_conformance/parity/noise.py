@@ -25,7 +25,7 @@ from operator import attrgetter
 from fsdp_conformance.parity.runs import Run, Tensors, TrainingStep
 from fsdp_conformance.recordings.events import Backward
 from fsdp_conformance.recordings.files import Recording
-from fsdp_conformance.recordings.fingerprint import relative
+from fsdp_conformance.recordings.fingerprint import Whole, inner_product, norm_of, relative
 
 #: Factors between tensors that differ by less, relative to themselves, are equal.
 SAME = 1e-2
@@ -159,6 +159,16 @@ def _dtypes(run: Run) -> set[str]:
         sums = [each for each in step.steps[0].collectives if each.reduce_op and len(each.group) > _PAIR]
         dtypes |= {each.dtype for each in sums}
     return dtypes
+
+
+def factor_of(value: Whole, expected: Whole) -> float | None:
+    """How much larger a tensor is; None if it is no multiple of the other one."""
+    square = inner_product(expected.numbers, expected.numbers)
+    if not square:
+        return None
+    factor = inner_product(value.numbers, expected.numbers) / square
+    rest = norm_of([a - factor * b for a, b in zip(value.numbers, expected.numbers, strict=True)])
+    return factor if rest <= EXPLAINED * max(value.norm, abs(factor) * expected.norm) else None
 
 
 def is_loss_scale(factor: float) -> bool:

@@ -69,6 +69,26 @@ def with_rows_exchanged(rank: int) -> nn.Module:
     return model
 
 
+def with_other_weights(change: Callable[[Tensor], Tensor]) -> Make:
+    """A layer whose parameters are changed, with enough elements for its norm to tell distributions apart."""
+
+    def make_with(rank: int) -> nn.Module:
+        torch.manual_seed(0)
+        model = Biased(torch.zeros(2))
+        model.first, model.second = nn.Linear(4, 100), nn.Linear(100, 2)
+        with torch.no_grad():
+            for parameter in model.first.parameters():
+                parameter.copy_(change(parameter))
+        return model
+
+    return make_with
+
+
+as_drawn, zeroed = with_other_weights(torch.clone), with_other_weights(torch.zeros_like)
+scaled, normal = with_other_weights(lambda tensor: tensor * 0.25), with_other_weights(torch.randn_like)
+again = with_other_weights(lambda tensor: torch.empty_like(tensor).uniform_(-0.5, 0.5))
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.arange(12.0).reshape(3, 4)).square().mean().backward()
     optimizer.step()
@@ -110,6 +130,26 @@ def first_finding(mine: Make, theirs: Make, directory: Path) -> Finding:
         (
             with_rows_exchanged, make, Whose.EITHER, "The initial values differ", "'first.weight'",
             "the same numbers are in other places",
+        ),
+        (
+            scaled, as_drawn, Whose.SCRIPT, "The initial values differ", "'first.weight'",
+            "the same numbers, times 0.25: a function that initialises them is not called",
+        ),
+        (
+            normal, as_drawn, Whose.SCRIPT, "The initial values differ", "'first.weight'",
+            "they are drawn from another distribution (norms 3.",
+        ),
+        (
+            again, as_drawn, Whose.SCRIPT, "The initial values differ", "'first.weight'",
+            "the generators are seeded differently",
+        ),
+        (
+            zeroed, as_drawn, Whose.SCRIPT, "The initial values differ", "'first.weight'",
+            "they are zero here: nothing has initialised them",
+        ),
+        (
+            as_drawn, zeroed, Whose.SCRIPT, "The initial values differ", "'first.weight'",
+            "they are zero in the reference alone",
         ),
         (
             with_another_buffer(0.6, 0.8), with_another_buffer(0.8, 0.6), Whose.SCRIPT, "The initial values differ",
