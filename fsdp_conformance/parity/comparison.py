@@ -554,33 +554,41 @@ class _Comparing:
         mine, theirs = step.steps[0].counters, expected.steps[0].counters
         # A parameter of one element has other states that are single numbers.
         counts = [name for name in theirs if name in mine and mine[name].is_integer() and theirs[name].is_integer()]
-        for name in counts:
-            if mine[name] != theirs[name]:
-                whose, likely = self._whose(), ""
-                if mine[name] == 1 < theirs[name]:
-                    other = self.run.steps[step.number - 1].steps[0].optimizer if step.number else ""
-                    is_made_again = other not in ("", step.steps[0].optimizer)
-                    is_never_loaded = expected.steps[0].is_loaded and not step.steps[0].is_loaded
-                    whose = Whose.SCRIPT if is_made_again or is_never_loaded else Whose.EITHER
-                    likely = "its state begins with this step: no state of the steps before was loaded into it"
-                    if is_never_loaded:
-                        likely += ". The reference loads one: an optimizer that is made after that has none"
-                elif step.steps[0].is_loaded:
-                    likely = "a state was loaded into it, and its count of steps is not the loaded one"
-                yield Finding(
-                    title="The optimizer counts its steps differently",
-                    whose=whose,
-                    step=step.number,
-                    first=f"'{name}' · {instead(mine[name], theirs[name])}",
-                    likely=likely,
-                    line=step.steps[0].line,
-                    is_exact=True,
-                )
-                return
+        name = next((name for name in counts if mine[name] != theirs[name]), None)
+        if name is not None:
+            whose, likely = self._why_count(step, expected, name)
+            yield Finding(
+                title="The optimizer counts its steps differently",
+                whose=whose,
+                step=step.number,
+                first=f"'{name}' · {instead(mine[name], theirs[name])}",
+                likely=likely,
+                line=step.steps[0].line,
+                is_exact=True,
+            )
+
+    def _why_count(self, step: TrainingStep, expected: TrainingStep, name: str) -> tuple[Whose, str]:
+        """Why a parameter was stepped another number of times, and by whom."""
+        zero = gradients.why_zero(step, expected, [name.removesuffix("/step")])
+        if zero:
+            return self._whose(), zero
+        is_loaded = step.steps[0].is_loaded
+        if step.steps[0].counters[name] == 1 < expected.steps[0].counters[name]:
+            other = self.run.steps[step.number - 1].steps[0].optimizer if step.number else ""
+            is_made_again = other not in ("", step.steps[0].optimizer)
+            likely = "its state begins with this step: no state of the steps before was loaded into it"
+            if expected.steps[0].is_loaded and not is_loaded:
+                return Whose.SCRIPT, f"{likely}. The reference loads one: an optimizer that is made after that has none"
+            return Whose.SCRIPT if is_made_again else Whose.EITHER, likely
+        likely = "a state was loaded into it, and its count of steps is not the loaded one" if is_loaded else ""
+        return self._whose(), likely
 
     def _why_update(self, kind: str, step: TrainingStep, expected: TrainingStep, names: list[str]) -> str:
         if kind != "parameter":
             return ""
+        zero = gradients.why_zero(step, expected, names)
+        if zero:
+            return zero
         before = self._before(self.run, step), self._before(self.reference, expected)
         factors = []
         for name in names[:8]:

@@ -116,6 +116,21 @@ def previous_gradients(step: TrainingStep | None) -> list[Mapping[str, Whole]]:
     return [step.gradients.values, *([step.unclipped.values] if all(step.clips) else [])]
 
 
+def why_zero(step: TrainingStep, expected: TrainingStep, names: Sequence[str]) -> str:
+    """In words, that one optimizer gets a gradient of zeros where the other one gets none; empty if there is none."""
+    mine, theirs = step.gradients.values, expected.gradients.values
+    for name in names:
+        values = [each[name] for each in (mine, theirs) if name in each]
+        if len(values) == 1 and not values[0].square:
+            where, other = ("here", "in the reference") if name in mine else ("in the reference", "here")
+            return (
+                f"'{name}' has a gradient of zeros {where}, and none {other}. An optimizer leaves out parameters "
+                "without a gradient, but with one of zeros, momentum and weight decay still move them. They keep zeros "
+                "if they are frozen or not used after `zero_grad(set_to_none=False)`"
+            )
+    return ""
+
+
 def _minus(sketch: Sketch, other: Sketch | None) -> Sketch:
     return sketch if other is None else [a - b for a, b in zip(sketch, other, strict=True)]
 

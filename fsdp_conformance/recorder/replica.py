@@ -92,16 +92,16 @@ class Replicas:
                     replica.waiting.pop(index, None)
 
     def before_backward(self) -> None:
-        """Set gradients aside that have been averaged."""
+        """Set gradients aside that have been averaged. Nothing is added to those of frozen parameters: they stay."""
         for replica in self._all:
-            for index, parameter in enumerate(replica.parameters):
+            for index, parameter in _trained(replica):
                 if index in replica.is_averaged:
                     if parameter.grad is not None:
                         replica.averaged[index] = parameter.grad
                     parameter.grad = None
+                    replica.is_averaged.remove(index)
                 if index in replica.waiting:
                     parameter.grad = replica.waiting.pop(index)
-            replica.is_averaged.clear()
 
     def after_backward(self) -> None:
         """Average the gradients of replicas that synchronise, and put back what was set aside."""
@@ -120,13 +120,18 @@ class Replicas:
                 _put_off(replica)
 
 
+def _trained(replica: Replica) -> Iterator[tuple[int, nn.Parameter]]:
+    """The parameters that are not frozen now, with their indices."""
+    return (item for item in enumerate(replica.parameters) if item[1].requires_grad)
+
+
 @torch.no_grad()
 def average(replica: Replica) -> None:
     """Average the gradients over the ranks. A parameter that only some ranks have used counts as zero on the others."""
-    indices = [index for index, parameter in enumerate(replica.parameters) if parameter.requires_grad]
-    parameters = [replica.parameters[index] for index in indices]
-    if not parameters:
+    trained = list(_trained(replica))
+    if not trained:
         return
+    indices, parameters = zip(*trained, strict=True)
     size = dist.get_world_size(replica.group)
     used = torch.tensor([parameter.grad is not None for parameter in parameters], device=parameters[0].device)
     counts = used.to(torch.int32)
@@ -152,7 +157,7 @@ def _kept(gradient: Tensor, replica: Replica) -> Tensor:
 
 def _put_off(replica: Replica) -> None:
     """Keep the gradients for a later backward, and show those that were averaged before."""
-    for index, parameter in enumerate(replica.parameters):
+    for index, parameter in _trained(replica):
         if parameter.grad is not None:
             replica.waiting[index] = parameter.grad
         parameter.grad = replica.averaged.pop(index, None)

@@ -376,6 +376,25 @@ def test_an_optimizer_that_is_made_after_the_load_is_the_scripts(is_loaded: bool
     assert finding.whose is (Whose.EITHER if is_loaded else Whose.SCRIPT)
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+def test_an_optimizer_moves_what_has_a_gradient_of_zeros(is_here: bool, tmp_path: Path) -> None:
+    def zeros(model: nn.Module, step: int) -> None:
+        if step == 1:
+            first_weight(model).grad = torch.zeros_like(first_weight(model))
+
+    def nothing(model: nn.Module, step: int) -> None:
+        if step == 1:
+            first_weight(model).grad = None
+
+    run, reference = (Script(clipped=zeros), Script(clipped=nothing))[:: 1 if is_here else -1]
+
+    finding = compared(run, tmp_path, reference).findings[0]
+
+    assert (finding.title, finding.step) == ("The optimizer counts its steps differently", 1)
+    where, other = ("here", "in the reference")[:: 1 if is_here else -1]
+    assert finding.likely.startswith(f"'first.weight' has a gradient of zeros {where}, and none {other}.")
+
+
 def first_weight(model: nn.Module) -> nn.Parameter:
     return next(iter(model.parameters()))
 

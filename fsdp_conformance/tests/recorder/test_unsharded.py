@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from fsdp_conformance.recorder.replica import Replicas
 from fsdp_conformance.recorder.unsharded import AsCheckpointsSeeIt, ReplicatedInPlaceOfFSDP
+
+
+@pytest.fixture(name="group")
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(name="model")
@@ -138,3 +147,25 @@ def test_gradients_that_wait_are_cleared_with_those_that_the_script_sees() -> No
     assert cleared.weight.grad is None
     assert kept.weight.grad is not None
     assert torch.equal(kept.weight.grad, torch.ones(1, 2))
+
+
+def test_a_frozen_parameter_keeps_its_gradient(group: None) -> None:
+    """An optimizer may still move it by that, as it does without a reference."""
+    replicas = Replicas(lambda gradients: None)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    replica = replicas.add([model], group=None, reduce_dtype=None, starts_with_rank0=True, is_flat=False)
+    frozen, trained = model[0].weight, model[1].weight
+    seen = []
+    for step, is_frozen in enumerate((False, True, True, False)):
+        replica.synchronises = step != 1
+        frozen.requires_grad_(not is_frozen)
+        replicas.before_backward()
+        model(torch.ones(1, 2)).sum().backward()
+        replicas.after_backward()
+        seen.append([each.grad.clone() for each in (frozen, trained) if each.grad is not None])
+
+    assert torch.equal(seen[1][0], seen[0][0])
+    assert torch.equal(seen[2][0], seen[0][0])
+    assert torch.equal(seen[3][0], 2 * seen[0][0])
+    # The second step is not reduced: what it adds comes with the third.
+    assert [float(each[1].sum() / seen[0][1].sum()) for each in seen] == [1, 1, 3, 4]
