@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp_conformance.diagnosis.causes import likely
 from fsdp_conformance.diagnosis.evidence import Evidence
-from fsdp_conformance.recordings.events import Backward, Keep, Kept
+from fsdp_conformance.recordings.events import USED, Backward, Keep, Kept
 from fsdp_conformance.recordings.files import Recording
 
 #: An element is wrong if it differs by more than this part of the largest difference ...
@@ -47,12 +47,25 @@ class WrongElement:
 
 def first_wrong(run: Recording, reference: Recording, keep: Keep) -> WrongElement | None:
     """The first wrong element of the first tensor that differs; None if no tensor is complete in both and differs."""
-    held, expected = _Elements(run, keep), _Elements(reference, keep)
+    if keep.kind != USED:
+        return _first_wrong(_Elements(run, keep), _Elements(reference, keep), keep.names[:_MOST])
+    # Each rank has a copy, and any of them may be the wrong one.
+    right = _Elements(reference, keep, rank=0)
+    of_ranks = (_first_wrong(_Elements(run, keep, rank=rank), right, keep.names) for rank in range(run.world_size))
+    wrong = [element for element in of_ranks if element is not None]
+    return min(wrong, key=lambda element: keep.names.index(element.name), default=None)
+
+
+def _first_wrong(held: _Elements, expected: _Elements, names: Sequence[str]) -> WrongElement | None:
+    """The first wrong element of the first tensor that shows a cause, else of the first that differs."""
     first: WrongElement | None = None
-    for name in keep.names[:_MOST]:
+    for name in names:
         got, right = held.whole(name), expected.whole(name)
         if got is None or right is None or got.shape != right.shape:
             continue
+        if right.is_floating_point() and right.element_size() > got.element_size():
+            # An engine casts what modules compute with.
+            right = right.to(got.dtype) if held.keep.kind == USED else right
         wrong = _wrong_in(got.double(), right.double())
         if not bool(wrong.any()):
             continue
@@ -77,10 +90,14 @@ def first_wrong(run: Recording, reference: Recording, keep: Keep) -> WrongElemen
 class _Elements:
     """The elements that one recording has kept."""
 
-    def __init__(self, recording: Recording, keep: Keep) -> None:
+    def __init__(self, recording: Recording, keep: Keep, *, rank: int | None = None) -> None:
+        """`rank`: the only one whose elements count; None for all of them together."""
         self.keep = keep
         self.world_size = recording.world_size
-        self._ranks = [[event for event in rank.events if isinstance(event, Kept)] for rank in recording.ranks]
+        self._ranks = [
+            [event for event in each.events if isinstance(event, Kept) and rank in (None, number)]
+            for number, each in enumerate(recording.ranks)
+        ]
         self.backwards = [
             [event for event in rank.events if isinstance(event, Backward) and event.step == keep.step]
             for rank in recording.ranks
@@ -178,7 +195,7 @@ def _evidence(name: str, got: Tensor, right: Tensor, wrong: Tensor, held: _Eleme
     values = {other: expected.whole(other) for other in keep.names if other != name}
     apart = (got.double() - right.double()).abs()
     return Evidence(
-        kind={"clipped": "clipped gradient", "optimizer state": "optimizer state"}.get(keep.kind, keep.kind),
+        kind={"clipped": "clipped gradient"}.get(keep.kind, keep.kind),
         got=got,
         expected=right.double(),
         tolerance=torch.where(wrong, 0.0, apart),

@@ -424,7 +424,7 @@ def _is_plain(factor: float, world_size: int) -> bool:
 
 def _rows(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
     """Differences confined to a run of rows, or of elements."""
-    if expected.dim() == 0 or evidence.kind not in ("gradient", "parameter", "initial"):
+    if expected.dim() == 0 or evidence.kind not in ("gradient", "parameter", "initial", "used parameter"):
         return
     outside_E = _outside(evidence, got, expected)
     rows = outside_E.flatten(1).any(1) if expected.dim() > 1 else outside_E

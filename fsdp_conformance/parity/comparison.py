@@ -56,7 +56,7 @@ from fsdp_conformance.parity.words import (
     why_random,
     why_replicas,
 )
-from fsdp_conformance.recordings.events import Backward, Forward
+from fsdp_conformance.recordings.events import USED, Backward, Forward
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of, relative
 
@@ -64,6 +64,8 @@ from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_pr
 _LOSS = 1e-3
 #: By how much a loss may differ more than the outputs that it is computed of.
 _AMPLIFIED = 16.0
+#: So many tensors are not rounded by chance.
+_LEAST_ROUNDED = 4
 #: Updates whose factors are nearer to 1 are not scaled: another part of them differs.
 _SAME_UPDATE = 1e-3
 
@@ -260,11 +262,18 @@ class _Comparing:
                 if input_hashes(mine) != input_hashes(theirs):
                     break
                 for kind, select in (("unit", _units_of), ("output", _outputs_of)):
-                    yield from self._forward(step, rank, mine, theirs, kind, select)
+                    yield from self._forward((step, expected), rank, mine, theirs, kind, select)
 
     def _forward(
-        self, step: TrainingStep, rank: int, mine: Forward, theirs: Forward, kind: str, select: Any
+        self,
+        steps: tuple[TrainingStep, TrainingStep],
+        rank: int,
+        mine: Forward,
+        theirs: Forward,
+        kind: str,
+        select: Any,
     ) -> Iterator[Finding]:
+        step, expected = steps
         values, others = whole_tensors([select(mine)]).values, whole_tensors([select(theirs)]).values
 
         def of(each: TrainingStep) -> Any:
@@ -283,6 +292,8 @@ class _Comparing:
             whose = Whose.SCRIPT if by_script else self._whose_forward(step, mine, theirs)
             if mine.draws != theirs.draws and not (by_script or self._random):
                 by_script, whose = why_drawn(mine, theirs), Whose.EITHER if self._is_same_script else Whose.SCRIPT
+            names = [] if whose is Whose.SCRIPT else list(expected.begin.values)
+            aliases = (other for name in names for other in self.run.tied.get(name, ()))
             yield Finding(
                 title="The forward computes something else",
                 whose=whose,
@@ -291,6 +302,9 @@ class _Comparing:
                 likely=by_script or self._why_forward(step, value, wanted),
                 line=mine.line,
                 evidence=self._still_equal(),
+                kind=USED,
+                tensors=(*names, *aliases),
+                number=mine.number,
             )
 
     def _whose_forward(self, step: TrainingStep, mine: Forward, theirs: Forward) -> Whose:
@@ -362,6 +376,7 @@ class _Comparing:
             )
         beyond = list(self._beyond("gradient", TENSORS["gradient"], step.number, values, others))
         if not beyond:
+            yield from self._rounded(step, expected)
             return
         if self._agree_after_backward(step, expected, [item[0] for item in beyond]):
             yield self._of_tensors(
@@ -385,6 +400,7 @@ class _Comparing:
             ranks=self.run.world_size,
             passes=step.passes,
             eps=self.noise.eps,
+            divisor=self.run.divisor(step.number),
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
         whose, likely, line = self._blame_gradients(step, expected, [item[0] for item in beyond], likely)
@@ -399,6 +415,27 @@ class _Comparing:
             evidence=self._still_equal(with_outputs=True),
             line=line,
         )
+
+    def _rounded(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        """Gradients that are less precise than the script asks for, although no further off than its rounding is."""
+        if self.reference.sharding != "taken out":
+            # Another script may ask for another precision.
+            return
+        mine, theirs = (
+            {name: dtype for each in of.steps for name, dtype in each.rounded.items()} for of in (step, expected)
+        )
+        names = [name for name in mine if name not in theirs]
+        if len(names) >= _LEAST_ROUNDED:
+            dtype = mine[names[0]]
+            yield Finding(
+                title=f"The gradients are rounded to {dtype}",
+                whose=self._whose(),
+                step=step.number,
+                first=f"'{names[0]}' has only numbers of {dtype}, and is kept in float32",
+                likely=f"they are reduced in {dtype}, although the script asks for a more precise `reduce_dtype`",
+                evidence=number_of_tensors(len(names), len(expected.reduced.values)),
+                line=step.backward_line,
+            )
 
     def _blame_gradients(
         self, step: TrainingStep, expected: TrainingStep, names: Sequence[str], likely: str = ""
@@ -571,7 +608,8 @@ class _Comparing:
         """Why a parameter was stepped another number of times, and by whom."""
         zero = gradients.why_zero(step, expected, [name.removesuffix("/step")])
         if zero:
-            return self._whose(), zero
+            # Scripts freeze parameters and clear gradients; an engine may give zeros to what is not used.
+            return Whose.EITHER if self.reference.sharding == "kept" else self._whose(), zero
         is_loaded = step.steps[0].is_loaded
         if step.steps[0].counters[name] == 1 < expected.steps[0].counters[name]:
             other = self.run.steps[step.number - 1].steps[0].optimizer if step.number else ""

@@ -36,6 +36,8 @@ class Finding:
     kind: str = ""
     """The kind of the tensors that differ, as in `recordings.events.Keep`; empty if their elements say no more."""
     tensors: tuple[str, ...] = ()
-    """Their names, the first one first."""
+    """Their names, the first one first; for USED, those that may be the reason."""
+    number: int = 0
+    """The micro-batch, for USED."""
     is_certain: bool = True
     """False for what may be meant: it is shown, and does not count."""

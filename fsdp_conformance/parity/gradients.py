@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_conformance.listing import some
 from fsdp_conformance.parity.noise import EPS, EXPLAINED, SAME, factor_of, is_loss_scale, is_near
@@ -53,6 +53,8 @@ class Gradients:
     passes: int
     eps: float
     """Of the dtype that the reference computes in."""
+    divisor: float | None = None
+    """The divisor of sums over the ranks that the script sets; None if it sets none."""
 
 
 def likely(gradients: Gradients) -> str:
@@ -163,6 +165,8 @@ def _meaning(factor: float, gradients: Gradients) -> str:
     """Two causes have the same factor if there are as many backwards as ranks: both are named."""
     meanings = []
     ranks, passes = gradients.ranks, gradients.passes
+    if gradients.divisor is not None and is_near(factor, gradients.divisor / ranks):
+        return f"the divisor that the script sets, {_number(gradients.divisor)}, is ignored: averaged over the ranks"
     if ranks > 1 and is_near(factor, ranks):
         meanings.append("added up over the ranks instead of averaged")
     if ranks > 1 and is_near(factor, 1 / ranks):
@@ -201,13 +205,15 @@ def _of_contributions(gradients: Gradients, names: Sequence[str]) -> str:
     names = [name for name in names if all(name in gradients.contributions[rank][number] for rank, number in flat)]
     if not names:
         return ""
-    weights = _weights(
-        gradients, names, [[gradients.contributions[rank][number][name] for rank, number in flat] for name in names]
-    )
+    parts = [[gradients.contributions[rank][number][name] for rank, number in flat] for name in names]
+    weights = _weights(gradients, names, parts)
     if weights is None:
         return ""
+    # A mean over the ranks, unless the script has set another divisor.
+    usual = _weights(replace(gradients, values=gradients.expected), names, parts)
+    right = usual[0] if usual is not None and _are_same(usual) and abs(usual[0]) > SAME else 1 / gradients.ranks
     # 1 for what counts as it should.
-    counts = {key: weight * gradients.ranks for key, weight in zip(flat, weights, strict=True)}
+    counts = {key: weight / right for key, weight in zip(flat, weights, strict=True)}
     return _read_counts(counts, gradients)
 
 
@@ -225,7 +231,8 @@ def _read_counts(counts: Mapping[tuple[int, int], float], gradients: Gradients) 
         missing = [number for number, value in wrong.items() if abs(value) <= SAME]
         if len(missing) == len(wrong):
             return f"{_list('backward', missing)} of the step is not in the gradients of any rank"
-        return "; ".join(f"backward {number} counts {_number(value)} times" for number, value in wrong.items())
+        counted = {number: 0.0 if number in missing else value for number, value in wrong.items()}
+        return "; ".join(f"backward {number} counts {_number(value)} times" for number, value in counted.items())
     wrong_keys = [key for key, value in counts.items() if not is_near(value, 1)]
     shown = [f"rank {r}, backward {n}: {_number(counts[r, n])}" for r, n in wrong_keys[:4]]
     return f"they weigh ranks and backwards differently, with 1 for what they should be: {'; '.join(shown)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from fsdp_conformance.parity.gradients import ROUNDED
 from fsdp_conformance.parity.noise import TENSORS
 from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.parity.words import instead
-from fsdp_conformance.recordings.events import Keep
+from fsdp_conformance.recordings.events import USED, Keep
+from fsdp_conformance.recordings.fingerprint import Whole
 
 #: Bytes that the kept tensors of a step may have together.
 MOST_BYTES = 16 << 20
@@ -28,18 +29,37 @@ def keep_of(finding: Finding, reference: Run) -> Keep | None:
     """
     if not finding.tensors or finding.step is None:
         return None
+    if finding.kind == USED:
+        return _keep_used(finding, reference.steps[finding.step].begin.values, reference.tied)
     tensors = TENSORS[finding.kind](reference.steps[finding.step]).values
     shapes = {tensors[name].shape for name in finding.tensors}
     others = [name for name, value in tensors.items() if name not in finding.tensors and value.shape in shapes]
     names, total = [], 0
     for name in (*finding.tensors, *others):
-        size = math.prod(tensors[name].shape) * _SIZES.get(tensors[name].dtype, 8)
+        size = _bytes(tensors[name])
         if total + size <= MOST_BYTES:
             names.append(name)
             total += size
         elif not names:
             return None
     return Keep(step=finding.step, kind=finding.kind, names=tuple(names))
+
+
+def _keep_used(finding: Finding, values: Mapping[str, Whole], tied: Mapping[str, Sequence[str]]) -> Keep | None:
+    """As many as fit, in the order of the model. A shared one has the size of the first of its names."""
+    sizes = {name: _bytes(value) for name, value in values.items()}
+    sizes |= {other: sizes[name] for name, others in tied.items() if name in sizes for other in others}
+    names, total = [], 0
+    for name in finding.tensors:
+        if total + sizes.get(name, 0) <= MOST_BYTES:
+            names.append(name)
+            total += sizes.get(name, 0)
+    keep = Keep(step=finding.step or 0, kind=USED, names=tuple(names), number=finding.number)
+    return keep if names else None
+
+
+def _bytes(value: Whole) -> int:
+    return math.prod(value.shape) * _SIZES.get(value.dtype, 8)
 
 
 def renamed(finding: Finding) -> Finding:
@@ -67,6 +87,10 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
     )
     likely = str(element["likely"])
     evidence = (*finding.evidence, seen)
+    if finding.kind == USED:
+        wrong_one = f"the module computes with other values of '{element['name']}' than this parameter has"
+        known = (f"it may be {finding.likely}",) if finding.likely else ()
+        return replace(finding, likely=f"{wrong_one}: {likely}" if likely else wrong_one, evidence=(*evidence, *known))
     if not likely:
         return replace(finding, evidence=evidence)
     if element["name"] not in finding.tensors[:1]:

@@ -219,6 +219,11 @@ class Run:
         """The marks of rank 0."""
         return [event for event in self.recording.ranks[0].events if isinstance(event, Mark)]
 
+    def divisor(self, number: int) -> float | None:
+        """The divisor of sums of gradients that the script has set until this step; None if it has set none."""
+        set_ = [mark.detail for mark in self.marks if mark.kind == "divide factor" and mark.step <= number]
+        return float(set_[-1]) if set_ else None
+
     @property
     def script(self) -> str:
         """The name of the script."""

@@ -15,6 +15,9 @@ change to what it computes.
     names           parameters by the names that the unsharded model gives them, outputs by their places
     named           tensors by name, and their fingerprints
     unchanged       which tensors need no new fingerprint
+    plain           numbers and settings of optimizers in terms of JSON
+    rounded         float32 tensors that have only numbers of a less precise dtype
+    used_parameters parameters as modules compute with them, for a run that keeps their elements
     elements        the elements of a part of a tensor, kept as they are
     layouts         which elements of a parameter this rank holds
     shards          the parameters that an optimizer has, while modules hold gathered ones

@@ -78,7 +78,7 @@ class Contents:
     @torch.no_grad()
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._versions = {name: writes_to(tensor) for name, tensor in tensors.items()}
-        self._samples = _copies({name: _sample(tensor) for name, tensor in tensors.items()})
+        self._samples = _copies({name: sample_of(tensor) for name, tensor in tensors.items()})
 
     @torch.no_grad()
     def changed_in(self, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class Contents:
         """
         now = {
             name: sample
-            for name, sample in ((name, _sample(tensor)) for name, tensor in tensors.items() if name in self._samples)
+            for name, sample in ((name, sample_of(tensor)) for name, tensor in tensors.items() if name in self._samples)
             if _kind(sample) == _kind(self._samples[name]) and sample.shape == self._samples[name].shape
         }
         old = {name: self._samples[name] for name in now}
@@ -101,7 +101,7 @@ class Contents:
         return tuple(name for name in now if name in differing)
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def sample_of(tensor: Tensor) -> Tensor:
     """A view of at most 32 elements of what this rank holds."""
     held = getattr(tensor, "_local_tensor", tensor)
     step = max(1, held.numel() // _SAMPLED)

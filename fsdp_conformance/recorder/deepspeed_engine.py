@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from fsdp_conformance.recorder.deepspeed_values import whole_gradient, whole_states, whole_value
 from fsdp_conformance.recorder.fingerprints import whole_part
 from fsdp_conformance.recorder.named import Named, Parts
-from fsdp_conformance.recorder.observer import Observer, Stepped, settings_of
+from fsdp_conformance.recorder.observer import Observer, Stepped
+from fsdp_conformance.recorder.plain import settings_of
 from fsdp_conformance.recordings.events import Group
 
 #: Sections of DeepSpeed's configuration that shard or offload.

@@ -11,6 +11,7 @@ from torch import Tensor
 from fsdp_conformance.recorder.fingerprints import Part, Pending
 from fsdp_conformance.recorder.layouts import part_of
 from fsdp_conformance.recorder.names import named_leaves
+from fsdp_conformance.recorder.rounded import Rounded
 from fsdp_conformance.recorder.unchanged import Unchanged
 from fsdp_conformance.recorder.whole_batch import OwnSamples
 from fsdp_conformance.recordings.fingerprint import Fingerprint
@@ -55,6 +56,7 @@ class Gradients(Named):
     def __init__(self, parts: Mapping[str, Sequence[Part]]) -> None:
         super().__init__(parts)
         self.unchanged = Unchanged(parts)
+        self.rounding = Rounded(parts)
 
 
 def named_parts(value: object, samples: OwnSamples | None = None) -> Iterator[tuple[str, list[Part]]]:

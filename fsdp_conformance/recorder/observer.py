@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_conformance.recorder.changes import Changes, Contents
 from fsdp_conformance.recorder.elements import elements_of
-from fsdp_conformance.recorder.fingerprints import sample_hashes, whole_part
+from fsdp_conformance.recorder.fingerprints import Part, sample_hashes, whole_part
 from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
 from fsdp_conformance.recorder.guard import Guard
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
@@ -38,14 +38,17 @@ from fsdp_conformance.recorder.lines import makes_state, place_of, script_line, 
 from fsdp_conformance.recorder.named import Gradients, Named, Parts, named_parts
 from fsdp_conformance.recorder.names import Roots, unwrapped
 from fsdp_conformance.recorder.originals import Originals
+from fsdp_conformance.recorder.plain import finite, settings_of
 from fsdp_conformance.recorder.random_state import random_states
 from fsdp_conformance.recorder.shards import Shards
 from fsdp_conformance.recorder.steps import RunningSteps
 from fsdp_conformance.recorder.traffic import TrafficCount
+from fsdp_conformance.recorder.used_parameters import watch_parameters
 from fsdp_conformance.recorder.whole_batch import OwnSamples, whole_batch
 from fsdp_conformance.recorder.writer import Writer
 from fsdp_conformance.recordings.events import (
     FORMAT,
+    USED,
     Backward,
     Begin,
     Clip,
@@ -68,9 +71,6 @@ MAX_SAMPLES = 4096
 
 #: Means of one backward that are recorded.
 _MOST_MEANS = 64
-
-#: Settings of an optimizer that say how it computes, not what.
-_NOT_SETTINGS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,8 @@ class Observer:
             before = self._before_forward(module, args, kwargs)
             if self.sharding == "whole batch" and torch.is_grad_enabled() and dist.is_initialized():
                 (args, kwargs), self._samples = whole_batch((args, kwargs))
-            output = call(module, *args, **kwargs)
+            with self._keeping_used():
+                output = call(module, *args, **kwargs)
             outputs = Named(dict(named_parts(output, self._samples)))
             if self._samples is not None:
                 output = self._samples.of(output)
@@ -345,10 +346,10 @@ class Observer:
                 step=step,
                 number=number,
                 line=line,
-                loss=_finite(loss),
+                loss=finite(loss),
                 is_reduced=is_reduced,
-                scale=_finite(scale) or 1.0,
-                means=tuple(Mean(value=_finite(value), targets=int(targets)) for value, targets in means),
+                scale=finite(scale) or 1.0,
+                means=tuple(Mean(value=finite(value), targets=int(targets)) for value, targets in means),
                 contributions=contributions.values() if contributions is not None else {},
             )
 
@@ -421,7 +422,7 @@ class Observer:
             return Clip(
                 step=step,
                 line=line,
-                norm=_finite(local),
+                norm=finite(local),
                 is_partial=is_partial,
                 limit=float(limit),
                 kind=float(kind) if math.isfinite(kind) else -1.0,
@@ -485,7 +486,8 @@ class Observer:
             self._keep_elements(kind, parts)
         line, is_clipped = script_line(), self._unclipped is not None
         self._flush()
-        numbers = {name: _finite(value) for name, value in after.counters.items()}
+        numbers = {name: finite(value) for name, value in after.counters.items()}
+        rounded = self._reduced.rounding.values() if self._reduced is not None else {}
         changed, rewritten = (self._changed, self._changes.line) if is_clipped else (self._changes.line, "")
         reduced = self._changed_since_backward(gradients)
         hooks, silent_hooks = gradient_hooks(self._roots)
@@ -497,6 +499,7 @@ class Observer:
                 groups=after.groups,
                 gradients=gradients.values(),
                 reduced=reduced,
+                rounded=rounded,
                 changed=changed,
                 in_autocast=any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),
                 rewritten=rewritten,
@@ -533,6 +536,22 @@ class Observer:
         for name in keep.names:
             for part in parts.get(name, ()):
                 self._writer.write(elements_of(part, step=at, kind=kind, name=name, number=number))
+
+    def _keeping_used(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the parameters that modules compute with, if this run and this forward are for that."""
+        keep = self._keep
+        if keep is None or keep.kind != USED or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        step = self._step
+        if (step, self._pass) not in ((keep.step, keep.number), (keep.step - 1, 0)):
+            return contextlib.nullcontext()
+
+        def write(name: str, part: Part) -> None:
+            self._writer.write(elements_of(part, step=step, kind=USED, name=name, number=0))
+
+        return watch_parameters(
+            self._roots.named_modules(), keep.names, lambda name, part: self.guard.run(write, name, part)
+        )
 
     def _changed_since_backward(self, gradients: Named) -> dict[str, Fingerprint]:
         """The gradients as they were after the backward, if they were others when they were clipped or stepped with."""
@@ -727,11 +746,6 @@ def _place_in_recorder(error: Exception) -> str:
     return f"{os.path.basename(last.filename)}:{last.lineno}"
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group that say what its optimizer computes."""
-    return {key: _plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
-
-
 @torch.no_grad()
 def nudge(module: nn.Module, size: float) -> None:
     """Change every parameter by this much of itself, at least a rounding error, up or down at random."""
@@ -753,23 +767,3 @@ def _defers(root: nn.Module) -> bool:
 
 def _hexadecimal(hashes: Tensor | None) -> tuple[str, ...]:
     return () if hashes is None else tuple(f"{value % (1 << 64):016x}" for value in hashes.tolist())
-
-
-def _finite(value: object) -> float | None:
-    if value is None:
-        return None
-    number = float(value)  # type: ignore[arg-type]  # a tensor of one element, or a number
-    return number if math.isfinite(number) else None
-
-
-def _plain(value: object) -> object:
-    """A setting in terms of JSON."""
-    if isinstance(value, Tensor):
-        return _finite(value) if value.numel() == 1 else value.tolist()
-    if isinstance(value, bool | int | str) or value is None:
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return repr(value)

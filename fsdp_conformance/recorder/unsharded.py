@@ -135,7 +135,7 @@ class Replacement:
                 group=group,
                 device=device,
                 ignored=options.get("ignored_params"),
-                reduce_dtype=policy.reduce_dtype,
+                reduce_dtype=_reduce_dtype(policy),
                 starts_with_rank0=False,
                 is_flat=False,
             )
@@ -156,6 +156,12 @@ class Replacement:
             return module
 
         return fully_shard
+
+
+def _reduce_dtype(policy: Any) -> torch.dtype | None:
+    """The dtype in which gradients are reduced under a policy of FSDP1 or FSDP2: by default, that of the parameters."""
+    dtype: torch.dtype | None = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+    return dtype
 
 
 class _ReplicatedModule(fsdp.FSDPModule):
@@ -258,7 +264,7 @@ class ReplicatedInPlaceOfFSDP(nn.Module):
             group=group if not isinstance(group, tuple) else None,
             device=device,
             ignored=tensors,
-            reduce_dtype=getattr(mixed_precision, "reduce_dtype", None),
+            reduce_dtype=_reduce_dtype(mixed_precision),
             starts_with_rank0=sync_module_states,
             is_flat=True,
         )

@@ -196,6 +196,9 @@ class Step:
     """Where the optimizer's class is defined, if it is neither torch's nor an engine's."""
     is_loaded: bool = False
     """A state has been loaded into the optimizer."""
+    rounded: dict[str, str] = field(default_factory=dict)
+    """Gradients in float32 that, after the last backward that reduces them, have only numbers of a less precise dtype,
+    as far as samples of their elements show: their names, and the dtype."""
     changed: str = ""
     """The last line that has written to them in between, if it was seen."""
     in_autocast: bool = False
@@ -217,15 +220,21 @@ class Step:
     """Since the step before, as far as Python has called them."""
 
 
+#: Parameters as the modules that have them compute with them in a forward: whole ones, on every rank.
+USED = "used parameter"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keep:
     """The tensors whose elements a run keeps, at one step and at the one before."""
 
     step: int
     kind: str
-    """"gradient" (before clipping), "clipped", "parameter", "optimizer state", "buffer", or "begin" for parameters
-    before the step's first forward."""
+    """"gradient" (before clipping), "clipped", "parameter", "optimizer state", "buffer", "begin" for parameters before
+    the step's first forward, or USED."""
     names: tuple[str, ...]
+    number: int = 0
+    """Of the forward in the step, for USED."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

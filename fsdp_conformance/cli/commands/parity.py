@@ -46,7 +46,7 @@ from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.parity.text import lines_of
 from fsdp_conformance.recorder.settings import RecordSettings
 from fsdp_conformance.recordings import files
-from fsdp_conformance.recordings.events import Keep, Sharding
+from fsdp_conformance.recordings.events import USED, Keep, Sharding
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.report.html.training import NAME, training_page
 from fsdp_conformance.status import Status
@@ -196,7 +196,8 @@ class _Runs:
             return replace(finding, evidence=(*finding.evidence, f"its elements were not compared: the process {how}"))
         element = last[0]["element"]
         if element is None:
-            return replace(finding, evidence=(*finding.evidence, _NO_ELEMENT))
+            none = _NONE_USED if finding.kind == USED else _NO_ELEMENT
+            return replace(finding, evidence=(*finding.evidence, none))
         return with_element(finding, element)
 
     def _reference(self, name: str, nudge: float = 0.0, keep: Keep | None = None) -> Recording:
@@ -281,6 +282,10 @@ _TREATED: dict[Sharding, str] = {
 
 
 #: Evidence of a finding whose tensors are incomplete, or equal, when the script runs again.
+_NONE_USED = (
+    "no module was seen to compute with other values of its parameters: what it computes with them differs, or they "
+    "were not seen, as in a compiled model"
+)
 _NO_ELEMENT = (
     "when both ran again, the elements of its tensors were equal, or not all of them could be read: the script may not "
     "be deterministic"

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdp_conformance.checks.recorded_values import first_wrong
 from fsdp_conformance.recorder.elements import elements_of
 from fsdp_conformance.recorder.fingerprints import Part, whole_part
-from fsdp_conformance.recordings.events import Backward, Begin, Event, Keep
+from fsdp_conformance.recordings.events import USED, Backward, Begin, Event, Keep
 from fsdp_conformance.recordings.files import RankRecording, Recording
 
 KEEP = Keep(step=1, kind="gradient", names=("w",))
@@ -54,6 +54,38 @@ def _whole(value: Tensor, *, contributions: Sequence[Tensor] = (), before: Tenso
     earlier = [] if before is None else [_kept(whole_part(before), step=0)]
     parts = [[_kept(whole_part(each), kind="contribution")] for each in contributions] or [[], []]
     return _recording([[*earlier, _kept(whole_part(value)), *part] for part in parts])
+
+
+USES = Keep(step=1, kind=USED, names=("v", "w"))
+
+
+def _used(*of_ranks: Tensor, before: Tensor | None = None) -> Recording:
+    """The whole tensor as each rank has computed with it."""
+    earlier = [] if before is None else [_kept(whole_part(before), kind=USED, step=0)]
+    return _recording([[*earlier, _kept(whole_part(value), kind=USED)] for value in of_ranks])
+
+
+def test_each_rank_computes_with_a_copy() -> None:
+    lost = RIGHT.clone()
+    lost[5] = 0
+
+    element = first_wrong(_used(RIGHT, lost), _used(RIGHT, RIGHT), USES)
+
+    assert element is not None
+    assert (element.name, element.index, element.rank, element.wrong) == ("w", (5, 0), 1, 5)
+    assert "rows" in element.likely
+    assert first_wrong(_used(RIGHT, RIGHT), _used(RIGHT, RIGHT), USES) is None
+
+
+def test_a_copy_of_the_step_before_is_stale() -> None:
+    element = first_wrong(_used(RIGHT, RIGHT), _used(RIGHT + 1, RIGHT + 1, before=RIGHT), USES)
+
+    assert element is not None
+    assert "previous step" in element.likely or "step before" in element.likely
+
+
+def test_a_copy_may_be_cast() -> None:
+    assert first_wrong(_used(RIGHT.bfloat16(), RIGHT.bfloat16()), _used(RIGHT, RIGHT), USES) is None
 
 
 def test_equal_elements_have_no_wrong_one() -> None:

@@ -37,7 +37,13 @@ def combined(weights: Mapping[tuple[int, int], float]) -> dict[str, Tensor]:
     return {name: torch.stack([weight * part[name] for weight, part in terms]).sum(0) / RANKS for name in NAMES}
 
 
-def cause(gradients: Mapping[str, Tensor], previous: Sequence[Mapping[str, Tensor]] = ()) -> str:
+def cause(
+    gradients: Mapping[str, Tensor],
+    previous: Sequence[Mapping[str, Tensor]] = (),
+    *,
+    divisor: float = RANKS,
+    is_set: bool = False,
+) -> str:
     contributions = [
         [{name: each.numbers for name, each in wholes(parts()[rank, number]).items()} for number in range(PASSES)]
         for rank in range(RANKS)
@@ -45,13 +51,14 @@ def cause(gradients: Mapping[str, Tensor], previous: Sequence[Mapping[str, Tenso
     return likely(
         Gradients(
             values=wholes(gradients),
-            expected=wholes({name: combined({})[name] for name in gradients}),
+            expected=wholes({name: combined({})[name] * (RANKS / divisor) for name in gradients}),
             all=wholes(combined({})),
             previous=[wholes(each) for each in previous],
             contributions=contributions,
             ranks=RANKS,
             passes=PASSES,
             eps=2.0**-23,
+            divisor=divisor if is_set else None,
         )
     )
 
@@ -79,6 +86,19 @@ def cause(gradients: Mapping[str, Tensor], previous: Sequence[Mapping[str, Tenso
 )  # fmt: skip
 def test_parts_that_count_otherwise(weights: dict[tuple[int, int], float], expected: str) -> None:
     assert expected in cause(combined(weights))
+
+
+def test_parts_are_counted_as_the_script_divides_them() -> None:
+    """A divisor of 1 makes sums of them, in both runs."""
+    summed = {name: total * RANKS for name, total in combined({(rank, 0): 0 for rank in range(RANKS)}).items()}
+
+    assert cause(summed, divisor=1) == "backward 0 of the step is not in the gradients of any rank"
+
+
+def test_a_divisor_that_is_ignored() -> None:
+    assert cause(combined({}), divisor=1, is_set=True).startswith(
+        "the divisor that the script sets, 1, is ignored: averaged over the ranks: every element is 0.333 times"
+    )
 
 
 def test_others_have_no_cause() -> None:

@@ -10,6 +10,7 @@ import pytest
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.gradients import ROUNDED
 from fsdp_conformance.parity.kept import keep_of, with_element
+from fsdp_conformance.recordings.events import USED, Keep
 
 GUESS = f"{ROUNDED} bfloat16"
 OPEN = "the reduction, or a hook"
@@ -37,6 +38,36 @@ def test_the_cause_that_elements_show(whose: Whose, likely: str, name: str, expe
         f"in '{name}', element [3, 0] of rank 1 is the first wrong one: 0 instead of 0.5; 4 of 8 are wrong",
         *([evidence] if evidence else []),
     )
+
+
+@pytest.mark.parametrize("guess", ["", "the engine has gathered old values"])
+def test_the_parameters_that_a_forward_computes_with(guess: str) -> None:
+    names = ("large", "w", "tied")
+    finding = Finding(
+        title="",
+        whose=Whose.ENGINE,
+        step=2,
+        likely=guess,
+        kind=USED,
+        tensors=names,
+        number=1,
+        evidence=("inputs agree",),
+    )
+    values = {
+        name: SimpleNamespace(shape=shape, dtype="float32")
+        for name, shape in {"large": (1 << 12, 1 << 12), "w": (3,)}.items()
+    }
+    step = SimpleNamespace(begin=SimpleNamespace(values=values))
+    reference: Any = SimpleNamespace(steps=[None, None, step], tied={"w": ("tied",)})
+
+    keep = keep_of(finding, reference)
+
+    # What is too large is left out; the others may still show the reason.
+    assert keep == Keep(step=2, kind=USED, names=("w", "tied"), number=1)
+    element = {"index": [1], "rank": 1, "wrong": 1, "elements": 3, "name": "w", "got": "0", "expected": "2"}
+    shown = with_element(finding, {**element, "likely": "a row is lost"})
+    assert shown.likely == "the module computes with other values of 'w' than this parameter has: a row is lost"
+    assert shown.evidence[2:] == ((f"it may be {guess}",) if guess else ())
 
 
 def test_elements_show_what_a_script_has_written() -> None:
