@@ -36,7 +36,10 @@ _OUTPUT_S = 5.0
 
 
 class Lingering:
-    """Tells whether all ranks have recorded their end, but their processes have stayed for too long since."""
+    """
+    Tells whether all ranks have recorded their end, or have left their process group, but their processes have stayed
+    for too long since.
+    """
 
     def __init__(self, directory: Path, world_size: int, linger_s: float) -> None:
         self._directory = directory
@@ -48,10 +51,11 @@ class Lingering:
     def is_over(self) -> bool:
         """True if the ranks need not be waited for."""
         now = time.monotonic()
-        if self._ended is None and now >= self._next_look:
+        if now >= self._next_look:
             self._next_look = now + min(_LOOK_AT_FILES_S, self._linger_s)
-            if files.has_ended(self._directory, self._world_size):
-                self._ended = now
+            # A rank that has left may go on in another group.
+            has_ended = files.has_ended(self._directory, self._world_size)
+            self._ended = (self._ended or now) if has_ended else None
         return self._ended is not None and now - self._ended >= self._linger_s
 
 

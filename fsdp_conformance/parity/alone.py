@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_conformance.listing import some
 from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.noise import is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep
 from fsdp_conformance.parity.samples import repetition, shares_samples
 from fsdp_conformance.parity.words import both_settings, some_names
@@ -226,6 +227,9 @@ def _summed(run: Run) -> Iterator[Finding]:
     """The script asks for a sum over ranks in place of an average, and a reference made of it does so as well."""
     for event in run.marks:
         if event.kind == "divide factor" and float(event.detail) == 1.0 and run.world_size > 1:
+            if any(map(_counts_all_tokens, run.steps)):
+                # The sum of the ranks' gradients is then that of one mean.
+                return
             yield _suspicion(
                 "The gradients of the ranks are summed, not averaged",
                 step=event.step,
@@ -235,6 +239,20 @@ def _summed(run: Run) -> Iterator[Finding]:
                 line=event.line,
             )
             return
+
+
+def _counts_all_tokens(step: TrainingStep) -> bool:
+    """True if each loss is a sum over a rank's tokens, divided by the number of those of all ranks."""
+    backwards = [backward for of_rank in step.backwards for backward in of_rank]
+    sums = [backward.means[0] for backward in backwards if [each.is_sum for each in backward.means] == [True]]
+    if not sums or len(sums) != len(backwards):
+        return False
+    total, passes = sum(each.targets for each in sums), len(step.backwards[0])
+    divisors = [
+        (each.value or 0.0) / backward.loss for each, backward in zip(sums, backwards, strict=True) if backward.loss
+    ]
+    # Of the whole step, or of each micro-batch.
+    return bool(divisors) and any(all(is_near(each, count) for each in divisors) for count in (total, total / passes))
 
 
 def _stepped_by_engine(run: Run) -> Iterator[Finding]:
@@ -290,7 +308,8 @@ def _unequal_means(run: Run) -> Iterator[Finding]:
 def _is_mean(backward: Backward) -> bool:
     """True if the loss is a multiple of one mean, as far as can be told."""
     mean = backward.means[0].value
-    return len(backward.means) == 1 and bool(mean) and backward.loss is not None
+    is_one = len(backward.means) == 1 and not backward.means[0].is_sum
+    return is_one and bool(mean) and backward.loss is not None
 
 
 def _factor(backward: Backward) -> float:

@@ -18,6 +18,9 @@ from fsdp_conformance.recordings.fingerprint import Whole
 #: Bytes that the kept tensors of a step may have together.
 MOST_BYTES = 16 << 20
 
+#: How the cause of elements begins that is guessed from the size of differences alone.
+_GUESS = "reduced in "
+
 #: Bytes of an element, by its dtype. Others have at most 8.
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4}
 
@@ -101,6 +104,8 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
     if finding.likely and finding.whose is Whose.EITHER:
         # What the elements show is known of these gradients; the finding only says what may have changed them.
         evidence = (*evidence, f"it may be {finding.likely}")
+    elif finding.likely and likely.startswith(_GUESS):
+        return replace(finding, evidence=evidence)
     elif finding.likely and not finding.likely.startswith(ROUNDED):
         return replace(finding, evidence=(*evidence, f"the elements show: {likely}"))
     return replace(finding, likely=likely, evidence=evidence)

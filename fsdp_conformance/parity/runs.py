@@ -182,11 +182,7 @@ class Run:
     @property
     def errors(self) -> dict[int, str]:
         """The exceptions that ended ranks, by rank; also of ranks that were killed."""
-        ends = {
-            rank.begin.rank: rank.end.error if rank.end is not None else "it was killed, or still runs"
-            for rank in self.recording.ranks
-        }
-        return {rank: error for rank, error in ends.items() if error}
+        return {rank.begin.rank: rank.error for rank in self.recording.ranks if rank.error}
 
     @property
     def recorder_errors(self) -> dict[int, str]:

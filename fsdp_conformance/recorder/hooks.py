@@ -205,8 +205,10 @@ class Hooks:
             target = call.arguments["target"]
             # Distributed, fake and batched tensors have no values to be counted here.
             is_plain = type(target) is type(result) is Tensor and not is_functorch_wrapped_tensor(target)
-            if is_plain and call.arguments["reduction"] == "mean" and not target.is_floating_point():
-                self._observer.mean(result, (target != call.arguments["ignore_index"]).sum())
+            reduction = call.arguments["reduction"]
+            if is_plain and reduction in ("mean", "sum") and not target.is_floating_point():
+                targets = (target != call.arguments["ignore_index"]).sum()
+                self._observer.mean(result, targets, is_sum=reduction == "sum")
 
         return cross_entropy
 

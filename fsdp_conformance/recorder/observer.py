@@ -126,7 +126,7 @@ class Observer:
         # Events of this step whose tensors are still on the device.
         self._waiting: list[Callable[[], Event]] = []
         # Means of cross-entropies since the last backward: value and number of targets.
-        self._means: list[tuple[Tensor, Tensor]] = []
+        self._means: list[tuple[Tensor, Tensor, bool]] = []
         # Marks since the last forward of what scripts do in loops.
         self._repeated: set[Mark] = set()
         self.scale: Tensor | None = None
@@ -326,10 +326,10 @@ class Observer:
         finally:
             self._in_backward = False
 
-    def mean(self, value: Tensor, targets: Tensor) -> None:
-        """A cross-entropy has become a mean over this number of targets."""
+    def mean(self, value: Tensor, targets: Tensor, *, is_sum: bool) -> None:
+        """A cross-entropy has become a mean over this number of targets, or a sum."""
         if torch.is_grad_enabled() and len(self._means) < _MOST_MEANS:
-            self._means.append((value.detach().clone(), targets))
+            self._means.append((value.detach().clone(), targets, is_sum))
 
     def _backward(self, tensors: object, call: Callable[[], Any]) -> Any:
         losses = [tensors] if isinstance(tensors, Tensor) else list(pytree.tree_leaves(tensors))
@@ -349,7 +349,9 @@ class Observer:
                 loss=finite(loss),
                 is_reduced=is_reduced,
                 scale=finite(scale) or 1.0,
-                means=tuple(Mean(value=finite(value), targets=int(targets)) for value, targets in means),
+                means=tuple(
+                    Mean(value=finite(value), targets=int(targets), is_sum=is_sum) for value, targets, is_sum in means
+                ),
                 contributions=contributions.values() if contributions is not None else {},
             )
 

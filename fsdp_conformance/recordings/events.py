@@ -98,6 +98,8 @@ class Mean:
     """None if it is not finite."""
     targets: int
     """How many it is a mean over: those that are not ignored."""
+    is_sum: bool = False
+    """It is the sum instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_conformance import codec
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.recordings.events import FORMAT, KINDS, NAMES, Begin, End, Event
+from fsdp_conformance.recordings.events import FORMAT, KINDS, NAMES, Begin, End, Event, Mark
 from fsdp_conformance.visible import visible_content
 
 _NAME = re.compile(r"rank-(\d{1,6})\.(\d{1,12})\.jsonl")
@@ -42,6 +42,14 @@ class RankRecording:
     events: tuple[Event, ...]
     end: End | None
     """None if the process was killed, or still runs."""
+
+    @property
+    def error(self) -> str:
+        """What ended the rank; empty if it has ended by itself, or has destroyed its process group before."""
+        if self.end is not None:
+            return self.end.error
+        last = self.events[-1] if self.events else None
+        return "" if isinstance(last, Mark) and last.kind == "left" else "it was killed, or still runs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,13 +111,13 @@ def read(directory: Path) -> Recording:
 
 
 def has_ended(directory: Path, world_size: int) -> bool:
-    """True if this many ranks have recorded all that they were asked for."""
+    """True if this many ranks have recorded all that they were asked for, or have destroyed their process groups."""
     paths = [path for path in directory.glob("rank-*") if _NAME.fullmatch(path.name)]
     return len(paths) == world_size and all(map(_ends, paths))
 
 
 def _ends(path: Path) -> bool:
-    """True if the last line of a file is complete, and is the end."""
+    """True if the last line of a file is complete, and is the end, or says that the rank has left."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LONGEST_END))
         *_, last, rest = b"\n", *file.read().split(b"\n")
@@ -119,7 +127,9 @@ def _ends(path: Path) -> bool:
         content = codec.parsed(last.decode())
     except ValueError:
         return False
-    return isinstance(content, dict) and content.get("event") == NAMES[End]
+    if not isinstance(content, dict):
+        return False
+    return content.get("event") == NAMES[End] or (content.get("event"), content.get("kind")) == (NAMES[Mark], "left")
 
 
 def _ranks(numbers: set[int]) -> str:

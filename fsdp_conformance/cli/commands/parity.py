@@ -267,9 +267,12 @@ class _Runs:
                     f"{name} failed before it trained a step: {ended}; its output is above{hint}"
                 ) from None
             raise UsageError(f"{name}: {error.problems[0]}") from None
-        if status != 0 and name != "run":
+        # Destructors of torch's may abort a process that has nothing left to do.
+        has_trained = status is not None and not any(rank.error for rank in recording.ranks)
+        if status != 0 and not has_trained and name != "run":
             self.failure = self.failure or f"{name} failed: {ended}; its output is above"
-        short = f"; {ended}: only the steps before that are compared" if status != 0 else ""
+        how = "after all ranks had ended their training" if has_trained else "only the steps before that are compared"
+        short = f"; {ended}: {how}" if status != 0 else ""
         self._terminal.say(f"{name}: {elapsed(began)}{short}")
         return recording
 

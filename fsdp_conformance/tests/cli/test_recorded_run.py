@@ -50,6 +50,18 @@ def test_a_process_that_stays_is_ended_and_its_run_counts(tmp_path: Path) -> Non
     assert not psutil.pid_exists(pid)
 
 
+def test_a_rank_that_has_left_its_group_need_not_end(tmp_path: Path) -> None:
+    """Its process may wait for others in torch's destructors for ever."""
+    lingering = Lingering(tmp_path, 1, 0.0)
+    path = tmp_path / f"rank-0.{os.getpid()}.jsonl"
+    left = '{"event": "mark", "step": 3, "kind": "left", "line": "train.py:9", "detail": ""}\n'
+    path.write_text(left)
+
+    assert lingering.is_over()
+    path.write_text(left + left.replace("left", "forward"))
+    assert not lingering.is_over()
+
+
 def test_ranks_that_have_not_ended_are_waited_for(tmp_path: Path) -> None:
     lingering = Lingering(tmp_path, 2, 0.0)
     (tmp_path / f"rank-0.{os.getpid()}.jsonl").write_text('{"event": "end", "error": ""}\n')

@@ -78,6 +78,12 @@ def test_means_that_weigh_each_token_equally_are_not(ignored: int, loss: Loss, t
     assert found(tmp_path, ignored=ignored, loss=loss) == []
 
 
+def set_divide_factor(factor: float) -> None:
+    """As a script does on a unit of FSDP2."""
+    unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=(), _fsdp_param_group=None))
+    next(getattr(FSDPModule, name) for name in DIVIDES if hasattr(FSDPModule, name))(unit, factor)
+
+
 @pytest.mark.parametrize("factor", [1, 1.0, 2])
 def test_sums_over_ranks_are_suspicious(factor: float, tmp_path: Path) -> None:
     """A divide factor of 1 is set before training; a reference made of the same script sums as well."""
@@ -85,16 +91,32 @@ def test_sums_over_ranks_are_suspicious(factor: float, tmp_path: Path) -> None:
         with as_rank(rank, 2), recording(tmp_path):
             model = nn.Linear(3, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            unit = SimpleNamespace(
-                _get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=(), _fsdp_param_group=None)
-            )
-            next(getattr(FSDPModule, name) for name in DIVIDES if hasattr(FSDPModule, name))(unit, factor)
+            set_divide_factor(factor)
             model(torch.randn(2, 3)).sum().backward()
             optimizer.step()
 
     findings = [each for each in suspicions(Run(files.read(tmp_path))) if "summed" in each.title]
 
     assert [Path(each.line.partition(":")[0]).name for each in findings] == (["test_alone.py"] if factor == 1 else [])
+
+
+@pytest.mark.parametrize("divisor", [12, 24, 6])
+def test_sums_over_ranks_of_what_is_divided_by_all_tokens_are_right(divisor: int, tmp_path: Path) -> None:
+    """As in torchtitan. One rank has 6 tokens in a micro-batch; there are two of each."""
+    for rank in range(2):
+        with as_rank(rank, 2), recording(tmp_path):
+            torch.manual_seed(rank)
+            model = nn.Linear(3, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            set_divide_factor(1.0)
+            for _ in range(2):
+                target = torch.randint(0, 4, (6,))
+                (functional.cross_entropy(model(torch.randn(6, 3)), target, reduction="sum") / divisor).backward()
+            optimizer.step()
+
+    findings = [each for each in suspicions(Run(files.read(tmp_path))) if "summed" in each.title]
+
+    assert len(findings) == (1 if divisor == 6 else 0)
 
 
 def test_clipping_what_is_still_scaled_is_suspicious(tmp_path: Path) -> None:
