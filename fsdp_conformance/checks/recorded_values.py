@@ -69,7 +69,7 @@ def _first_wrong(held: _Elements, expected: _Elements, names: Sequence[str]) -> 
         wrong = _wrong_in(got.double(), right.double())
         if not bool(wrong.any()):
             continue
-        cause = likely(_evidence(name, got, right, wrong, held, expected)) or ""
+        cause = _of_other_shards(held, name, right) or likely(_evidence(name, got, right, wrong, held, expected)) or ""
         place = int(wrong.flatten().nonzero()[0])
         element = WrongElement(
             name=name,
@@ -85,6 +85,22 @@ def _first_wrong(held: _Elements, expected: _Elements, names: Sequence[str]) -> 
             return element
         first = first or element
     return first
+
+
+def _of_other_shards(held: _Elements, name: str, right: Tensor) -> str:
+    """In words, that each rank has the mean, or the sum, of the shards of all ranks; empty if it has not."""
+    shards = held.shards(name)
+    if len(shards) < 2 or len({part.shape for part in shards}) > 1:
+        return ""
+    boxes = torch.stack([_box(right.double(), part).flatten() for part in shards])
+    contents = torch.stack([_content(part).double() for part in shards])
+    for how, expected in (("averages", boxes.mean(0)), ("adds up", boxes.sum(0))):
+        if bool(expected.any()) and not bool(_wrong_in(contents, expected.expand_as(contents)).any()):
+            return (
+                f"every rank has the same: the script {how} the shards of the ranks, which are different rows of the "
+                "gradients. Sharded gradients are reduced already: do not reduce them again"
+            )
+    return ""
 
 
 class _Elements:
@@ -124,6 +140,15 @@ class _Elements:
                 before = None if backward.is_reduced else total
             of_ranks.append(passes)
         return of_ranks if of_ranks and all(of_ranks) else None
+
+    def shards(self, name: str) -> list[Kept]:
+        """The only part of a tensor that each rank holds, if the parts are equally large and no replicas; else none."""
+        parts = [list(_of(rank, self.keep.step, self.keep.kind, name)) for rank in self._ranks]
+        if any(len(each) != 1 for each in parts):
+            return []
+        shards = [part for (part,) in parts]
+        sizes = {len(part.data) for part in shards}
+        return shards if len(sizes) == 1 and len({part.offsets for part in shards}) == len(shards) else []
 
     def rank_of(self, name: str, place: int) -> int | None:
         """The only rank that holds an element of a tensor, by its place in row-major order."""

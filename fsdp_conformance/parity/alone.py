@@ -17,6 +17,12 @@ from fsdp_conformance.recordings.fingerprint import Fingerprint
 #: The cause of a last backward that is not reduced.
 WRONG_BACKWARD = "`no_sync`, or `set_requires_gradient_sync(False)`, covers the wrong backward"
 
+#: The cause of parameters that differ between ranks where others are sharded.
+IN_NO_UNIT = (
+    "nothing reduces their gradients, so each rank trains its own copy: they are in no sharded module. Shard the "
+    "module that has them as well, which is usually the root, or reduce their gradients in the script"
+)
+
 #: Names that are shown of many.
 _SHOWN = 3
 #: Factors that differ by less, relative to themselves, are equal.
@@ -360,16 +366,17 @@ def _why_replicas_differ(step: TrainingStep, names: Sequence[str]) -> str:
         if step.previous is not None:
             return "the script writes different values to them on each rank, before this step"
         return "the ranks began with different values: seed all ranks alike, or load one state into all"
-    held = step.steps[0].parameters
-    in_no_unit = all(_is_whole(held[name]) for name in names if name in held)
-    if in_no_unit and not all(map(_is_whole, held.values())):
-        return (
-            "nothing reduces their gradients, so each rank trains its own copy: they are in no sharded module. Shard "
-            "the module that has them as well, which is usually the root, or reduce their gradients in the script"
-        )
+    if in_no_unit(step, names):
+        return IN_NO_UNIT
     if set(step.gradients.differing).intersection(names):
         return "their gradients are not reduced"
     return "the ranks step with equal gradients, but not in the same way"
+
+
+def in_no_unit(step: TrainingStep, names: Sequence[str]) -> bool:
+    """True if each rank holds these parameters as a whole, and shards of others."""
+    held = step.steps[0].parameters
+    return all(_is_whole(held[name]) for name in names if name in held) and not all(map(_is_whole, held.values()))
 
 
 def _is_whole(value: Fingerprint) -> bool:

@@ -36,6 +36,13 @@ NO_GRADIENT = (
     "reentrant checkpoint of which no input requires a gradient"
 )
 
+#: The cause of gradients that are cleared between a forward and its backward.
+_GATHERED = (
+    "not cleared: `zero_grad` is called between the forward and the backward, while FSDP2's root is gathered, so the "
+    "model's parameters are the gathered ones, and the gradients of the shards stay. Call it before the forward, or "
+    "call that of the optimizer"
+)
+
 #: The cause of a state that only the run loads.
 _LOADED = (
     "the script loads a state into the model at {line}, and the reference does not. To put weights back, it needs a "
@@ -256,6 +263,22 @@ def kept_from_clearing(run: Run, number: int) -> tuple[str, str] | None:
             waits = not event.is_reduced
         elif isinstance(event, Mark) and event.kind == "clear" and waits:
             return _UNSEEN, event.line
+    return None
+
+
+def cleared_while_gathered(run: Run, number: int) -> tuple[str, str] | None:
+    """
+    How gradients of FSDP2's shards have survived a `zero_grad` of a step, in words and as a line; None if nothing shows
+    it.
+    """
+    if "box" not in divisions(run.steps[number]):
+        return None
+    has_forward = False
+    for event in run.events[number]:
+        if isinstance(event, Forward | Backward):
+            has_forward = isinstance(event, Forward) and event.with_gradients
+        elif isinstance(event, Mark) and event.kind == "clear" and has_forward:
+            return _GATHERED, event.line
     return None
 
 

@@ -14,11 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_conformance.parity import gradients
-from fsdp_conformance.parity.alone import of_originals, suspicions
+from fsdp_conformance.parity.alone import IN_NO_UNIT, in_no_unit, of_originals, suspicions
 from fsdp_conformance.parity.changed import (
     NO_GRADIENT,
     OR_THE_REDUCTION,
     clear_alike,
+    cleared_while_gathered,
     drawn_in_backward,
     kept_from_clearing,
     lost_by_script,
@@ -450,9 +451,15 @@ class _Comparing:
             return Whose.SCRIPT, *by_script
         if stale := of_originals(step, names):
             return Whose.SCRIPT, stale, step.backward_line
+        if likely.startswith(gradients.NOT_CLEARED):
+            gathered = cleared_while_gathered(self.run, step.number)
+            if gathered is not None:
+                return Whose.SCRIPT, *gathered
         whose = self._whose_gradients(step, expected)
         if whose is Whose.ENGINE and not likely:
             if names[0] in step.unclipped.differing:
+                if in_no_unit(step, list(step.unclipped.differing)):
+                    return Whose.SCRIPT, IN_NO_UNIT, step.backward_line
                 likely = why_replicas(step.unclipped.differing[names[0]])
             else:
                 same = self._is_same_script

@@ -27,6 +27,8 @@ _NAMED = 2
 ROUNDED = "rounded to"
 #: How causes begin that say which parts of ranks and backwards are in the gradients.
 OF_PARTS = ("backward ", "what rank", "not reduced: ", "the ranks are weighted ", "they weigh ")
+#: How the cause begins that the gradients of the step before are in those of this one.
+NOT_CLEARED = "not cleared: "
 #: Contributions that are told apart.
 _MOST_CONTRIBUTIONS = 64
 
@@ -194,7 +196,7 @@ def _of_previous_step(gradients: Gradients, names: Sequence[str]) -> str:
         kept = _weights(gradients, names, both)
         if kept is not None and is_near(kept[0], 1) and abs(kept[1]) > SAME:
             times = "" if is_near(kept[1], 1) else f", {_number(kept[1])} times"
-            return f"not cleared: they are the step's gradients plus those that the step before has left{times}"
+            return f"{NOT_CLEARED}they are the step's gradients plus those that the step before has left{times}"
     return ""
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_conformance.parity.alone import different_models, first_line
+from fsdp_conformance.parity.changed import may_be_gathered
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import factor_of, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep
@@ -37,6 +38,14 @@ _CAST = (
     "the model is cast, or made under another default dtype: the optimizer, its state and the reductions then have "
     "that dtype as well. A mixed-precision policy casts for the computation alone"
 )
+_FROZEN_BEFORE = (
+    "`requires_grad_` was called on parameters from before the model was sharded, which replaces them: freeze those of "
+    "`model.parameters()`, before or after sharding"
+)
+_FROZEN_GATHERED = (
+    "`requires_grad_` was called on gathered parameters, and the shards replace them again: an evaluation leaves "
+    "FSDP2's root gathered. Call `reshard()` on the model before"
+)
 #: Tensors that differ by more, relative to the expected one, differ by more than rounding.
 _FAR = 1e-3
 #: Norms that differ by less, relative to themselves, are of the same numbers: only the order of their sum differs.
@@ -48,8 +57,7 @@ _MANY, _OTHER_NORM = 256, 0.2
 def compare_models(run: Run, reference: Run, number: int) -> Iterator[Finding]:
     """The differences between the models of a step, and between what its optimizers have of them."""
     yield from _initial(run, reference, number)
-    if not number:
-        yield from _frozen(run, reference)
+    yield from _frozen(run, reference, number)
     yield from _members(run, reference, number)
 
 
@@ -156,26 +164,26 @@ def _is_moved(value: Whole, wanted: Whole) -> bool:
     return is_far and abs(value.norm - wanted.norm) <= _SAME_NORM * wanted.norm
 
 
-def _frozen(run: Run, reference: Run) -> Iterator[Finding]:
-    """Parameters that only one of the models trains."""
-    step, expected, tied = run.steps[0], reference.steps[0], ties_of(run, reference)
-    known = [name for name in expected.initial_values.values if name in step.initial_values.values]
-    mine, theirs = ({name for event in each.initial for name in event.frozen} for each in (run, reference))
+def _frozen(run: Run, reference: Run, number: int) -> Iterator[Finding]:
+    """Parameters that only one of the models trains, from the first step or from a later one on."""
+    step, expected, tied = run.steps[number], reference.steps[number], ties_of(run, reference)
+    known = [name for name in expected.begin.values if name in step.begin.values]
+    if number:
+        mine, theirs = ({name for each in both.steps for name in each.frozen} for both in (step, expected))
+    else:
+        mine, theirs = ({name for event in each.initial for name in event.frozen} for each in (run, reference))
     other = [name for name in known if (name in mine) is not (name in theirs)]
     if other:
         is_frozen = other[0] in mine
         here = "frozen" if is_frozen else "trained"
         yield Finding(
             title="Different parameters are frozen",
-            whose=Whose.SCRIPT,
+            whose=Whose.SCRIPT if not number or may_be_gathered(run, number) else Whose.EITHER,
             step=step.number,
             first=f"{named_with_ties(other[0], tied)} is {here} here, and not in the reference",
-            likely=""
-            if is_frozen
-            else "`requires_grad_` was called on parameters from before the model was sharded, which replaces them: "
-            "freeze those of `model.parameters()`, before or after sharding",
+            likely="" if is_frozen else _FROZEN_GATHERED if number else _FROZEN_BEFORE,
             evidence=number_of_tensors(len(other), len(known)),
-            line=first_line(run),
+            line=step.backward_line if number else first_line(run),
             is_exact=True,
         )
 

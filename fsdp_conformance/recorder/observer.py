@@ -501,6 +501,7 @@ class Observer:
                 groups=after.groups,
                 gradients=gradients.values(),
                 reduced=reduced,
+                frozen=tuple(self._frozen()),
                 rounded=rounded,
                 changed=changed,
                 in_autocast=any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),

@@ -198,6 +198,8 @@ class Step:
     """Where the optimizer's class is defined, if it is neither torch's nor an engine's."""
     is_loaded: bool = False
     """A state has been loaded into the optimizer."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that do not require gradients after the step."""
     rounded: dict[str, str] = field(default_factory=dict)
     """Gradients in float32 that, after the last backward that reduces them, have only numbers of a less precise dtype,
     as far as samples of their elements show: their names, and the dtype."""

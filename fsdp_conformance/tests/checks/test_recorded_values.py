@@ -56,6 +56,16 @@ def _whole(value: Tensor, *, contributions: Sequence[Tensor] = (), before: Tenso
     return _recording([[*earlier, _kept(whole_part(value)), *part] for part in parts])
 
 
+@pytest.mark.parametrize(("factor", "how"), [(0.5, "averages"), (1.0, "adds up")])
+def test_shards_that_the_script_reduces_again(factor: float, how: str) -> None:
+    total = (RIGHT[:3] + RIGHT[3:]) * factor
+
+    element = first_wrong(_sharded(torch.cat([total, total])), _whole(RIGHT), KEEP)
+
+    assert element is not None
+    assert element.likely.startswith(f"every rank has the same: the script {how} the shards of the ranks")
+
+
 USES = Keep(step=1, kind=USED, names=("v", "w"))
 
 

@@ -11,11 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_conformance.parity.changed import kept_from_clearing, whose_backward, why_changed, why_stale
+from fsdp_conformance.parity.changed import (
+    cleared_while_gathered,
+    kept_from_clearing,
+    whose_backward,
+    why_changed,
+    why_stale,
+)
 from fsdp_conformance.parity.finding import Whose
 from fsdp_conformance.parity.runs import TrainingStep, events_by_step
 from fsdp_conformance.recorder.fingerprints import Part, Pending
-from fsdp_conformance.recordings.events import Backward, Mark, Step
+from fsdp_conformance.recordings.events import Backward, Forward, Mark, Step
 from fsdp_conformance.recordings.fingerprint import Fingerprint
 
 NAMES = ("weight", "bias")
@@ -121,6 +127,43 @@ def test_gradients_that_are_cleared_before_they_are_reduced_come_back(
     assert (by_script[1] if by_script else None) == line
     # With DDP or FSDP1, `zero_grad` sees them.
     assert kept_from_clearing(run(whole), 0) is None
+
+
+FORWARD = Forward(
+    step=0,
+    number=0,
+    line="train.py:4",
+    module="Net",
+    training=True,
+    with_gradients=True,
+    dtype="",
+    random={},
+    draws=(),
+    inputs={},
+    outputs={},
+)
+
+
+@pytest.mark.parametrize(
+    ("events", "line"),
+    [
+        ([FORWARD, CLEARED, backward(is_reduced=True)], "train.py:6"),
+        ([CLEARED, FORWARD, backward(is_reduced=True)], None),
+        ([FORWARD, backward(is_reduced=True), CLEARED], None),
+        ([replace(FORWARD, with_gradients=False), CLEARED, FORWARD, backward(is_reduced=True)], None),
+    ],
+    ids=["between", "before", "after", "after an evaluation"],
+)
+def test_shards_keep_gradients_that_are_cleared_while_they_are_gathered(
+    events: Sequence[Forward | Backward | Mark], line: str | None
+) -> None:
+    shards = [halves(rank) for rank in range(2)]
+    sharded = step(shards, shards)
+    run: Any = SimpleNamespace(events=[[*events, *sharded.steps]], steps=[sharded])
+
+    by_script = cleared_while_gathered(run, 0)
+
+    assert (by_script[1] if by_script else None) == line
 
 
 def reshard(*, after_backward: bool) -> Mark:

@@ -167,6 +167,28 @@ def test_models_that_begin_differently(
     assert likely in finding.likely
 
 
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_a_freeze_that_is_lost(is_evaluated: bool, tmp_path: Path) -> None:
+    """Gathered parameters take it, and are gone when the model is sharded again."""
+    for name, freezes in (("run", False), ("reference", True)):
+        with as_rank(0, 1), recording(tmp_path / name):
+            model = make(0)
+            optimizer = torch.optim.Adam(model.parameters())
+            step(model, optimizer)
+            if is_evaluated:
+                with torch.no_grad():
+                    model(torch.ones(1, 4))
+            model.get_submodule("first").requires_grad_(not freezes)
+            step(model, optimizer)
+
+    finding = compare(files.read(tmp_path / "run"), files.read(tmp_path / "reference")).findings[0]
+
+    assert (finding.title, finding.step) == ("Different parameters are frozen", 1)
+    # Nothing is gathered unless an evaluation has run.
+    assert finding.whose is (Whose.SCRIPT if is_evaluated else Whose.EITHER)
+    assert "`requires_grad_` was called on gathered parameters" in finding.likely
+
+
 def test_a_reference_whose_ranks_begin_differently_too_shows_nothing(tmp_path: Path) -> None:
     record(with_its_own_buffer, tmp_path)
     recorded = files.read(tmp_path)
