@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fsdp_conformance.parity.changed import OF_A_SHARD
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.gradients import ROUNDED
 from fsdp_conformance.parity.noise import TENSORS
@@ -106,6 +107,6 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
         evidence = (*evidence, f"it may be {finding.likely}")
     elif finding.likely and likely.startswith(_GUESS):
         return replace(finding, evidence=evidence)
-    elif finding.likely and not finding.likely.startswith(ROUNDED):
+    elif finding.likely and not finding.likely.startswith(ROUNDED) and finding.likely != OF_A_SHARD:
         return replace(finding, evidence=(*evidence, f"the elements show: {likely}"))
     return replace(finding, likely=likely, evidence=evidence)

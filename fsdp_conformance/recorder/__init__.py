@@ -17,11 +17,11 @@ change to what it computes.
     unchanged       which tensors need no new fingerprint
     plain           numbers and settings of optimizers in terms of JSON
     rounded         float32 tensors that have only numbers of a less precise dtype
-    used_parameters parameters as modules compute with them, for a run that keeps their elements
+    in_use          parameters as modules compute with them, for a run that keeps their elements
     elements        the elements of a part of a tensor, kept as they are
     layouts         which elements of a parameter this rank holds
     shards          the parameters that an optimizer has, while modules hold gathered ones
-    originals       parameters of before sharding that the script still holds
+    originals       parameters from before sharding that the script still holds
     deepspeed_engine, deepspeed_values
                     DeepSpeed's engine, which hides what each rank holds
     megatron        Megatron-FSDP, whose optimizer has other parameters than the modules

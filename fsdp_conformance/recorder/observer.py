@@ -33,6 +33,7 @@ from fsdp_conformance.recorder.elements import elements_of
 from fsdp_conformance.recorder.fingerprints import Part, sample_hashes, whole_part
 from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
 from fsdp_conformance.recorder.guard import Guard
+from fsdp_conformance.recorder.in_use import watch_parameters
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.lines import makes_state, place_of, script_line, script_lines
 from fsdp_conformance.recorder.named import Gradients, Named, Parts, named_parts
@@ -43,7 +44,6 @@ from fsdp_conformance.recorder.random_state import random_states
 from fsdp_conformance.recorder.shards import Shards
 from fsdp_conformance.recorder.steps import RunningSteps
 from fsdp_conformance.recorder.traffic import TrafficCount
-from fsdp_conformance.recorder.used_parameters import watch_parameters
 from fsdp_conformance.recorder.whole_batch import OwnSamples, whole_batch
 from fsdp_conformance.recorder.writer import Writer
 from fsdp_conformance.recordings.events import (

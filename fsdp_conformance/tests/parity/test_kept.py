@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_conformance.parity.changed import OF_A_SHARD
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.gradients import ROUNDED
 from fsdp_conformance.parity.kept import keep_of, with_element
@@ -23,6 +24,7 @@ OPEN = "the reduction, or a hook"
         (Whose.ENGINE, GUESS, "first", "a row is lost", ""),
         (Whose.EITHER, OPEN, "first", "a row is lost", f"it may be {OPEN}"),
         (Whose.ENGINE, "stale", "first", "stale", "the elements show: a row is lost"),
+        (Whose.SCRIPT, OF_A_SHARD, "first", "a row is lost", ""),
         (Whose.ENGINE, "", "second", "", "its elements show: a row is lost"),
     ],
 )
