@@ -10,6 +10,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     settings         the settings of the optimizer that differ
     same_names       the same names for the parameters of two recordings
     samples          what the ranks were given
+    precision        gradients that are less precise than a script asks for
     gradients        the likely cause of a gradient that differs
     changed          what the script does to gradients between the backward and the step
     forwards         the forwards of a failed run that only some of its ranks ran

@@ -17,6 +17,7 @@ from fsdp_conformance.recordings.fingerprint import Fingerprint
 #: The cause of a last backward that is not reduced.
 WRONG_BACKWARD = "`no_sync`, or `set_requires_gradient_sync(False)`, covers the wrong backward"
 
+REPLICAS_DIFFER = "Parameters differ between ranks that should hold the same"
 #: The cause of parameters that differ between ranks where others are sharded.
 IN_NO_UNIT = (
     "nothing reduces their gradients, so each rank trains its own copy: they are in no sharded module. Shard the "
@@ -351,7 +352,7 @@ def _different_replicas(run: Run) -> Iterator[Finding]:
                 others = len(tensors.differing) - 1
                 more = f" · and {others} more" if others else ""
                 yield _suspicion(
-                    f"{kind} differ between ranks that should hold the same",
+                    REPLICAS_DIFFER if kind == "Parameters" else REPLICAS_DIFFER.replace("Parameters", kind),
                     step=step.number,
                     first=f"'{name}' · rank {', '.join(map(str, ranks))}{more}",
                     likely=likely,

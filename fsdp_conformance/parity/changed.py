@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from fsdp_conformance.parity.alone import WRONG_BACKWARD, without_effect
-from fsdp_conformance.parity.finding import Whose
+from fsdp_conformance.parity.alone import REPLICAS_DIFFER, WRONG_BACKWARD, without_effect
+from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep, divisions
 from fsdp_conformance.parity.words import some_names, why_written
@@ -280,6 +281,19 @@ def cleared_while_gathered(run: Run, number: int) -> tuple[str, str] | None:
         elif isinstance(event, Mark) and event.kind == "clear" and has_forward:
             return _GATHERED, event.line
     return None
+
+
+def after_replicas(finding: Finding, signs: Sequence[Finding]) -> Finding:
+    """A finding whose cause is only a guess, if parameters have differed between ranks before it: that is the cause."""
+    before = next((sign for sign in signs if sign.title == REPLICAS_DIFFER), None)
+    is_open = not finding.likely or OF_A_SHARD in finding.likely
+    if before is None or before.step is None or not is_open or before.step >= (finding.step or 0):
+        return finding
+    return replace(
+        finding,
+        whose=before.whose,
+        likely=f"from step {before.step} on, {before.first.partition(' · ')[0]} differs between ranks: {before.likely}",
+    )
 
 
 def drawn_in_backward(run: Run, reference: Run, number: int, *, same_script: bool) -> tuple[Whose, str] | None:

@@ -18,6 +18,7 @@ from fsdp_conformance.parity.alone import IN_NO_UNIT, in_no_unit, of_originals, 
 from fsdp_conformance.parity.changed import (
     NO_GRADIENT,
     OR_THE_REDUCTION,
+    after_replicas,
     clear_alike,
     cleared_while_gathered,
     drawn_in_backward,
@@ -37,8 +38,9 @@ from fsdp_conformance.parity.forwards import first_error, unequal_forwards
 from fsdp_conformance.parity.models import compare_models, divided_tie, ties_of
 from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of
 from fsdp_conformance.parity.norms import clipping, norm_of_gradients, why_norm
+from fsdp_conformance.parity.precision import rounded_gradients
 from fsdp_conformance.parity.result import Comparison, Row
-from fsdp_conformance.parity.runs import Run, TrainingStep, whole_tensors
+from fsdp_conformance.parity.runs import Run, TrainingStep, multiplied, whole_tensors
 from fsdp_conformance.parity.same_names import prefixes_of, without_prefix
 from fsdp_conformance.parity.samples import compare_samples, input_hashes
 from fsdp_conformance.parity.settings import setting_difference, why_setting
@@ -65,8 +67,6 @@ from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_pr
 _LOSS = 1e-3
 #: By how much a loss may differ more than the outputs that it is computed of.
 _AMPLIFIED = 16.0
-#: So many tensors are not rounded by chance.
-_LEAST_ROUNDED = 4
 #: Updates whose factors are nearer to 1 are not scaled: another part of them differs.
 _SAME_UPDATE = 1e-3
 
@@ -114,6 +114,7 @@ class _Comparing:
         # A finding says more of the same line, but not which batches are uneven.
         known = {(finding.whose, finding.line) for finding in comparison.findings if not self._is_whole_batch}
         comparison.suspicions = [item for item in suspicions(self.run) if (item.whose, item.line) not in known]
+        comparison.findings[:1] = [after_replicas(each, comparison.suspicions) for each in comparison.findings[:1]]
         return comparison
 
     def _compare_collectives(self) -> None:
@@ -334,8 +335,13 @@ class _Comparing:
         return ""
 
     def _losses(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        # Where sums of gradients are divided by something else, losses have another factor.
+        averaged = [
+            multiplied(each.backwards, of.loss_factor(each.number))
+            for of, each in ((self.run, step), (self.reference, expected))
+        ]
         for rank in range(min(self.run.world_size, self.reference.world_size)):
-            for mine, theirs in zip(step.backwards[rank], expected.backwards[rank], strict=False):
+            for mine, theirs in zip(*(backwards[rank] for backwards in averaged), strict=False):
                 if mine.loss is None or theirs.loss is None:
                     continue
                 difference = abs(mine.loss - theirs.loss)
@@ -346,7 +352,7 @@ class _Comparing:
                     whose=Whose.SCRIPT,
                     step=step.number,
                     first=f"rank {rank} · micro-batch {mine.number} · {instead(mine.loss, theirs.loss)}",
-                    likely=of_originals(step) or why_loss(step.backwards, expected.backwards),
+                    likely=of_originals(step) or why_loss(*averaged),
                     line=mine.line,
                 )
 
@@ -377,7 +383,7 @@ class _Comparing:
             )
         beyond = list(self._beyond("gradient", TENSORS["gradient"], step.number, values, others))
         if not beyond:
-            yield from self._rounded(step, expected)
+            yield from rounded_gradients(self.run, self.reference, step.number, self._whose())
             return
         if self._agree_after_backward(step, expected, [item[0] for item in beyond]):
             yield self._of_tensors(
@@ -416,27 +422,6 @@ class _Comparing:
             evidence=self._still_equal(with_outputs=True),
             line=line,
         )
-
-    def _rounded(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        """Gradients that are less precise than the script asks for, although no further off than its rounding is."""
-        if self.reference.sharding != "taken out":
-            # Another script may ask for another precision.
-            return
-        mine, theirs = (
-            {name: dtype for each in of.steps for name, dtype in each.rounded.items()} for of in (step, expected)
-        )
-        names = [name for name in mine if name not in theirs]
-        if len(names) >= _LEAST_ROUNDED:
-            dtype = mine[names[0]]
-            yield Finding(
-                title=f"The gradients are rounded to {dtype}",
-                whose=self._whose(),
-                step=step.number,
-                first=f"'{names[0]}' has only numbers of {dtype}, and is kept in float32",
-                likely=f"they are reduced in {dtype}, although the script asks for a more precise `reduce_dtype`",
-                evidence=number_of_tensors(len(names), len(expected.reduced.values)),
-                line=step.backward_line,
-            )
 
     def _blame_gradients(
         self, step: TrainingStep, expected: TrainingStep, names: Sequence[str], likely: str = ""
@@ -568,8 +553,28 @@ class _Comparing:
                 line=rewritten or line,
             )
 
+    def _loaded(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        """A state that was loaded into the optimizer before the step."""
+        values, others = step.loaded.values, expected.loaded.values
+        beyond = list(self._beyond("loaded state", TENSORS["loaded state"], step.number, values, others))
+        if beyond:
+            first = step.steps[0]
+            by_torch = first.is_loaded_by_torch
+            yield self._of_tensors(
+                "The optimizer's state differs after it was loaded",
+                step,
+                "loaded state",
+                beyond,
+                total=len(others),
+                whose=self._whose() if by_torch else Whose.SCRIPT,
+                likely="" if by_torch else "the script makes the state that it loads from that of other ranks or rows",
+                line=first.loaded_line,
+            )
+
     def _updates(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
         line = step.steps[0].line
+        if step.loaded.values and expected.loaded.values:
+            yield from self._loaded(step, expected)
         yield from self._counters(step, expected)
         for kind in ("parameter", "optimizer state", "buffer"):
             select = TENSORS[kind]

@@ -65,6 +65,7 @@ TENSORS: dict[str, Select] = {
     "optimizer state": attrgetter("state"),
     "buffer": attrgetter("buffers"),
     "begin": attrgetter("begin"),
+    "loaded state": attrgetter("loaded"),
 }
 
 

@@ -135,6 +135,11 @@ class TrainingStep:
         return whole_tensors([step.state for step in self.steps])
 
     @functools.cached_property
+    def loaded(self) -> Tensors:
+        """The optimizer's state that was loaded before the step; nothing if none was."""
+        return whole_tensors([step.loaded for step in self.steps])
+
+    @functools.cached_property
     def buffers(self) -> Tensors:
         """After the step."""
         return whole_tensors([step.buffers for step in self.steps])
@@ -215,6 +220,11 @@ class Run:
         """The marks of rank 0."""
         return [event for event in self.recording.ranks[0].events if isinstance(event, Mark)]
 
+    def loss_factor(self, number: int) -> float:
+        """By what losses are multiplied so that their gradients are averaged over the ranks."""
+        divisor = self.divisor(number)
+        return 1.0 if divisor is None else self.world_size / divisor
+
     def divisor(self, number: int) -> float | None:
         """The divisor of sums of gradients that the script has set until this step; None if it has set none."""
         set_ = [mark.detail for mark in self.marks if mark.kind == "divide factor" and mark.step <= number]
@@ -253,11 +263,13 @@ def _steps(recording: Recording) -> list[TrainingStep]:
 def _without_scale(backwards: tuple[tuple[Backward, ...], ...]) -> tuple[tuple[Backward, ...], ...]:
     """The backwards of all ranks without the scale of a gradient scaler, unless it covers only some: a mistake."""
     scales = {backward.scale for of_rank in backwards for backward in of_rank}
-    if len(scales) != 1:
-        return backwards
-    scale = scales.pop()
+    return multiplied(backwards, 1 / scales.pop()) if len(scales) == 1 else backwards
+
+
+def multiplied(backwards: tuple[tuple[Backward, ...], ...], factor: float) -> tuple[tuple[Backward, ...], ...]:
+    """The backwards of all ranks with losses times a factor."""
     return tuple(
-        tuple(replace(each, loss=None if each.loss is None else each.loss / scale) for each in of_rank)
+        tuple(replace(each, loss=None if each.loss is None else each.loss * factor) for each in of_rank)
         for of_rank in backwards
     )
 

@@ -94,8 +94,7 @@ def why_loss(backwards: Sequence[Sequence[Backward]], expected: Sequence[Sequenc
     if one is not None and len(others) == len(values):
         if any(_are_equal(each, round(each)) for each in (one, 1 / one) if one):
             return (
-                f"the loss is scaled by {one:.4g}: by the number of ranks or micro-batches, a count of tokens, or a "
-                "gradient scaler"
+                f"the loss is scaled by {one:.4g}: {_why_multiple(one, ranks=len(backwards), passes=len(backwards[0]))}"
             )
         return (
             f"the loss is {one:.4g} times the expected one: it is divided by another count of tokens, or a term of it, "
@@ -116,6 +115,21 @@ def why_loss(backwards: Sequence[Sequence[Backward]], expected: Sequence[Sequenc
         f"each batch has another factor ({shown}), and together they are not those of another count of tokens: the "
         "loss has other labels (shifted, masked or padded differently), or is computed in another way"
     )
+
+
+def _why_multiple(factor: float, *, ranks: int, passes: int) -> str:
+    """What a loss may be multiplied or divided by, in words. `passes`: the number of micro-batches of a step."""
+    counts = [
+        f"the number of {what} ({count})"
+        for what, count in (("micro-batches", passes), ("ranks", ranks))
+        if count > 1 and any(_are_equal(each, count) for each in (factor, 1 / factor))
+    ]
+    if not counts:
+        return "by a count of tokens, or by a gradient scaler"
+    known = " or ".join(counts)
+    if factor > 1:
+        return f"it is not divided by {known}, as the reference's is, or it is multiplied by that"
+    return f"it is divided by {known}, and the reference's is not, or it is divided twice, as by a framework as well"
 
 
 def _are_equal(value: float, wanted: float) -> bool:

@@ -89,6 +89,16 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """A state that is loaded into an optimizer."""
+
+    line: str = ""
+    is_by_torch: bool = False
+    states: Named | None = None
+    """What the optimizer has when it steps."""
+
+
+@dataclass(frozen=True, slots=True)
 class Given:
     """The tensors that a function was given to clip, as in `Clip`."""
 
@@ -118,6 +128,9 @@ class Observer:
         self._optimizers: dict[int, str] = {}
         # Those into which a state has been loaded.
         self._loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # How, for those that have not stepped since.
+        self._loads: weakref.WeakKeyDictionary[Optimizer, Load] = weakref.WeakKeyDictionary()
+        self._load = Load()
         self._trained: set[str] = set()
         self._step = 0
         self._pass = -1
@@ -460,6 +473,11 @@ class Observer:
         if self._unclipped is None:
             self._keep_elements("gradient", parts)
         self._running.use(Named(parts, self._reduced))
+        load = self._loads.pop(optimizer, None)
+        if load is not None:
+            states = self._state_of(optimizer).states
+            self._keep_elements("loaded state", states)
+            self._load = replace(load, states=Named(states))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the step is over, and what it was is written."""
@@ -467,7 +485,7 @@ class Observer:
         # One inside another optimizer's step, or an engine's, is a part of that. Before any module has run, as where a
         # script resumes, steps only make the state that a checkpoint is loaded into; so do those of torch's functions.
         if gradients is not None and self._roots.modules() and not makes_state():
-            self.stepped(self._after_step_of(optimizer), gradients)
+            self.stepped(self._state_of(optimizer), gradients)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -510,6 +528,9 @@ class Observer:
                 begin=self._begun.values() if self._begun is not None else {},
                 defined=after.defined,
                 is_loaded=after.is_loaded,
+                loaded=self._load.states.values() if self._load.states is not None else {},
+                loaded_line=self._load.line,
+                is_loaded_by_torch=self._load.is_by_torch,
                 parameters=parameters.values(),
                 state=state.values(),
                 counters={name: number for name, number in numbers.items() if number is not None},
@@ -527,7 +548,7 @@ class Observer:
         self._step += 1
         self._pass = -1
         self._has_layouts = False
-        self._written, self._begun, self._changed = (), None, ""
+        self._written, self._begun, self._changed, self._load = (), None, "", Load()
         self._contents = Contents(self._readable_parameters())
 
     def _keep_elements(self, kind: str, parts: Parts, *, step: int | None = None, number: int = 0) -> None:
@@ -564,7 +585,7 @@ class Observer:
         # The step may be of an optimizer that has a part of the parameters.
         return {} if all(before.get(name, value) == value for name, value in after.items()) else before
 
-    def _after_step_of(self, optimizer: Optimizer) -> Stepped:
+    def _state_of(self, optimizer: Optimizer) -> Stepped:
         parameters: Parts = defaultdict(list)
         states: Parts = defaultdict(list)
         counters: dict[str, Tensor | float] = {}
@@ -595,6 +616,7 @@ class Observer:
     def loads(self, optimizer: Optimizer) -> None:
         """A state is loaded into an optimizer."""
         self._loaded.add(optimizer)
+        self._loads[optimizer] = Load(script_line(), makes_state())
 
     def _untrained(self) -> Iterator[str]:
         for parameter in self._parameters():

@@ -198,6 +198,12 @@ class Step:
     """Where the optimizer's class is defined, if it is neither torch's nor an engine's."""
     is_loaded: bool = False
     """A state has been loaded into the optimizer."""
+    loaded: dict[str, Fingerprint] = field(default_factory=dict)
+    """The optimizer's state before the step, if it was loaded since the step before."""
+    loaded_line: str = ""
+    """The line of the script that has loaded it."""
+    is_loaded_by_torch: bool = False
+    """One of torch's functions for checkpoints has."""
     frozen: tuple[str, ...] = ()
     """Parameters that do not require gradients after the step."""
     rounded: dict[str, str] = field(default_factory=dict)
@@ -235,7 +241,7 @@ class Keep:
     step: int
     kind: str
     """"gradient" (before clipping), "clipped", "parameter", "optimizer state", "buffer", "begin" for parameters before
-    the step's first forward, or USED."""
+    the step's first forward, "loaded state", or USED."""
     names: tuple[str, ...]
     number: int = 0
     """Of the forward in the step, for USED."""

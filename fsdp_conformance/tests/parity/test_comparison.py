@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from fsdp_conformance.parity.text import lines_of, verdict_of
 from fsdp_conformance.parity.words import why_loss
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
-from fsdp_conformance.recordings.events import Backward
-from fsdp_conformance.recordings.files import Recording
+from fsdp_conformance.recordings.events import Backward, Mark
+from fsdp_conformance.recordings.files import RankRecording, Recording
 from fsdp_conformance.tests.parity.trainings import SAMPLES, STEPS, Net, Script, as_rank, compared, record, train
 
 
@@ -335,6 +336,38 @@ def test_a_parameter_in_another_group_is_the_cause_of_its_settings(tmp_path: Pat
     )
 
 
+@pytest.mark.parametrize(
+    ("factor", "passes", "likely"),
+    [
+        (2.0, 2, "it is not divided by the number of micro-batches (2) or the number of ranks (2)"),
+        (3.0, 3, "it is not divided by the number of micro-batches (3), as the reference's is"),
+        (0.5, 1, "it is divided by the number of ranks (2), and the reference's is not, or it is divided twice"),
+        (16.0, 2, "by a count of tokens, or by a gradient scaler"),
+    ],
+)
+def test_what_a_loss_is_scaled_by(factor: float, passes: int, likely: str, tmp_path: Path) -> None:
+    run = compared(Script(passes=passes, scale=lambda rank, number: factor), tmp_path, Script(passes=passes))
+
+    assert run.findings[0].likely.startswith(f"the loss is scaled by {factor:g}: {likely}")
+
+
+def test_losses_of_other_divisors_are_compared_as_means(tmp_path: Path) -> None:
+    """FSDP2 may add gradients up where DDP averages them: the script then divides its loss by all tokens."""
+    reference = record(Script(scale=lambda rank, number: 2.0), tmp_path / "reference")
+    run = record(Script(), tmp_path / "run")
+    summed = replace(run, ranks=tuple(map(_summing, run.ranks)))
+
+    titles = [compare(each, reference).findings[0].title for each in (run, summed)]
+
+    # Here the gradients differ as well, which they do not if an engine adds them up.
+    assert titles == ["The loss differs although the outputs agree", "The gradients differ"]
+
+
+def _summing(rank: RankRecording) -> RankRecording:
+    mark = Mark(step=0, kind="divide factor", line="train.py:3", detail="1.0")
+    return replace(rank, events=(mark, *rank.events))
+
+
 def test_data_from_a_generator_that_was_seeded_again(tmp_path: Path) -> None:
     def drawn(*, seeds: bool) -> Script:
         def seed(model: nn.Module, step: int) -> None:
@@ -347,52 +380,6 @@ def test_data_from_a_generator_that_was_seeded_again(tmp_path: Path) -> None:
 
     assert (finding.whose, finding.step) == (Whose.DATA, 3)
     assert finding.likely.startswith("the data is drawn from the generator of torch, which has got another state on ")
-
-
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_an_optimizer_that_is_made_after_the_load_is_the_scripts(is_loaded: bool, tmp_path: Path) -> None:
-    """If a state was loaded, and is not there, the function that loads it may be the reason."""
-
-    def resumed(*, counts: bool, loads: bool) -> Script:
-        def make(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
-            if loads:
-                state = {
-                    place: {"step": torch.tensor(2.0), "exp_avg": torch.zeros_like(each)}
-                    | {"exp_avg_sq": torch.zeros_like(each)}
-                    for place, each in enumerate(model.parameters())
-                }
-                optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-            if not counts:
-                optimizer.state.clear()
-            return optimizer
-
-        return Script(optimizer=make)
-
-    run = compared(resumed(counts=False, loads=is_loaded), tmp_path, resumed(counts=True, loads=True))
-
-    finding = run.findings[0]
-    assert (finding.title, finding.step) == ("The optimizer counts its steps differently", 0)
-    assert finding.whose is (Whose.EITHER if is_loaded else Whose.SCRIPT)
-
-
-@pytest.mark.parametrize("is_here", [True, False])
-def test_an_optimizer_moves_what_has_a_gradient_of_zeros(is_here: bool, tmp_path: Path) -> None:
-    def zeros(model: nn.Module, step: int) -> None:
-        if step == 1:
-            first_weight(model).grad = torch.zeros_like(first_weight(model))
-
-    def nothing(model: nn.Module, step: int) -> None:
-        if step == 1:
-            first_weight(model).grad = None
-
-    run, reference = (Script(clipped=zeros), Script(clipped=nothing))[:: 1 if is_here else -1]
-
-    finding = compared(run, tmp_path, reference).findings[0]
-
-    assert (finding.title, finding.step) == ("The optimizer counts its steps differently", 1)
-    where, other = ("here", "in the reference")[:: 1 if is_here else -1]
-    assert finding.likely.startswith(f"'first.weight' has a gradient of zeros {where}, and none {other}.")
 
 
 def first_weight(model: nn.Module) -> nn.Parameter:

@@ -36,7 +36,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "before clipping": (Observer, "_clip"),
     "after clipping": (Observer, "_clipped"),
     "before a step": (Observer, "before_step"),
-    "after a step": (Observer, "_after_step_of"),
+    "after a step": (Observer, "_state_of"),
     "what waits for the end of a step": (Named, "values"),
     "a mark": (Observer, "mark"),
     "a mean": (Observer, "mean"),

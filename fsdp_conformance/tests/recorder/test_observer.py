@@ -283,7 +283,7 @@ def test_a_step_that_raises_is_not_a_part_of_later_ones(tmp_path: Path) -> None:
             return super().step(closure)
 
     model = nn.Linear(3, 1)
-    failing, outer = (kind(model.parameters(), lr=0.1) for kind in (Failing, Outer))
+    failing, outer = Failing(model.parameters(), lr=0.1), Outer(model.parameters(), lr=0.1)
     with recording(tmp_path / "run"):
         for _ in range(2):
             model(torch.ones(2, 3)).sum().backward()

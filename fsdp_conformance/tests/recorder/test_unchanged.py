@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -25,9 +25,12 @@ def test_an_unchanged_tensor_is_not_computed_again(monkeypatch: pytest.MonkeyPat
     tensor, other = _tensor(), _tensor()
     gradients = Gradients({"first": [whole_part(other)], **_parts(tensor)})
     computed = []
-    monkeypatch.setattr(
-        "fsdp_conformance.recorder.named.Pending", lambda tensors: computed.append(len(tensors)) or Pending(tensors)
-    )
+
+    def pending(tensors: Sequence[Sequence[Part]]) -> Pending:
+        computed.append(len(tensors))
+        return Pending(tensors)
+
+    monkeypatch.setattr("fsdp_conformance.recorder.named.Pending", pending)
     other.mul_(2)
 
     again = Named({**_parts(tensor), "first": [whole_part(other)]}, gradients)

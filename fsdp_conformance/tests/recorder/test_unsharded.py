@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
@@ -152,9 +152,10 @@ def test_gradients_that_wait_are_cleared_with_those_that_the_script_sees() -> No
 def test_a_frozen_parameter_keeps_its_gradient(group: None) -> None:
     """An optimizer may still move it by that, as it does without a reference."""
     replicas = Replicas(lambda gradients: None)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    model = nn.Sequential(first, second)
     replica = replicas.add([model], group=None, reduce_dtype=None, starts_with_rank0=True, is_flat=False)
-    frozen, trained = model[0].weight, model[1].weight
+    frozen, trained = first.weight, second.weight
     seen = []
     for step, is_frozen in enumerate((False, True, True, False)):
         replica.synchronises = step != 1
