@@ -20,8 +20,8 @@ WRONG_BACKWARD = "`no_sync`, or `set_requires_gradient_sync(False)`, covers the 
 REPLICAS_DIFFER = "Parameters differ between ranks that should hold the same"
 #: The cause of parameters that differ between ranks where others are sharded.
 IN_NO_UNIT = (
-    "nothing reduces their gradients, so each rank trains its own copy: they are in no sharded module. Shard the "
-    "module that has them as well, which is usually the root, or reduce their gradients in the script"
+    "nothing reduces their gradients, so each rank trains its own copy: they are in no sharded module, or it ignores "
+    "them. Shard the module that has them as well, which is usually the root, or reduce their gradients in the script"
 )
 
 #: Names that are shown of many.

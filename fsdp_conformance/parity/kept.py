@@ -100,7 +100,7 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
     if element["name"] not in finding.tensors[:1]:
         # What the elements of a small tensor show need not be what is wrong with all of them.
         return replace(finding, evidence=(*evidence, f"its elements show: {likely}"))
-    if finding.kind == "begin":
+    if finding.kind in ("begin", "loaded state") and finding.likely:
         return replace(finding, likely=f"{finding.likely.partition(': ')[0]}: {likely}", evidence=evidence)
     if finding.likely and finding.whose is Whose.EITHER:
         # What the elements show is known of these gradients; the finding only says what may have changed them.

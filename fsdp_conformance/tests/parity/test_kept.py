@@ -42,6 +42,17 @@ def test_the_cause_that_elements_show(whose: Whose, likely: str, name: str, expe
     )
 
 
+def test_elements_show_what_a_script_has_loaded() -> None:
+    finding = Finding(
+        title="", whose=Whose.SCRIPT, step=0, likely="the script makes the state", kind="loaded state", tensors=("w",)
+    )
+    element = {"index": [1], "rank": 1, "wrong": 1, "elements": 3, "name": "w", "got": "0", "expected": "2"}
+
+    shown = with_element(finding, {**element, "likely": "rank 1 has rank 0's"})
+
+    assert shown.likely == "the script makes the state: rank 1 has rank 0's"
+
+
 @pytest.mark.parametrize("guess", ["", "the engine has gathered old values"])
 def test_the_parameters_that_a_forward_computes_with(guess: str) -> None:
     names = ("large", "w", "tied")
