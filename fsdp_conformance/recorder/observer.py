@@ -603,7 +603,7 @@ class Observer:
                 for name, part in layout.parts(parameter):
                     parameters[name].append(part)
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.numel() > 1:
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
                         for name, part in layout.parts(value):
                             states[f"{name}/{key}"].append(part)
                     elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):

@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 from fsdp_conformance.errors import ConfigError
@@ -27,6 +30,7 @@ from fsdp_conformance.recorder.names import named_leaves
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.events import ALIAS, Backward, Clip, Event, Forward, Initial, Mark, Step
+from fsdp_conformance.tests.parity.trainings import as_rank
 
 
 class Model(nn.Module):
@@ -265,6 +269,35 @@ def test_a_closure_of_an_optimizer_inside_another_one_is_part_of_the_outer_step(
 
     (step,) = of(Step, tmp_path / "run")
     assert (step.optimizer, step.gradients["weight"].square) == ("Outer", pytest.approx(12.0))
+
+
+def test_a_state_of_one_element_is_on_one_rank_alone(tmp_path: Path) -> None:
+    """The other rank has an empty shard of it."""
+    for rank in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            mesh = init_device_mesh("cpu", (2,))
+            local = torch.ones(1 - rank)
+            module = nn.Module()
+            module.scale = nn.Parameter(_one_element(local, mesh))
+            module.forward = lambda x, local=local: x * local.sum()
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
+            with as_rank(rank, 2), recording(tmp_path / "run"):
+                module(torch.ones(2))
+                module.scale.grad = _one_element(local, mesh)
+                optimizer.step()
+        finally:
+            dist.destroy_process_group()
+
+    for rank, recorded in enumerate(files.read(tmp_path / "run").ranks):
+        (step,) = [event for event in recorded.events if isinstance(event, Step)]
+        elements = {name: value.elements for name, value in step.state.items()}
+        assert elements == {"scale/exp_avg": 1 - rank, "scale/exp_avg_sq": 1 - rank}
+        assert step.counters == {"scale/step": 1.0}
+
+
+def _one_element(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size([1]), stride=(1,))
 
 
 def test_a_step_that_raises_is_not_a_part_of_later_ones(tmp_path: Path) -> None:
