@@ -69,7 +69,8 @@ def _first_wrong(held: _Elements, expected: _Elements, names: Sequence[str]) -> 
         wrong = _wrong_in(got.double(), right.double())
         if not bool(wrong.any()):
             continue
-        cause = _of_other_shards(held, name, right) or likely(_evidence(name, got, right, wrong, held, expected)) or ""
+        cause = _of_other_shards(held, name, right) or _stale(held, expected, name, got, wrong)
+        cause = cause or likely(_evidence(name, got, right, wrong, held, expected)) or ""
         place = int(wrong.flatten().nonzero()[0])
         element = WrongElement(
             name=name,
@@ -101,6 +102,16 @@ def _of_other_shards(held: _Elements, name: str, right: Tensor) -> str:
                 "gradients. Sharded gradients are reduced already: do not reduce them again"
             )
     return ""
+
+
+def _stale(held: _Elements, expected: _Elements, name: str, got: Tensor, wrong: Tensor) -> str:
+    """In words, that the wrong elements that a module computed with have their old values; empty if they have not."""
+    before = expected.whole(name, step=held.keep.step - 1) if held.keep.kind == USED else None
+    if before is None or before.shape != got.shape:
+        return ""
+    is_old = not bool(_wrong_in(got.double(), before.to(got.dtype).double())[wrong].any())
+    which = "all elements" if bool(wrong.all()) else f"the {int(wrong.sum())} wrong elements"
+    return f"stale: {which} have the values of the step before, as if they were not gathered again" if is_old else ""
 
 
 class _Elements:

@@ -16,7 +16,7 @@ change to what it computes.
     named           tensors by name, and their fingerprints
     unchanged       which tensors need no new fingerprint
     plain           numbers and settings of optimizers in terms of JSON
-    rounded         float32 tensors that have only numbers of a less precise dtype
+    rounded         float32 tensors that have only numbers of bfloat16
     in_use          parameters as modules compute with them, for a run that keeps their elements
     elements        the elements of a part of a tensor, kept as they are
     layouts         which elements of a parameter this rank holds

@@ -12,7 +12,8 @@ from fsdp_conformance.recordings.events import Kept
 
 def elements_of(part: Part, *, step: int, kind: str, name: str, number: int) -> Kept:
     """The elements of a part. Waits for the device."""
-    values = part.values.detach().contiguous().cpu()
+    # A copy: an engine could not release storage that NumPy has seen.
+    values = part.values.detach().clone(memory_format=torch.contiguous_format).cpu()
     is_range = isinstance(part.offsets, int)
     return Kept(
         step=step,

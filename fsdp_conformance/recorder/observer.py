@@ -507,7 +507,7 @@ class Observer:
         line, is_clipped = script_line(), self._unclipped is not None
         self._flush()
         numbers = {name: finite(value) for name, value in after.counters.items()}
-        rounded = self._reduced.rounding.values() if self._reduced is not None else {}
+        rounded = self._reduced.rounding.names() if self._reduced is not None else ()
         changed, rewritten = (self._changed, self._changes.line) if is_clipped else (self._changes.line, "")
         reduced = self._changed_since_backward(gradients)
         hooks, silent_hooks = gradient_hooks(self._roots)

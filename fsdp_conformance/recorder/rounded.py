@@ -1,7 +1,8 @@
 """
-Tensors in float32 that have only numbers of a less precise dtype, as after a reduction in it.
+Tensors in float32 that have only numbers of bfloat16, as after a reduction in it.
 
-Where a script trains in bfloat16, the size of a difference cannot show that: its rounding is as large.
+Where a script trains in bfloat16, the size of a difference cannot show that: its rounding is as large. Numbers of
+float16 show nothing: sums of a few numbers of bfloat16 may be some.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from torch import Tensor
 from fsdp_conformance.recorder.changes import sample_of
 from fsdp_conformance.recorder.fingerprints import Part
 
-#: The dtypes that are looked for.
-_DTYPES = (torch.bfloat16, torch.float16)
 #: A sum of two such numbers is one by chance about every other time: as many samples must be.
 _LEAST = 16
 
 
 class Rounded:
-    """Tensors by name. A few elements of each are looked at, on its device; nothing waits for it until `values`."""
+    """Tensors by name. A few elements of each are looked at, on its device; nothing waits for it until `names`."""
 
     @torch.no_grad()
     def __init__(self, parts: Mapping[str, Sequence[Part]]) -> None:
@@ -33,22 +32,21 @@ class Rounded:
                 samples[values.device][name] = sample_of(values)
         self._counts = {tuple(each): _counts(list(each.values())) for each in samples.values()}
 
-    def values(self) -> dict[str, str]:
-        """The names of tensors that are rounded, and the dtype."""
-        rounded: dict[str, str] = {}
-        for names, counts in self._counts.items():
-            for name, (present, *others) in zip(names, counts.tolist(), strict=True):
-                fits = [dtype for dtype, count in zip(_DTYPES, others, strict=True) if not count]
-                if present >= _LEAST and fits:
-                    rounded[name] = str(fits[0]).removeprefix("torch.")
-        return rounded
+    def names(self) -> tuple[str, ...]:
+        """Those that are rounded."""
+        return tuple(
+            name
+            for names, counts in self._counts.items()
+            for name, (present, others) in zip(names, counts.tolist(), strict=True)
+            if present >= _LEAST and not others
+        )
 
 
 def _counts(samples: Sequence[Tensor]) -> Tensor:
-    """Of each tensor, how many elements are not zero, and how many are no number of each dtype: (tensors, 3)."""
+    """Of each tensor, how many elements are not zero, and how many are no number of bfloat16: (tensors, 2)."""
     together = torch.cat(list(samples))
     sizes = torch.tensor([sample.numel() for sample in samples])
     owners = torch.repeat_interleave(torch.arange(len(samples)), sizes).to(together.device)
-    flags = [together != 0, *(together.to(dtype).to(together.dtype) != together for dtype in _DTYPES)]
+    flags = [together != 0, together.bfloat16().float() != together]
     counts = torch.zeros(len(samples), len(flags), dtype=torch.int64, device=together.device)
     return counts.index_add_(0, owners, torch.stack(flags, dim=1).to(torch.int64))

@@ -206,9 +206,9 @@ class Step:
     """One of torch's functions for checkpoints has."""
     frozen: tuple[str, ...] = ()
     """Parameters that do not require gradients after the step."""
-    rounded: dict[str, str] = field(default_factory=dict)
-    """Gradients in float32 that, after the last backward that reduces them, have only numbers of a less precise dtype,
-    as far as samples of their elements show: their names, and the dtype."""
+    rounded: tuple[str, ...] = ()
+    """Gradients in float32 that, after the last backward that reduces them, have only numbers of bfloat16, as far as
+    samples of their elements show."""
     changed: str = ""
     """The last line that has written to them in between, if it was seen."""
     in_autocast: bool = False

@@ -88,10 +88,16 @@ def test_each_rank_computes_with_a_copy() -> None:
 
 
 def test_a_copy_of_the_step_before_is_stale() -> None:
-    element = first_wrong(_used(RIGHT, RIGHT), _used(RIGHT + 1, RIGHT + 1, before=RIGHT), USES)
+    now = RIGHT + 1
+    partly = torch.cat([now[:3], RIGHT[3:]])
+    reference = _used(now, now, before=RIGHT)
 
-    assert element is not None
-    assert "previous step" in element.likely or "step before" in element.likely
+    whole, part = (first_wrong(_used(now, value), reference, USES) for value in (RIGHT, partly))
+
+    assert whole is not None
+    assert whole.likely.startswith("stale: all elements have the values of the step before")
+    assert part is not None
+    assert part.likely.startswith("stale: the 15 wrong elements have the values of the step before")
 
 
 def test_a_copy_may_be_cast() -> None:
