@@ -34,7 +34,7 @@ from fsdp_conformance.parity.changed import (
 )
 from fsdp_conformance.parity.collectives import other_collectives
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.forwards import first_error, unequal_forwards
+from fsdp_conformance.parity.forwards import different_counts, first_error, unequal_forwards
 from fsdp_conformance.parity.models import compare_models, divided_tie, ties_of
 from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of
 from fsdp_conformance.parity.norms import clipping, norm_of_gradients, why_norm
@@ -147,13 +147,7 @@ class _Comparing:
                 is_exact=True,
             )
         elif len(set(self.run.counts)) > 1:
-            yield Finding(
-                title="The ranks have different numbers of steps",
-                whose=Whose.SCRIPT,
-                step=min(self.run.counts),
-                first=", ".join(f"rank {rank}: {count}" for rank, count in enumerate(self.run.counts)),
-                likely="their data has different lengths, or a step is skipped on some ranks",
-            )
+            yield different_counts(self.run)
         elif len(self.run.steps) != len(self.reference.steps):
             yield Finding(
                 title="The runs have different numbers of steps",
@@ -161,6 +155,7 @@ class _Comparing:
                 step=self.comparison.steps,
                 first=f"{len(self.run.steps)} instead of {len(self.reference.steps)}",
                 likely=self._why_more_steps(),
+                is_exact=True,
             )
 
     def _why_more_steps(self) -> str:

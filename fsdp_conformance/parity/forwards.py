@@ -43,6 +43,27 @@ def unequal_forwards(run: Run) -> Finding | None:
     return _left_alone(run, of_ranks)
 
 
+def different_counts(run: Run) -> Finding:
+    """The ranks have stepped their optimizers differently often."""
+    skipped = next((step for step in run.steps if len({len(each) for each in step.backwards}) > 1), None)
+    likely, seen = "their data has different lengths, or some ranks end earlier", ""
+    if skipped is not None:
+        counts = [len(each) for each in skipped.backwards]
+        shown = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+        likely = "a step is skipped on some ranks alone: what decides about it must be equal on all ranks, as a mean is"
+        seen = f"backwards of step {skipped.number}: {shown}"
+    return Finding(
+        title="The ranks have different numbers of steps",
+        whose=Whose.SCRIPT,
+        step=min(run.counts) if skipped is None else skipped.number,
+        first=", ".join(f"rank {rank}: {count}" for rank, count in enumerate(run.counts)),
+        likely=likely,
+        evidence=(seen,) if seen else (),
+        line="" if skipped is None else skipped.steps[0].line,
+        is_exact=True,
+    )
+
+
 def _left_alone(run: Run, of_ranks: Sequence[list[list[Mark]]]) -> Finding | None:
     """The forward in which a rank has lost others that left before it."""
     left = {rank: words for rank, each in enumerate(run.recording.ranks) if (words := _how_it_left(each))}

@@ -54,8 +54,8 @@ def verdict_of(comparison: Comparison) -> str:
 def _finding(finding: Finding, mark: str, style: str) -> Iterator[tuple[str, str]]:
     where = f", from step {finding.step} on" if finding.step is not None else ""
     yield f"{mark} {finding.title}{where}", style
-    if finding.is_certain:
-        yield f"    whose     {finding.whose.value}", ""
+    unless = "" if finding.is_certain else ", unless it is meant"
+    yield f"    whose     {finding.whose.value}{unless}", ""
     if finding.first:
         yield f"    first     {finding.first}", ""
     if finding.likely:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.forwards import unequal_forwards
 from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.recorder.process import recording
@@ -103,3 +104,28 @@ def test_a_rank_that_has_fewer_batches_returns_first(tmp_path: Path) -> None:
 )
 def test_a_rank_that_fails_for_another_reason(evaluate: Callable[[nn.Module, int], None], tmp_path: Path) -> None:
     assert unequal_forwards(Run(_recorded(Script(updated=evaluate), tmp_path))) is None
+
+
+@pytest.mark.parametrize(
+    ("skips", "step", "likely"),
+    [(2, 2, "a step is skipped on some ranks alone"), (4, 4, "their data has different lengths")],
+    ids=["in the middle", "at the end"],
+)
+def test_a_step_that_one_rank_leaves_out(skips: int, step: int, likely: str, tmp_path: Path) -> None:
+    for rank in range(2):
+        with as_rank(rank, 2), recording(tmp_path):
+            torch.manual_seed(0)
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for number in range(5):
+                model(torch.ones(1, 2)).sum().backward()
+                if not rank or number != skips:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    recorded = files.read(tmp_path)
+
+    finding = compare(recorded, recorded).findings[0]
+
+    assert (finding.title, finding.first) == ("The ranks have different numbers of steps", "rank 0: 5, rank 1: 4")
+    assert (finding.step, finding.is_exact) == (step, True)
+    assert finding.likely.startswith(likely)

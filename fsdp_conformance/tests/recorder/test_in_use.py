@@ -57,7 +57,7 @@ def test_they_are_kept_in_the_forward_that_is_asked_for(tmp_path: Path) -> None:
     expected = [(0, "0.weight", (3, 3)), (0, "1.weight", (1, 3)), (1, "0.weight", (3, 3)), (1, "1.weight", (1, 3))]
     assert _content(kept) == expected
     assert torch.equal(torch.full((3, 3), 7.0), _values(kept[0]))
-    assert torch.equal(model[1].weight, _values(kept[1]))
+    assert torch.equal(model.get_parameter("1.weight"), _values(kept[1]))
 
 
 def _values(event: Kept) -> Tensor:
