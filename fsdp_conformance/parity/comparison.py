@@ -682,7 +682,12 @@ class _Comparing:
         """A setting that differs in the step whose finding is something else, which came before it."""
         findings = self.comparison.findings
         number = findings[0].step if findings else None
-        if number is not None and number < self.comparison.steps:
+        # Where one run has left out a step, as after a spike of the loss, this one is not the other's.
+        if (
+            number is not None
+            and number < self.comparison.steps
+            and self.run.steps[number].passes == self.reference.steps[number].passes
+        ):
             yield from (finding for finding in self._settings(number) if finding not in findings)
 
     # --- bounds ------------------------------------------------------------------------------------------------------
