@@ -143,7 +143,7 @@ def _why_drawn(values: Mapping[str, Whole], others: Mapping[str, Whole], names: 
     if None not in factors:
         return f"the same numbers, times {_range([each for each in factors if each is not None])}: {_OTHER_SCALE}"
     large = [value.norm / wanted.norm for value, wanted in pairs if wanted.square and _size(wanted) >= _MANY]
-    if large and all(abs(math.log(ratio)) > _OTHER_NORM if ratio else True for ratio in large):
+    if large and all(not ratio or abs(math.log(ratio)) > _OTHER_NORM for ratio in large):
         return f"they are drawn from another distribution (norms {_range(large)} times as large): {_OTHER_SCALE}"
     return _DRAWN
 
@@ -167,11 +167,13 @@ def _is_moved(value: Whole, wanted: Whole) -> bool:
 def _frozen(run: Run, reference: Run, number: int) -> Iterator[Finding]:
     """Parameters that only one of the models trains, from the first step or from a later one on."""
     step, expected, tied = run.steps[number], reference.steps[number], ties_of(run, reference)
-    known = [name for name in expected.begin.values if name in step.begin.values]
     if number:
         mine, theirs = ({name for each in both.steps for name in each.frozen} for both in (step, expected))
     else:
         mine, theirs = ({name for event in each.initial for name in event.frozen} for each in (run, reference))
+    if mine == theirs:
+        return
+    known = [name for name in expected.begin.values if name in step.begin.values]
     other = [name for name in known if (name in mine) is not (name in theirs)]
     if other:
         is_frozen = other[0] in mine
