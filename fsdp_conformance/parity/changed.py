@@ -16,7 +16,7 @@ from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep, divisions
 from fsdp_conformance.parity.words import some_names, why_written
-from fsdp_conformance.recordings.events import ALIAS, Backward, Forward, Mark
+from fsdp_conformance.recordings.events import ALIAS, Backward, Clip, Forward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
 
 #: The cause of a script that changes the tensors that it sees, which are shards.
@@ -35,6 +35,11 @@ OTHER_VALUES = "other values than the reference, as where weights that were exch
 NO_GRADIENT = (
     "a part of the model that the loss does not reach: it is not used, it runs under `detach` or `no_grad`, or in a "
     "reentrant checkpoint of which no input requires a gradient"
+)
+
+#: The cause of gradients that are clipped between two backwards.
+_INCOMPLETE = (
+    "gradients are clipped before the last backward of the step has added to them: clip once, when they are complete"
 )
 
 #: The cause of gradients that are cleared between a forward and its backward.
@@ -227,7 +232,8 @@ def _loads(run: Run, number: int) -> list[Mark]:
 
 def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | None:
     """
-    How the script loses gradients in a step, in words and as a line, if the reference keeps them; None if it does not.
+    How the script loses gradients in a step, or a part of them, in words and as a line, if the reference keeps them;
+    None if it does not.
     """
     clearing = _clearing(run, number)
     if clearing is not None and _clearing(reference, number) is None:
@@ -238,9 +244,23 @@ def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | N
             "gradients are cleared between two backwards of the step: what the first one has added is lost",
             mark.line,
         )
+    early = _clipped_early(run, number)
+    if early is not None and _clipped_early(reference, number) is None:
+        return _INCOMPLETE, early.line
     mine, theirs = (each.steps[number].backwards[0][-1:] for each in (run, reference))
     if mine and theirs and theirs[0].is_reduced and not mine[0].is_reduced:
         return f"the last backward of the step is not reduced: {WRONG_BACKWARD}", mine[0].line
+    return None
+
+
+def _clipped_early(run: Run, number: int) -> Clip | None:
+    """The first clipping of a step, if a backward of the step comes after it."""
+    clip: Clip | None = None
+    for event in run.events[number]:
+        if isinstance(event, Clip):
+            clip = clip or event
+        elif isinstance(event, Backward) and clip is not None:
+            return clip
     return None
 
 

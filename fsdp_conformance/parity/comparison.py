@@ -34,7 +34,7 @@ from fsdp_conformance.parity.changed import (
 )
 from fsdp_conformance.parity.collectives import other_collectives
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.forwards import different_counts, first_error, unequal_forwards
+from fsdp_conformance.parity.forwards import different_counts, first_error, skips_on_some_ranks, unequal_forwards
 from fsdp_conformance.parity.models import compare_models, divided_tie, ties_of
 from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of
 from fsdp_conformance.parity.norms import clipping, norm_of_gradients, why_norm
@@ -168,6 +168,8 @@ class _Comparing:
     def _differences(self, number: int) -> Iterator[Finding]:
         """The differences of a step, in the order in which a step computes. Only the first one is asked for."""
         step, expected = self.run.steps[number], self.reference.steps[number]
+        if skips_on_some_ranks(self.run, step):
+            yield different_counts(self.run)
         finding, are_same = compare_samples(self.run, self.reference, number)
         if finding is not None:
             if self.are_aligned:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.runs import Run
+from fsdp_conformance.parity.runs import Run, TrainingStep
 from fsdp_conformance.recordings.events import Forward, Mark, Step
 from fsdp_conformance.recordings.files import RankRecording
 
@@ -43,9 +43,14 @@ def unequal_forwards(run: Run) -> Finding | None:
     return _left_alone(run, of_ranks)
 
 
+def skips_on_some_ranks(run: Run, step: TrainingStep) -> bool:
+    """True if some ranks have left out the optimizer's step at the end of this one."""
+    return len(set(run.counts)) > 1 and len({len(each) for each in step.backwards}) > 1
+
+
 def different_counts(run: Run) -> Finding:
     """The ranks have stepped their optimizers differently often."""
-    skipped = next((step for step in run.steps if len({len(each) for each in step.backwards}) > 1), None)
+    skipped = next((step for step in run.steps if skips_on_some_ranks(run, step)), None)
     likely, seen = "their data has different lengths, or some ranks end earlier", ""
     if skipped is not None:
         counts = [len(each) for each in skipped.backwards]

@@ -179,7 +179,7 @@ class Run:
         self.sharding = begin.sharding
         self.steps = _steps(recording)
 
-    @property
+    @functools.cached_property
     def counts(self) -> list[int]:
         """How often each rank has stepped."""
         return [sum(isinstance(event, Step) for event in rank.events) for rank in self.recording.ranks]

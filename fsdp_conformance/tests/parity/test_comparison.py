@@ -23,7 +23,17 @@ from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.events import Backward, Mark
 from fsdp_conformance.recordings.files import RankRecording, Recording
-from fsdp_conformance.tests.parity.trainings import SAMPLES, STEPS, Net, Script, as_rank, compared, record, train
+from fsdp_conformance.tests.parity.trainings import (
+    SAMPLES,
+    STEPS,
+    Net,
+    Script,
+    as_rank,
+    clips_between,
+    compared,
+    record,
+    train,
+)
 
 
 def scaled(factor: float, *, name: str = "", from_step: int = 0) -> Callable[[nn.Module, int], None]:
@@ -231,6 +241,10 @@ MISTAKES = {
     "evaluation mode": (
         Script(dropout=0.5, before_forward=to_evaluation), Whose.SCRIPT, 1, "rank 0 · micro-batch 0",
         "it runs in evaluation mode, and the reference in training mode: `model.train()`",
+    ),
+    "clipped in every pass": (
+        Script(before_backward=clips_between), Whose.SCRIPT, 0, "'first.",
+        "gradients are clipped before the last backward of the step",
     ),
     "cleared in every pass by hand": (
         Script(before_backward=lambda model, number: model.zero_grad()), Whose.SCRIPT, 0, "'first.",

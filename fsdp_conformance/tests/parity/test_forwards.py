@@ -112,20 +112,24 @@ def test_a_rank_that_fails_for_another_reason(evaluate: Callable[[nn.Module, int
     ids=["in the middle", "at the end"],
 )
 def test_a_step_that_one_rank_leaves_out(skips: int, step: int, likely: str, tmp_path: Path) -> None:
-    for rank in range(2):
-        with as_rank(rank, 2), recording(tmp_path):
-            torch.manual_seed(0)
-            model = nn.Linear(2, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for number in range(5):
-                model(torch.ones(1, 2)).sum().backward()
-                if not rank or number != skips:
-                    optimizer.step()
-                    optimizer.zero_grad()
-    recorded = files.read(tmp_path)
+    def recorded(skipping: int | None) -> Recording:
+        directory = tmp_path / str(skipping)
+        for rank in range(2):
+            with as_rank(rank, 2), recording(directory):
+                torch.manual_seed(0)
+                model = nn.Linear(2, 1)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for number in range(5):
+                    model(torch.ones(1, 2)).square().sum().backward()
+                    if rank != skipping or number != skips:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        return files.read(directory)
 
-    finding = compare(recorded, recorded).findings[0]
+    run = recorded(1)
 
-    assert (finding.title, finding.first) == ("The ranks have different numbers of steps", "rank 0: 5, rank 1: 4")
-    assert (finding.step, finding.is_exact) == (step, True)
-    assert finding.likely.startswith(likely)
+    for reference in (run, recorded(None)):
+        finding = compare(run, reference).findings[0]
+        assert (finding.title, finding.first) == ("The ranks have different numbers of steps", "rank 0: 5, rank 1: 4")
+        assert (finding.step, finding.is_exact) == (step, True)
+        assert finding.likely.startswith(likely)

@@ -84,6 +84,12 @@ class Outer(nn.Module):
         return self.model(x)  # type: ignore[no-any-return]
 
 
+def clips_between(model: nn.Module, number: int) -> None:
+    """Clip gradients before the last backward of a step."""
+    if number:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
 def train(script: Script, rank: int) -> None:
     """
     Train as one of `script.ranks` ranks that share gradients.
