@@ -332,11 +332,11 @@ class _Comparing:
         return ""
 
     def _losses(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        # Where sums of gradients are divided by something else, losses have another factor.
-        averaged = [
-            multiplied(each.backwards, of.loss_factor(each.number))
-            for of, each in ((self.run, step), (self.reference, expected))
-        ]
+        averaged = [step.backwards, expected.backwards]
+        if not self._is_same_script:
+            # Where sums of gradients are divided by something else, losses have another factor.
+            factors = [each.loss_factor(step.number) for each in (self.run, self.reference)]
+            averaged = list(map(multiplied, averaged, factors))
         for rank in range(min(self.run.world_size, self.reference.world_size)):
             for mine, theirs in zip(*(backwards[rank] for backwards in averaged), strict=False):
                 if mine.loss is None or theirs.loss is None:
