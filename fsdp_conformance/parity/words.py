@@ -118,7 +118,7 @@ def why_loss(backwards: Sequence[Sequence[Backward]], expected: Sequence[Sequenc
 
 
 def _why_multiple(factor: float, *, ranks: int, passes: int) -> str:
-    """What a loss may be multiplied or divided by, in words. `passes`: the number of micro-batches of a step."""
+    """The reason for a loss that is a multiple, in words. `passes`: the number of micro-batches of a step."""
     counts = [
         f"the number of {what} ({count})"
         for what, count in (("micro-batches", passes), ("ranks", ranks))

@@ -95,7 +95,7 @@ class Load:
     line: str = ""
     is_by_torch: bool = False
     states: Named | None = None
-    """What the optimizer has when it steps."""
+    """Those of the optimizer when it steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class RankRecording:
 
     @property
     def error(self) -> str:
-        """What ended the rank; empty if it has ended by itself, or has destroyed its process group before."""
+        """The reason why the rank ended; empty if it ended by itself, or has destroyed its process group before."""
         if self.end is not None:
             return self.end.error
         last = self.events[-1] if self.events else None
