@@ -214,12 +214,12 @@ import sys
 import torch
 from fsdp_conformance.recorder.observer import Observer
 
-original = Observer._after_step_of
+original = Observer._state_of
 def broken(observer, optimizer):
     if observer._step == 1:
         raise RuntimeError("broken on purpose")
     return original(observer, optimizer)
-Observer._after_step_of = broken
+Observer._state_of = broken
 
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
