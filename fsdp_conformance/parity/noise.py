@@ -163,7 +163,7 @@ def _dtypes(run: Run) -> set[str]:
 
 
 def factor_of(value: Whole, expected: Whole) -> float | None:
-    """How much larger a tensor is; None if it is no multiple of the other one."""
+    """The factor that makes `value` of `expected`; None if it is not a multiple of it."""
     square = inner_product(expected.numbers, expected.numbers)
     if not square:
         return None

@@ -100,19 +100,20 @@ class Pending:
         self._sketches = torch.zeros(len(tensors), SKETCH, dtype=torch.float64, device=device)
         # The square, and how many are not finite.
         self._figures = torch.zeros(len(tensors), 2, dtype=torch.float64, device=device)
-        self._scratch = _Scratch(device)
+        # Not kept: many of these may wait for the end of a step.
+        scratch = _Scratch(device)
         # A large range is worked on in pieces that fit a processor's cache; small ones together, by their dtype.
         small: dict[torch.dtype, list[_Rows]] = {}
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for index, parts in enumerate(tensors):
                 for place, values in (item for part in parts for item in _ranges(part)):
                     if values.numel() > SMALL:
-                        self._add_large(index, place, values)
+                        self._add_large(index, place, values, scratch)
                     elif values.numel():
                         small.setdefault(values.dtype, []).append(_Rows(index, place, values))
             for ranges in small.values():
                 for begin in range(0, len(ranges), _AT_ONCE):
-                    self._add_small(ranges[begin : begin + _AT_ONCE])
+                    self._add_small(ranges[begin : begin + _AT_ONCE], scratch)
 
     def fingerprints(self) -> list[Fingerprint]:
         """The fingerprints, in the order of the tensors. Waits for the device."""
@@ -124,7 +125,7 @@ class Pending:
             _fingerprint(label, hash_, row) for label, hash_, row in zip(self._labels, hashes, numbers, strict=True)
         ]
 
-    def _add_large(self, index: int, place: int, values: Tensor) -> None:
+    def _add_large(self, index: int, place: int, values: Tensor, scratch: _Scratch) -> None:
         """Add elements of a tensor: 1D, the first one at `place`."""
         device = values.device
         classes = torch.zeros(ESTIMATES, 1, WIDTH, dtype=torch.float64, device=device)
@@ -132,7 +133,7 @@ class Pending:
         while begin < values.numel():
             end = min(begin + _CHUNK - (place + begin) % _ROW_OF_EACH, values.numel())
             first, chunk = _in_rows(place + begin, values[begin:end], _ROW_OF_EACH)
-            bits, numbers, square, nonfinite = self._scratch.bits_and_numbers(chunk)
+            bits, numbers, square, nonfinite = scratch.bits_and_numbers(chunk)
             multipliers, signs = _row_numbers(first, chunk.shape[0], device)
             self._hashes[index] += _hash(bits, multipliers, _multipliers(device, bits.shape[1]))
             classes.baddbmm_(signs, numbers.view(-1, ESTIMATES, WIDTH).transpose(0, 1))
@@ -145,15 +146,15 @@ class Pending:
         rows_sketch = _hadamard(device) @ classes.view(ESTIMATES, WIDTH)
         self._sketches[index].view(ESTIMATES, GROUPS).scatter_add_(1, groups, rows_sketch * signs)
 
-    def _add_small(self, ranges: Sequence[_Rows]) -> None:
+    def _add_small(self, ranges: Sequence[_Rows], scratch: _Scratch) -> None:
         """Add elements of several tensors of one dtype."""
         device = ranges[0].values.device
         first_rows, blocks = zip(*(_in_rows(item.place, item.values) for item in ranges), strict=True)
         counts = [block.shape[0] for block in blocks]
         rows = torch.cat([torch.arange(first, first + count) for first, count in zip(first_rows, counts, strict=True)])
         owners = torch.repeat_interleave(torch.tensor([item.owner for item in ranges]), torch.tensor(counts)).to(device)
-        bits, numbers, _, nonfinite = self._scratch.bits_and_numbers(torch.cat(blocks))
-        hashes = (bits * _multipliers(device, bits.shape[1])).sum(1) * (_mixed(rows, _ROWS) | 1).to(device)
+        bits, numbers, _, nonfinite = scratch.bits_and_numbers(torch.cat(blocks))
+        hashes = (bits * _multipliers(device, bits.shape[1])).sum(1) * _multipliers_of(rows, _ROWS).to(device)
         self._hashes.index_add_(0, owners, hashes)
         signs = (_hadamard(rows.device)[:, rows % ESTIMATES] * _signs_of_rows(rows)).to(device)
         self._sketches.index_add_(0, owners, (numbers @ _column_matrix(device)) * signs.repeat_interleave(GROUPS, 0).T)
@@ -259,7 +260,7 @@ def sample_hashes(tensor: Tensor, at_most: int) -> Tensor | None:
         samples = torch.view_as_real(samples).flatten(1)
     bits = samples.view(_BITS[samples.element_size()]).to(torch.int64)
     rows = torch.arange(-(-bits.shape[1] // WIDTH))
-    of_rows = (_mixed(rows, _ROWS) | 1).to(bits.device)
+    of_rows = _multipliers_of(rows, _ROWS).to(bits.device)
     multipliers = (of_rows[:, None] * _multipliers(bits.device, WIDTH)).flatten()
     return (bits * multipliers[: bits.shape[1]]).sum(1)
 
@@ -317,6 +318,11 @@ def _signed(number: int) -> int:
     return number - MODULUS if number >= MODULUS // 2 else number
 
 
+def _multipliers_of(numbers: Tensor, seed: int) -> Tensor:
+    """Odd random numbers, so that a change of one element always shows: int64, on the CPU."""
+    return _mixed(numbers, seed) | 1
+
+
 def _signs_of_rows(rows: Tensor) -> Tensor:
     """Signs that all estimates share: float64 of shape (rows,). On the CPU, as `rows`."""
     return ((_mixed(rows, _ROW_SIGNS) & 1) * 2 - 1).to(torch.float64)
@@ -339,7 +345,7 @@ def _block(index: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """
     rows = torch.arange(index * _BLOCK, (index + 1) * _BLOCK)
     signs = _signs_of_rows(rows).view(-1, ESTIMATES).T[:, None].contiguous()
-    return (_mixed(rows, _ROWS) | 1).to(device), signs.to(device)
+    return _multipliers_of(rows, _ROWS).to(device), signs.to(device)
 
 
 def _row_numbers(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -357,7 +363,7 @@ def _row_numbers(first: int, count: int, device: torch.device) -> tuple[Tensor, 
 @functools.cache
 def _multipliers(device: torch.device, columns: int) -> Tensor:
     """The multipliers of the columns, int64 of shape (columns,)."""
-    return (_mixed(torch.arange(columns), _COLUMNS) | 1).to(device)
+    return _multipliers_of(torch.arange(columns), _COLUMNS).to(device)
 
 
 @functools.cache

@@ -151,6 +151,16 @@ def test_the_distance_is_estimated_whatever_its_pattern(kind: str) -> None:
     assert 0.5 < min(ratios) <= max(ratios) < 1.6
 
 
+def test_what_waits_for_the_end_of_a_step_is_small() -> None:
+    pending = Pending([[whole_part(torch.ones(400_000))]])
+
+    held = [value.numel() for value in vars(pending).values() if isinstance(value, Tensor)]
+    others = [value for value in vars(pending).values() if not isinstance(value, Tensor | list)]
+    assert held
+    assert max(held) < 1000
+    assert others == []
+
+
 def test_sketches_are_linear() -> None:
     a, b = values((100, 300), torch.float32), values((300, 100), torch.float32).T.contiguous()
 

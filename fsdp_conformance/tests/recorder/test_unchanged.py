@@ -58,7 +58,7 @@ def _change_the_last(tensor: Tensor) -> None:
 
 
 def _write_in_place(tensor: Tensor) -> None:
-    # The version number says so, although the values are the same.
+    # The values stay the same, but the version number changes.
     tensor.mul_(1)
 
 
