@@ -5,8 +5,10 @@ Two recordings of a training, compared: where does one first leave the other, an
     noise            how far apart rounding alone may take two trainings
     finding          a difference, with its evidence
     result           what a comparison has found
+    bounds           the tensors of a step against the bounds of rounding
     models           how two models begin, and what their optimizers have
     norms            the norm of gradients, and how a wrong one was made
+    updates          what the optimizers of two runs do in a step
     settings         the settings of the optimizer that differ
     same_names       the same names for the parameters of two recordings
     samples          what the ranks were given

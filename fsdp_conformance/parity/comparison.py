@@ -8,13 +8,13 @@ differs although all of them are equal is the engine's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fsdp_conformance.parity import gradients
 from fsdp_conformance.parity.alone import IN_NO_UNIT, in_no_unit, of_originals, suspicions
+from fsdp_conformance.parity.bounds import Bounds
 from fsdp_conformance.parity.changed import (
     NO_GRADIENT,
     OR_THE_REDUCTION,
@@ -29,29 +29,25 @@ from fsdp_conformance.parity.changed import (
     whose_writing,
     why_buffers,
     why_changed,
-    why_rewritten,
     why_stale,
 )
 from fsdp_conformance.parity.collectives import other_collectives
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.forwards import different_counts, first_error, skips_on_some_ranks, unequal_forwards
 from fsdp_conformance.parity.models import compare_models, divided_tie, ties_of
-from fsdp_conformance.parity.noise import EXPLAINED, FACTOR, TENSORS, Noise, Select, eps_of, noise_of
-from fsdp_conformance.parity.norms import clipping, norm_of_gradients, why_norm
+from fsdp_conformance.parity.noise import FACTOR, TENSORS, Noise, noise_of
+from fsdp_conformance.parity.norms import norm_differences
 from fsdp_conformance.parity.precision import rounded_gradients
-from fsdp_conformance.parity.result import Comparison, Row
+from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.parity.runs import Run, TrainingStep, multiplied, whole_tensors
 from fsdp_conformance.parity.same_names import prefixes_of, without_prefix
 from fsdp_conformance.parity.samples import compare_samples, input_hashes
 from fsdp_conformance.parity.settings import setting_difference, why_setting
+from fsdp_conformance.parity.updates import Updates
 from fsdp_conformance.parity.vacuous import not_recorded, nothing_to_compare
 from fsdp_conformance.parity.words import (
     instead,
     missing_and_extra,
-    named_with_ties,
-    number_of_tensors,
-    of_own_optimizer,
-    scaled,
     size_of_difference,
     why_context,
     why_drawn,
@@ -61,7 +57,7 @@ from fsdp_conformance.parity.words import (
 )
 from fsdp_conformance.recordings.events import USED, Backward, Forward
 from fsdp_conformance.recordings.files import Recording
-from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of, relative
+from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, relative
 
 #: A loss may differ by this much, relative to itself, from one that is computed of equal outputs in another order.
 _LOSS = 1e-3
@@ -89,7 +85,7 @@ class _Comparing:
         # Samples went to other ranks or passes: what one rank computes cannot be compared.
         self.are_aligned = True
         self._random = ""
-        self._tied = ties_of(run, reference)
+        self.bounds = Bounds(self.comparison, ties_of(run, reference))
         #: Each rank of the reference computed the samples of all of them.
         self._is_whole_batch = reference.sharding == "whole batch"
         #: The reference is the run's script, without its sharding.
@@ -187,9 +183,9 @@ class _Comparing:
             if not self._is_whole_batch:
                 yield from self._losses(step, expected)
         yield from self._gradients(step, expected)
-        yield from self._norms(step, expected)
+        yield from norm_differences(self.bounds, step, expected, self._whose())
         yield from self._settings(number)
-        yield from self._updates(step, expected)
+        yield from Updates(self.run, self.reference, self.bounds, self._whose()).differences(step, expected)
 
     def _incomplete(self, step: TrainingStep) -> Iterator[Finding]:
         for kind, tensors in (("gradient", step.unclipped), ("parameter", step.parameters)):
@@ -239,10 +235,10 @@ class _Comparing:
         """Parameters that were written to between two steps, and then differ."""
         if not (step.is_written or expected.is_written):
             return
-        beyond = list(self._beyond("begin", TENSORS["begin"], step.number, step.begin.values, expected.begin.values))
+        beyond = self.bounds.exceeded("begin", step.number, step.begin.values, expected.begin.values)
         if beyond:
             whose, likely, line = whose_writing(self.run, self.reference, step.number, [item[0] for item in beyond])
-            yield self._of_tensors(
+            yield self.bounds.finding(
                 "Parameters have changed differently since the step before",
                 step,
                 "begin",
@@ -280,7 +276,9 @@ class _Comparing:
             position = step.training_forwards(rank).index(mine)
             return whole_tensors([select(forwards[position])] if position < len(forwards) else [])
 
-        for name, value, wanted, bound in self._beyond(f"{kind} {rank} {mine.number}", of, step.number, values, others):
+        for name, value, wanted, bound in self.bounds.exceeded(
+            f"{kind} {rank} {mine.number}", step.number, values, others, of
+        ):
             output = f"output of {name!r}" if name else "output of the model"
             where = f"rank {rank} · micro-batch {mine.number} · {output}"
             by_script = (divided_tie(self.run.tied, mine) if step.number else "") or why_context(mine, theirs)
@@ -378,12 +376,12 @@ class _Comparing:
                 evidence=missing_and_extra(len(missing), len(extra), len(others)),
                 line=line,
             )
-        beyond = list(self._beyond("gradient", TENSORS["gradient"], step.number, values, others))
+        beyond = self.bounds.exceeded("gradient", step.number, values, others)
         if not beyond:
             yield from rounded_gradients(self.run, self.reference, step.number, self._whose())
             return
         if self._agree_after_backward(step, expected, [item[0] for item in beyond]):
-            yield self._of_tensors(
+            yield self.bounds.finding(
                 "The gradients agree after the backward, but not after the script has changed them",
                 step,
                 "gradient",
@@ -408,7 +406,7 @@ class _Comparing:
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
         whose, likely, line = self._blame_gradients(step, expected, [item[0] for item in beyond], likely)
-        yield self._of_tensors(
+        yield self.bounds.finding(
             "The gradients differ",
             step,
             "gradient",
@@ -451,7 +449,7 @@ class _Comparing:
         if whose is Whose.ENGINE and not likely and all(name in expected.unclipped.values for name in names):
             # One that is zero in both, as of a factor of LoRA in the first step, shows nothing.
             order = [name for name, value in expected.unclipped.values.items() if value.square or name in names]
-            likely = gradients.place_of(names, order, self._tied)
+            likely = gradients.place_of(names, order, self.bounds.tied)
         return whose, likely, step.backward_line
 
     def _agree_after_backward(self, step: TrainingStep, expected: TrainingStep, names: Sequence[str]) -> bool:
@@ -493,182 +491,13 @@ class _Comparing:
             )
         return ""
 
-    def _norms(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        mine, theirs = clipping(step), clipping(expected)
-        if (mine is None) is not (theirs is None):
-            yield Finding(
-                title="Only one of the runs clips its gradients",
-                is_exact=True,
-                whose=Whose.SCRIPT,
-                step=step.number,
-                first="the run does not" if mine is None else "the reference does not",
-                line=step.steps[0].line,
-            )
-        if mine is None or theirs is None:
-            return
-        (norm, limit, line), (expected_norm, expected_limit, _) = mine, theirs
-        if limit != expected_limit:
-            yield Finding(
-                title="The gradients are clipped to a different norm",
-                is_exact=True,
-                whose=Whose.SCRIPT,
-                step=step.number,
-                first=instead(limit, expected_limit),
-                line=line,
-            )
-        # The gradients may differ by rounding. The norm must still be the norm of the gradients that it was taken of.
-        own, expected_own = norm_of_gradients(step), norm_of_gradients(expected)
-        changed = own / expected_own if own and expected_own else 1.0
-        dtypes = {value.dtype for value in (*step.unclipped.values.values(), *expected.unclipped.values.values())}
-        tolerance = max(1e-3, 8 * max(map(eps_of, dtypes), default=0.0))
-        if norm is not None and expected_norm and abs(norm / expected_norm - changed) > tolerance * changed:
-            by_script, likely = why_norm(step, expected, norm, expected_norm, tolerance)
-            yield Finding(
-                title="The norm of the gradients differs although the gradients agree",
-                whose=Whose.SCRIPT if by_script else self._whose(),
-                step=step.number,
-                first=instead(norm, expected_norm),
-                likely=likely,
-                line=line,
-            )
-        clipped = list(
-            self._beyond("clipped", TENSORS["clipped"], step.number, step.gradients.values, expected.gradients.values)
-        )
-        if clipped:
-            _, value, wanted, _ = clipped[0]
-            rewritten = next((each.rewritten for each in step.steps if each.rewritten), "")
-            likely = why_rewritten(value, wanted, step, expected)
-            whose = Whose.SCRIPT if likely else self._whose()
-            yield self._of_tensors(
-                "The gradients differ after clipping",
-                step,
-                "clipped",
-                clipped,
-                total=len(expected.gradients.values),
-                whose=whose,
-                likely=likely or scaled(value, wanted),
-                line=rewritten or line,
-            )
-
-    def _loaded(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        """A state that was loaded into the optimizer before the step."""
-        values, others = step.loaded.values, expected.loaded.values
-        beyond = list(self._beyond("loaded state", TENSORS["loaded state"], step.number, values, others))
-        if beyond:
-            first = step.steps[0]
-            by_torch = first.is_loaded_by_torch
-            yield self._of_tensors(
-                "The optimizer's state differs after it was loaded",
-                step,
-                "loaded state",
-                beyond,
-                total=len(others),
-                whose=self._whose() if by_torch else Whose.SCRIPT,
-                likely="" if by_torch else "the script makes the state that it loads from that of other ranks or rows",
-                line=first.loaded_line,
-            )
-
-    def _updates(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        line = step.steps[0].line
-        if step.loaded.values and expected.loaded.values:
-            yield from self._loaded(step, expected)
-        yield from self._counters(step, expected)
-        for kind in ("parameter", "optimizer state", "buffer"):
-            select = TENSORS[kind]
-            values, others = select(step).values, select(expected).values
-            if kind == "parameter":
-                values = select(step).farthest(select(expected))
-            beyond = list(self._beyond(kind, select, step.number, values, others))
-            if not beyond:
-                continue
-            defined = step.steps[0].defined if kind != "buffer" else ""
-            likely = self._why_update(kind, step, expected, [item[0] for item in beyond])
-            yield self._of_tensors(
-                f"The {kind}s differ after the step",
-                step,
-                kind,
-                beyond,
-                total=len(others),
-                whose=Whose.SCRIPT if defined else self._whose(),
-                likely=of_own_optimizer(step.steps[0].optimizer, defined, likely) if defined else likely,
-                evidence=("the gradients and the settings of the optimizer agree",),
-                line=line,
-            )
-
-    def _counters(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        """The numbers of steps that the optimizers have in their states."""
-        mine, theirs = step.steps[0].counters, expected.steps[0].counters
-        # A parameter of one element has other states that are single numbers.
-        counts = [name for name in theirs if name in mine and mine[name].is_integer() and theirs[name].is_integer()]
-        name = next((name for name in counts if mine[name] != theirs[name]), None)
-        if name is not None:
-            whose, likely = self._why_count(step, expected, name)
-            yield Finding(
-                title="The optimizer counts its steps differently",
-                whose=whose,
-                step=step.number,
-                first=f"'{name}' · {instead(mine[name], theirs[name])}",
-                likely=likely,
-                line=step.steps[0].line,
-                is_exact=True,
-            )
-
-    def _why_count(self, step: TrainingStep, expected: TrainingStep, name: str) -> tuple[Whose, str]:
-        """Why a parameter was stepped another number of times, and by whom."""
-        zero = gradients.why_zero(step, expected, [name.removesuffix("/step")])
-        if zero:
-            # Scripts freeze parameters and clear gradients; an engine may give zeros to what is not used.
-            return Whose.EITHER if self.reference.sharding == "kept" else self._whose(), zero
-        is_loaded = step.steps[0].is_loaded
-        if step.steps[0].counters[name] == 1 < expected.steps[0].counters[name]:
-            other = self.run.steps[step.number - 1].steps[0].optimizer if step.number else ""
-            is_made_again = other not in ("", step.steps[0].optimizer)
-            likely = "its state begins with this step: no state of the steps before was loaded into it"
-            if expected.steps[0].is_loaded and not is_loaded:
-                return Whose.SCRIPT, f"{likely}. The reference loads one: an optimizer that is made after that has none"
-            return Whose.SCRIPT if is_made_again else Whose.EITHER, likely
-        likely = "a state was loaded into it, and its count of steps is not the loaded one" if is_loaded else ""
-        return self._whose(), likely
-
-    def _why_update(self, kind: str, step: TrainingStep, expected: TrainingStep, names: list[str]) -> str:
-        if kind != "parameter":
-            return ""
-        zero = gradients.why_zero(step, expected, names)
-        if zero:
-            return zero
-        before = self._before(self.run, step), self._before(self.reference, expected)
-        factors = []
-        for name in names[:8]:
-            moved, wanted = (
-                _change(each.get(name), after.parameters.values[name])
-                for each, after in zip(before, (step, expected), strict=True)
-            )
-            if moved is None or wanted is None:
-                return ""
-            square = inner_product(wanted, wanted)
-            factor = inner_product(moved, wanted) / square if square else 0.0
-            rest = norm_of([a - factor * b for a, b in zip(moved, wanted, strict=True)])
-            if rest > EXPLAINED * math.sqrt(square):
-                # A part of the tensor has another update.
-                return ""
-            factors.append(factor)
-        if all(abs(factor) < 1e-6 for factor in factors):
-            return "the parameters were not updated"
-        are_same = max(factors) - min(factors) < 0.02 * abs(factors[0])
-        if are_same and all(abs(factor - 1) > _SAME_UPDATE for factor in factors):
-            return f"the update is {factors[0]:.4g} times the expected one"
-        return ""
-
-    def _before(self, run: Run, step: TrainingStep) -> Mapping[str, Whole]:
-        return run.steps[step.number - 1].parameters.values if step.number else step.initial_values.values
-
     # --- settings ----------------------------------------------------------------------------------------------------
 
     def _settings(self, number: int) -> Iterator[Finding]:
         difference = setting_difference(self.run, self.reference, number)
         if difference is not None:
             rank, parameter, what = difference
-            name = self._named(parameter)
+            name = self.bounds.named(parameter)
             of_one = "rank 0 has the same setting as the reference: what the script sets depends on the rank"
             yield Finding(
                 title="The optimizer has different settings",
@@ -691,70 +520,6 @@ class _Comparing:
             and self.run.steps[number].passes == self.reference.steps[number].passes
         ):
             yield from (finding for finding in self._settings(number) if finding not in findings)
-
-    # --- bounds ------------------------------------------------------------------------------------------------------
-
-    def _beyond(
-        self, kind: str, select: Select, number: int, values: Mapping[str, Whole], others: Mapping[str, Whole]
-    ) -> Iterator[tuple[str, Whole, Whole, float]]:
-        """The tensors that are further from the reference than rounding takes them, in the order of the model."""
-        equal, worst, worst_name, count = 0, 0.0, "", 0
-        beyond = []
-        for name, wanted in others.items():
-            value = values.get(name)
-            if value is None:
-                continue
-            count += 1
-            if value.equals(wanted) and value.dtype == wanted.dtype:
-                equal += 1
-                continue
-            if value.dtype != wanted.dtype:
-                worst, worst_name = float("inf"), name
-                beyond.append((name, value, wanted, 0.0))
-                continue
-            bound = self.noise.bound(kind, select, number, name)
-            distance = relative(value, wanted)
-            if bound is None:
-                self.comparison.unjudged_tensors += 1
-                if self.comparison.unjudged is None:
-                    self.comparison.unjudged = number
-                continue
-            self.comparison.coarsest = max(self.comparison.coarsest, bound)
-            if distance / bound > worst:
-                worst, worst_name = distance / bound, name
-            if distance > bound:
-                beyond.append((name, value, wanted, bound))
-        self.comparison.rows.append(
-            Row(step=number, kind=kind, tensors=count, equal=equal, worst=worst, name=worst_name)
-        )
-        yield from beyond
-
-    def _of_tensors(
-        self,
-        title: str,
-        step: TrainingStep,
-        kind: str,
-        beyond: Sequence[tuple[str, Whole, Whole, float]],
-        *,
-        total: int,
-        evidence: tuple[str, ...] = (),
-        **details: Any,
-    ) -> Finding:
-        """The finding that tensors are beyond their bounds, of `total` of their kind. `details`: other fields of it."""
-        name, value, wanted, bound = beyond[0]
-        return Finding(
-            title=title,
-            step=step.number,
-            first=f"{self._named(name)} · {size_of_difference(value, wanted, bound)}",
-            evidence=(*number_of_tensors(len(beyond), total), *evidence),
-            kind=kind,
-            tensors=tuple(item[0] for item in beyond),
-            **details,
-        )
-
-    def _named(self, name: str) -> str:
-        """A parameter's name, with those of modules that share it."""
-        return named_with_ties(name, self._tied)
 
     def _whose(self) -> Whose:
         return Whose.SCRIPT if self._random else Whose.ENGINE
@@ -789,7 +554,3 @@ def _distance_of_outputs(forward: Forward, expected: Forward) -> float:
     values = whole_tensors([forward.outputs]).values
     others = whole_tensors([expected.outputs]).values
     return max((relative(values[name], other) for name, other in others.items() if name in values), default=0.0)
-
-
-def _change(before: Whole | None, after: Whole) -> list[float] | None:
-    return None if before is None else [b - a for a, b in zip(before.numbers, after.numbers, strict=True)]

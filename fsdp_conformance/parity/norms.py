@@ -5,10 +5,72 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from fsdp_conformance.parity.bounds import Bounds
+from fsdp_conformance.parity.changed import why_rewritten
+from fsdp_conformance.parity.finding import Finding, Whose
+from fsdp_conformance.parity.noise import eps_of
 from fsdp_conformance.parity.runs import TrainingStep, divisions, norm_together
+from fsdp_conformance.parity.words import instead, scaled
 
 #: The kind of the 2-norm.
 _TWO = 2.0
+
+
+def norm_differences(bounds: Bounds, step: TrainingStep, expected: TrainingStep, whose: Whose) -> Iterator[Finding]:
+    """Compare how two steps clip. `whose` a difference is that no mistake of the script explains."""
+    mine, theirs = clipping(step), clipping(expected)
+    if (mine is None) is not (theirs is None):
+        yield Finding(
+            title="Only one of the runs clips its gradients",
+            is_exact=True,
+            whose=Whose.SCRIPT,
+            step=step.number,
+            first="the run does not" if mine is None else "the reference does not",
+            line=step.steps[0].line,
+        )
+    if mine is None or theirs is None:
+        return
+    (norm, limit, line), (expected_norm, expected_limit, _) = mine, theirs
+    if limit != expected_limit:
+        yield Finding(
+            title="The gradients are clipped to a different norm",
+            is_exact=True,
+            whose=Whose.SCRIPT,
+            step=step.number,
+            first=instead(limit, expected_limit),
+            line=line,
+        )
+    # The gradients may differ by rounding. The norm must still be the norm of the gradients that it was taken of.
+    own, expected_own = norm_of_gradients(step), norm_of_gradients(expected)
+    changed = own / expected_own if own and expected_own else 1.0
+    dtypes = {value.dtype for value in (*step.unclipped.values.values(), *expected.unclipped.values.values())}
+    tolerance = max(1e-3, 8 * max(map(eps_of, dtypes), default=0.0))
+    if norm is not None and expected_norm and abs(norm / expected_norm - changed) > tolerance * changed:
+        by_script, likely = why_norm(step, expected, norm, expected_norm, tolerance)
+        yield Finding(
+            title="The norm of the gradients differs although the gradients agree",
+            whose=Whose.SCRIPT if by_script else whose,
+            step=step.number,
+            first=instead(norm, expected_norm),
+            likely=likely,
+            line=line,
+        )
+    clipped = bounds.exceeded("clipped", step.number, step.gradients.values, expected.gradients.values)
+    if clipped:
+        _, value, wanted, _ = clipped[0]
+        rewritten = next((each.rewritten for each in step.steps if each.rewritten), "")
+        likely = why_rewritten(value, wanted, step, expected)
+        whose = Whose.SCRIPT if likely else whose
+        yield bounds.finding(
+            "The gradients differ after clipping",
+            step,
+            "clipped",
+            clipped,
+            total=len(expected.gradients.values),
+            whose=whose,
+            likely=likely or scaled(value, wanted),
+            line=rewritten or line,
+        )
 
 
 def clipping(step: TrainingStep) -> tuple[float | None, float, str] | None:
