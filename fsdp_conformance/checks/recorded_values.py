@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdp_conformance.diagnosis.causes import likely
 from fsdp_conformance.diagnosis.evidence import Evidence
+from fsdp_conformance.diagnosis.places import NEAR
 from fsdp_conformance.recordings.events import USED, Backward, Keep, Kept
 from fsdp_conformance.recordings.files import Recording
 
@@ -26,6 +27,8 @@ _WRONG = 1e-2
 _ROUNDING = 1e-6
 #: The number of tensors in which a cause is looked for.
 _MOST = 8
+#: The fewest elements of another tensor that are no coincidence.
+_FEWEST_TAKEN = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +74,7 @@ def _first_wrong(held: _Elements, expected: _Elements, names: Sequence[str]) -> 
             continue
         cause = _of_other_shards(held, name, right) or _stale(held, expected, name, got, wrong)
         cause = cause or likely(_evidence(name, got, right, wrong, held, expected)) or ""
+        cause = cause or _of_another_tensor(held, expected, name, right, names)
         place = int(wrong.flatten().nonzero()[0])
         element = WrongElement(
             name=name,
@@ -102,6 +106,45 @@ def _of_other_shards(held: _Elements, name: str, right: Tensor) -> str:
                 "gradients. Sharded gradients are reduced already: do not reduce them again"
             )
     return ""
+
+
+def _of_another_tensor(held: _Elements, expected: _Elements, name: str, right: Tensor, names: Sequence[str]) -> str:
+    """In words, that each wrong shard has consecutive elements of another tensor's; empty if one has not."""
+    others = {other: expected.whole(other) for other in names if other != name}
+    sources = {other: value.double() for other, value in others.items() if value is not None}
+    taken = []
+    for rank, part in held.parts(name):
+        content = _content(part).double()
+        if not bool(_wrong_in(content, _box(right.double(), part).flatten()).any()):
+            continue
+        if content.numel() < _FEWEST_TAKEN or not bool(content.any()):
+            return ""
+        shards = {
+            other: _box(value, own).flatten()
+            for other, value in sources.items()
+            for holder, own in held.parts(other)
+            if holder == rank
+        }
+        at = next(((other, place) for other, shard in shards.items() for place in _places(content, shard)), None)
+        if at is None:
+            return ""
+        taken.append(f"rank {rank}'s elements are those of rank {rank}'s part of '{at[0]}' from element {at[1]} on")
+    if not taken:
+        return ""
+    return (
+        f"mixed up with another parameter: {taken[0]}, as where a buffer that several parameters share is read at the "
+        "wrong place"
+    )
+
+
+def _places(content: Tensor, shard: Tensor) -> Iterator[int]:
+    """Where all elements of `content` are in a shard, one after the other."""
+    count = content.numel()
+    near = NEAR * float(content.abs().max())
+    begins = (shard[: max(0, shard.numel() - count + 1)] - content[0]).abs() <= near
+    for place in begins.nonzero().flatten().tolist():
+        if float((content - shard[place : place + count]).abs().max()) <= near:
+            yield place
 
 
 def _stale(held: _Elements, expected: _Elements, name: str, got: Tensor, wrong: Tensor) -> str:
@@ -161,14 +204,16 @@ class _Elements:
         sizes = {len(part.data) for part in shards}
         return shards if len(sizes) == 1 and len({part.offsets for part in shards}) == len(shards) else []
 
+    def parts(self, name: str) -> Iterator[tuple[int, Kept]]:
+        """The parts of a tensor, each with its rank."""
+        for number, rank in enumerate(self._ranks):
+            for part in _of(rank, self.keep.step, self.keep.kind, name):
+                yield number, part
+
     def rank_of(self, name: str, place: int) -> int | None:
         """The only rank that holds an element of a tensor, by its place in row-major order."""
-        holders = [
-            number
-            for number, rank in enumerate(self._ranks)
-            if any(_holds(part, place) for part in _of(rank, self.keep.step, self.keep.kind, name))
-        ]
-        return holders[0] if len(holders) == 1 else None
+        holders = {rank for rank, part in self.parts(name) if _holds(part, place)}
+        return holders.pop() if len(holders) == 1 else None
 
 
 def _of(rank: Sequence[Kept], step: int, kind: str, name: str) -> Iterator[Kept]:

@@ -9,7 +9,7 @@ from fsdp_conformance.listing import some
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep
-from fsdp_conformance.parity.samples import repetition, shares_samples
+from fsdp_conformance.parity.samples import argument, repetition, shares_samples
 from fsdp_conformance.parity.words import both_settings, some_names
 from fsdp_conformance.recordings.events import Backward, Clip, Initial, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint
@@ -44,6 +44,7 @@ def suspicions(run: Run) -> Iterator[Finding]:
     yield from _evaluation(run)
     yield from _unreduced(run)
     yield from _summed(run)
+    yield from _rounded_inputs(run)
     yield from _stepped_by_engine(run)
     yield from _unequal_means(run)
     yield from _clipped_before_unscaled(run)
@@ -246,6 +247,21 @@ def _summed(run: Run) -> Iterator[Finding]:
                 line=event.line,
             )
             return
+
+
+def _rounded_inputs(run: Run) -> Iterator[Finding]:
+    """A reference made of the script rounds them as well."""
+    event = next((event for event in run.marks if event.kind == "rounded input"), None)
+    if event is not None:
+        name, _, values = event.detail.partition(" has ")
+        yield _suspicion(
+            "An input is rounded by mixed precision",
+            step=event.step,
+            first=f"{argument(name)} has {values}",
+            likely="the policy casts the inputs of the model, as `cast_forward_inputs` says by default, and times, "
+            "positions and counts lose their value: set it to False, or give them to the model in another form",
+            line=event.line,
+        )
 
 
 def _counts_all_tokens(step: TrainingStep) -> bool:

@@ -158,8 +158,19 @@ def _left_gathered(run: Run, number: int) -> str:
     )
 
 
-def why_buffers(step: TrainingStep, rank: int) -> str:
-    """Why a forward may differ on this rank, and on none before it, if buffers are not rank 0's; empty if they are."""
+def why_buffers(step: TrainingStep, expected: TrainingStep, rank: int) -> str:
+    """
+    Why a forward may differ on this rank, and on none before it, if ranks have buffers of their own; empty if not.
+
+    `expected` is a step of another script.
+    """
+    own = [name for name in step.buffers.differing if _is_shared(name, expected)]
+    if own:
+        return (
+            f"each rank has updated {some_names(own)} from its own batch alone, and in the reference all ranks have "
+            "the same, as with SyncBatchNorm: convert the model before it is sharded "
+            "(`nn.SyncBatchNorm.convert_sync_batchnorm`)"
+        )
     if step.previous is None or not rank:
         return ""
     names = [name for name, ranks in step.previous.buffers.differing.items() if rank in ranks]
@@ -170,6 +181,24 @@ def why_buffers(step: TrainingStep, rank: int) -> str:
         f"the ranks differ in the {what}, as where each updates its own: DDP sends rank 0's before each forward, "
         "and FSDP does not"
     )
+
+
+def _is_shared(name: str, expected: TrainingStep) -> bool:
+    """True if the ranks of a step update a buffer together: each has another batch, and all have the same value."""
+    buffers = expected.buffers
+    return (
+        len(expected.steps) > 1
+        and name in buffers.values
+        and name not in buffers.differing
+        and is_updated(name, expected)
+    )
+
+
+def is_updated(name: str, step: TrainingStep) -> bool:
+    """True if a step changes a buffer."""
+    before = (step.previous.buffers if step.previous is not None else step.initial_values).values
+    after = step.buffers.values
+    return name in before and name in after and not before[name].equals(after[name])
 
 
 def whose_writing(run: Run, reference: Run, number: int, names: Sequence[str]) -> tuple[Whose, str, str]:
@@ -196,6 +225,11 @@ def whose_writing(run: Run, reference: Run, number: int, names: Sequence[str]) -
     elif mine and theirs:
         alternative = f"{OTHER_VALUES}; or " if reference.sharding == "kept" else ""
         likely = f"the script writes to {some_names(mine)}: {alternative}{OF_A_SHARD}"
+    elif theirs and (how := _gathered_by(run, number)):
+        likely = (
+            f"the script writes to {some_names(theirs)} in a gathered unit, {how}: the shards, which are trained, do "
+            "not take what is written. Call `reshard()` first, and write to the shards"
+        )
     elif theirs:
         likely = (
             f"only the reference writes to {some_names(theirs)}: with sharding, what the script writes to is another "
@@ -219,6 +253,15 @@ def may_be_gathered(run: Run, number: int) -> bool:
         elif isinstance(event, Mark) and event.kind == "resharded":
             is_gathered = False
     return is_gathered
+
+
+def _gathered_by(run: Run, number: int) -> str:
+    """In words, why FSDP2's units may be gathered when a script writes to them before a step; empty if they are not."""
+    if "box" not in divisions(run.steps[number]):
+        return ""
+    if any(mark.kind == "unsharded" and mark.step == number for mark in run.marks):
+        return "by `unshard()`"
+    return "as FSDP2's root is after an evaluation" if may_be_gathered(run, number) else ""
 
 
 def _written(run: Run, number: int) -> list[str]:
@@ -250,6 +293,30 @@ def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | N
     mine, theirs = (each.steps[number].backwards[0][-1:] for each in (run, reference))
     if mine and theirs and theirs[0].is_reduced and not mine[0].is_reduced:
         return f"the last backward of the step is not reduced: {WRONG_BACKWARD}", mine[0].line
+    return None
+
+
+def gathers_values(run: Run, reference: Run, number: int) -> tuple[Whose, str] | None:
+    """
+    The cause of gradients that differ if, before a backward of a step, the script alone gathers tensors that need
+    gradients with a collective that has no backward; None if it does not.
+    """
+    mine, theirs = (_gathers(each, number) for each in (run, reference))
+    if mine is None or theirs is not None:
+        return None
+    return Whose.SCRIPT, (
+        f"the script gathers tensors that need gradients at {mine.line} by {mine.detail}, which gives them none: use "
+        "`torch.distributed.nn.functional.all_gather`, or put the rank's own tensor back in its place"
+    )
+
+
+def _gathers(run: Run, number: int) -> Mark | None:
+    gathers: Mark | None = None
+    for event in run.events[number]:
+        if isinstance(event, Mark) and event.kind == "gather":
+            gathers = gathers or event
+        elif isinstance(event, Backward) and gathers is not None:
+            return gathers
     return None
 
 

@@ -22,6 +22,8 @@ from fsdp_conformance.parity.changed import (
     clear_alike,
     cleared_while_gathered,
     drawn_in_backward,
+    gathers_values,
+    is_updated,
     kept_from_clearing,
     lost_by_script,
     may_be_gathered,
@@ -285,11 +287,13 @@ class _Comparing:
             if not by_script and not self._random:
                 by_script = why_stale(self.run, self.reference, step.number)
             if not (by_script or self._random or self._is_same_script):
-                by_script = why_buffers(step, rank)
+                by_script = why_buffers(step, expected, rank)
             whose = Whose.SCRIPT if by_script else self._whose_forward(step, mine, theirs)
             if mine.draws != theirs.draws and not (by_script or self._random):
                 by_script, whose = why_drawn(mine, theirs), Whose.EITHER if self._is_same_script else Whose.SCRIPT
-            names = [] if whose is Whose.SCRIPT else list(expected.begin.values)
+            # A buffer that the forward updates is another one afterwards, and need not be what it has computed with.
+            used = [name for name in expected.begin.values if not is_updated(name, expected)]
+            names = [] if whose is Whose.SCRIPT else used
             aliases = (other for name in names for other in self.run.tied.get(name, ()))
             yield Finding(
                 title="The forward computes something else",
@@ -443,9 +447,11 @@ class _Comparing:
                 likely = why_replicas(step.unclipped.differing[names[0]])
             else:
                 same = self._is_same_script
-                whose, likely = drawn_in_backward(
-                    self.run, self.reference, step.number, same_script=same
-                ) or whose_backward(step, expected, same_script=same)
+                whose, likely = (
+                    drawn_in_backward(self.run, self.reference, step.number, same_script=same)
+                    or gathers_values(self.run, self.reference, step.number)
+                    or whose_backward(step, expected, same_script=same)
+                )
         if whose is Whose.ENGINE and not likely and all(name in expected.unclipped.values for name in names):
             # One that is zero in both, as of a factor of LoRA in the first step, shows nothing.
             order = [name for name, value in expected.unclipped.values.items() if value.square or name in names]

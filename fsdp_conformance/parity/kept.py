@@ -10,6 +10,7 @@ from typing import Any
 from fsdp_conformance.parity.changed import OF_A_SHARD
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.gradients import ROUNDED
+from fsdp_conformance.parity.models import DRAWN, MOVED
 from fsdp_conformance.parity.noise import TENSORS
 from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.parity.words import instead
@@ -100,6 +101,10 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
     if element["name"] not in finding.tensors[:1]:
         # What the elements of a small tensor show need not be what is wrong with all of them.
         return replace(finding, evidence=(*evidence, f"its elements show: {likely}"))
+    if finding.likely in (DRAWN, MOVED):
+        return replace(
+            finding, likely=f"{likely}, as where the ranks load each other's, or send them", evidence=evidence
+        )
     if finding.kind in ("begin", "loaded state") and finding.likely:
         return replace(finding, likely=f"{finding.likely.partition(': ')[0]}: {likely}", evidence=evidence)
     if finding.likely and finding.whose is Whose.EITHER:

@@ -16,8 +16,8 @@ from fsdp_conformance.recordings.events import Forward
 from fsdp_conformance.recordings.fingerprint import Whole, relative
 
 #: Causes of other initial values.
-_MOVED = "the same numbers are in other places: shards or rows are exchanged, as where a checkpoint is loaded"
-_DRAWN = (
+MOVED = "the same numbers are in other places: shards or rows are exchanged, as where a checkpoint is loaded"
+DRAWN = (
     "the generators are seeded differently or draw in another order, as when a sharded model is initialised after it "
     "was sharded; or the model is loaded from other files"
 )
@@ -117,14 +117,18 @@ def _initial(run: Run, reference: Run, number: int) -> Iterator[Finding]:
         # A rotary cache has the same norm with any frequencies.
         is_moved = not are_buffers and all(_is_moved(values.values[key], others.values[key]) for key in differing)
         drawn = _why_drawn(values.values, others.values, differing)
+        likely = _CAST if is_cast else _MADE_AGAIN if are_buffers else own or (MOVED if is_moved else drawn)
         yield Finding(
             title="The initial values differ",
             whose=Whose.EITHER if is_moved else Whose.SCRIPT,
             step=step.number,
             first=f"{named_with_ties(name, tied)} · {size_of_difference(value, wanted)}",
-            likely=_CAST if is_cast else _MADE_AGAIN if are_buffers else own or (_MOVED if is_moved else drawn),
+            likely=likely,
             evidence=(*number_of_tensors(len(differing), len(shared)), *([pieces.first] if pieces is not None else [])),
             line=first_line(run),
+            kind="begin",
+            # Only elements show whether rows are in the wrong place.
+            tensors=tuple(differing) if likely in (MOVED, DRAWN) else (),
         )
         return
 
@@ -145,7 +149,7 @@ def _why_drawn(values: Mapping[str, Whole], others: Mapping[str, Whole], names: 
     large = [value.norm / wanted.norm for value, wanted in pairs if wanted.square and _size(wanted) >= _MANY]
     if large and all(not ratio or abs(math.log(ratio)) > _OTHER_NORM for ratio in large):
         return f"they are drawn from another distribution (norms {_range(large)} times as large): {_OTHER_SCALE}"
-    return _DRAWN
+    return DRAWN
 
 
 def _range(factors: Sequence[float]) -> str:
@@ -183,11 +187,18 @@ def _frozen(run: Run, reference: Run, number: int) -> Iterator[Finding]:
             whose=Whose.SCRIPT if not number or may_be_gathered(run, number) else Whose.EITHER,
             step=step.number,
             first=f"{named_with_ties(other[0], tied)} is {here} here, and not in the reference",
-            likely="" if is_frozen else _FROZEN_GATHERED if number else _FROZEN_BEFORE,
+            likely=_why_frozen(run, number, is_frozen=is_frozen),
             evidence=number_of_tensors(len(other), len(known)),
             line=step.backward_line if number else first_line(run),
             is_exact=True,
         )
+
+
+def _why_frozen(run: Run, number: int, *, is_frozen: bool) -> str:
+    """The cause of a parameter that only the run, or only the reference, has frozen."""
+    if number:
+        return _FROZEN_GATHERED if may_be_gathered(run, number) or not is_frozen else ""
+    return "" if is_frozen else _FROZEN_BEFORE
 
 
 def _members(run: Run, reference: Run, number: int) -> Iterator[Finding]:

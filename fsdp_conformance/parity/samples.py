@@ -228,15 +228,15 @@ def _first_difference(step: TrainingStep, other: TrainingStep, run: Run, referen
                 if mine is None or theirs is None or mine.value.hash != theirs.value.hash:
                     shapes = [list(item.value.shape) if item is not None else "none" for item in (mine, theirs)]
                     seen = f" · shape {shapes[0]} instead of {shapes[1]}" if shapes[0] != shapes[1] else ""
-                    return f"rank {rank} · micro-batch {forward.number} · {_argument(name)}{seen}"
+                    return f"rank {rank} · micro-batch {forward.number} · {argument(name)}{seen}"
     return "another number of micro-batches or ranks"
 
 
 def _arguments(names: Sequence[str]) -> str:
-    return " and ".join(map(_argument, names))
+    return " and ".join(map(argument, names))
 
 
-def _argument(name: str) -> str:
+def argument(name: str) -> str:
     """An argument in words. Its name is its place in the positional arguments, [0], and those with names, [1]."""
     kind, _, place = name.partition("][")
     key, _, rest = place.partition("]")
@@ -266,7 +266,7 @@ def _samples(step: TrainingStep, run: Run) -> Iterator[str]:
 
 def _other_arguments(step: TrainingStep, other: TrainingStep, run: Run, reference: Run) -> str:
     """In words, that the samples agree in some arguments and differ in others; empty if they do not."""
-    mine, theirs = _by_argument(step, run), _by_argument(other, reference)
+    mine, theirs = _byargument(step, run), _byargument(other, reference)
     same = [name for name in mine if Counter(mine[name]) == Counter(theirs.get(name, ()))]
     if not same or mine.keys() != theirs.keys():
         # With other names, arguments cannot be compared one by one.
@@ -281,7 +281,7 @@ def _other_arguments(step: TrainingStep, other: TrainingStep, run: Run, referenc
     return "" if together == wanted else f"{_arguments(same)} are paired in another way"
 
 
-def _by_argument(step: TrainingStep, run: Run) -> dict[str, list[str]]:
+def _byargument(step: TrainingStep, run: Run) -> dict[str, list[str]]:
     """The hashes of all samples of a step in each argument that has as many as the main one, by its name."""
     hashes: dict[str, list[str]] = defaultdict(list)
     for rank in range(run.world_size):

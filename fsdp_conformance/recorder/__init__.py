@@ -17,8 +17,10 @@ change to what it computes.
     unchanged       which tensors need no new fingerprint
     plain           numbers and settings of optimizers in terms of JSON
     rounded         float32 tensors that have only numbers of bfloat16
+    rounded_inputs  inputs that mixed precision rounds although they are large
     in_use          parameters as modules compute with them, for a run that keeps their elements
     elements        the elements of a part of a tensor, kept as they are
+    kept_elements   those of some tensors, in a run that is for them
     layouts         which elements of a parameter this rank holds
     shards          the parameters that an optimizer has, while modules hold gathered ones
     originals       parameters from before sharding that the script still holds

@@ -396,7 +396,8 @@ class Hooks:
         self._replace(fsdp, "fully_shard", fully_shard)
         self._replace(fsdp.FSDPModule, "set_requires_gradient_sync", set_requires_gradient_sync)
         self._replace(fsdp.FSDPModule, "set_reshard_after_backward", set_reshard_after_backward)
-        self._replace(fsdp.FSDPModule, "reshard", functools.partial(self._marked, "resharded"))
+        for name in ("reshard", "unshard"):
+            self._replace(fsdp.FSDPModule, name, functools.partial(self._marked, f"{name}ed"))
         # In newer releases the second one calls the first.
         divides = next(name for name in DIVIDES if hasattr(fsdp.FSDPModule, name))
         self._replace(fsdp.FSDPModule, divides, set_divide_factor)

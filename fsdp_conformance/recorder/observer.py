@@ -29,11 +29,10 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_conformance.recorder.changes import Changes, Contents
-from fsdp_conformance.recorder.elements import elements_of
-from fsdp_conformance.recorder.fingerprints import Part, sample_hashes, whole_part
+from fsdp_conformance.recorder.fingerprints import sample_hashes, whole_part
 from fsdp_conformance.recorder.gradient_hooks import gradient_hooks
 from fsdp_conformance.recorder.guard import Guard
-from fsdp_conformance.recorder.in_use import watch_parameters
+from fsdp_conformance.recorder.kept_elements import KeptElements
 from fsdp_conformance.recorder.layouts import Layout, layouts_of, part_of
 from fsdp_conformance.recorder.lines import makes_state, place_of, script_line, script_lines
 from fsdp_conformance.recorder.named import Gradients, Named, Parts, named_parts
@@ -48,7 +47,6 @@ from fsdp_conformance.recorder.whole_batch import OwnSamples, whole_batch
 from fsdp_conformance.recorder.writer import Writer
 from fsdp_conformance.recordings.events import (
     FORMAT,
-    USED,
     Backward,
     Begin,
     Clip,
@@ -98,6 +96,10 @@ class Load:
     """Those of the optimizer when it steps."""
 
 
+#: Marks that matter before a step has begun.
+_BEFORE_TRAINING = ("divide factor", "reshard", "step of the engine", "rounded input")
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """The tensors that a function was given to clip, as in `Clip`."""
@@ -112,7 +114,6 @@ class Observer:
 
     def __init__(self, directory: Path, *, sharding: Sharding, nudge: float, keep: Keep | None = None) -> None:
         self._writer = Writer(directory, self._begin)
-        self._keep = keep
         self.sharding: Sharding = sharding
         self._nudge = nudge
         # The sum of the hashes of what this rank has sharded; None if some of that is not what it trains with.
@@ -157,6 +158,7 @@ class Observer:
         self._unclipped: Named | None = None
         self.guard = Guard(self._fail, lets_pass=sharding != "kept")
         """Runs everything that records inside calls of the script."""
+        self._elements = KeptElements(keep, self._writer, self.guard)
         self._changes = Changes(self.guard)
         # The line that has changed the gradients before they were clipped.
         self._changed = ""
@@ -164,7 +166,7 @@ class Observer:
         self._contents: Contents | None = None
         self._written: tuple[str, ...] = ()
         self._begun: Named | None = None
-        self.traffic = TrafficCount(self.guard)
+        self.traffic = TrafficCount(self.guard, lambda op: self.mark("gather", op))
         self.before_forward: Callable[[], object] = lambda: None
         """Called before each outermost forward, before anything is recorded of it."""
         self.is_reduced = True
@@ -197,7 +199,7 @@ class Observer:
             before = self._before_forward(module, args, kwargs)
             if self.sharding == "whole batch" and torch.is_grad_enabled() and dist.is_initialized():
                 (args, kwargs), self._samples = whole_batch((args, kwargs))
-            with self._keeping_used():
+            with self._using():
                 output = call(module, *args, **kwargs)
             outputs = Named(dict(named_parts(output, self._samples)))
             if self._samples is not None:
@@ -216,6 +218,11 @@ class Observer:
         finally:
             self._in_forward, self._samples = False, None
 
+    def _using(self) -> contextlib.AbstractContextManager[None]:
+        if not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return self._elements.noting_used(self._roots.named_modules(), step=self._step, number=self._pass)
+
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], tuple[Forward, dict[str, Input]]]:
@@ -225,6 +232,8 @@ class Observer:
         if torch.is_grad_enabled() and module.training:
             self._before_training(module)
         tensors = dict(named_parts((args, kwargs)))
+        if self._step == self._pass == 0 and self.sharding == "kept" and dist.is_available():
+            self._mark_rounded(module, tensors)
         values = Named(tensors)
         samples = {name: sample_hashes(parts[0].values, MAX_SAMPLES) for name, parts in tensors.items()}
         device = next(module.parameters()).device.type
@@ -250,6 +259,12 @@ class Observer:
 
         return inputs
 
+    def _mark_rounded(self, module: nn.Module, inputs: Parts) -> None:
+        from fsdp_conformance.recorder.rounded_inputs import rounded_inputs
+
+        for words in rounded_inputs(module, inputs):
+            self.mark("rounded input", words)
+
     def _mark_forward(self) -> None:
         kind = "training" if torch.is_grad_enabled() else "evaluation"
         lines = ", called from ".join(script_lines())
@@ -271,9 +286,9 @@ class Observer:
         contents, self._contents = self._contents, None
         if contents is not None:
             self._written = contents.changed_in(self._readable_parameters())
-            if self._written or (self._keep is not None and self._keep.kind == "begin"):
+            if self._written or self._elements.are_of("begin"):
                 parts = self._parts_of(self._parameters())
-                self._keep_elements("begin", parts)
+                self._elements.note("begin", parts, step=self._step)
                 self._begun = Named(parts)
         if module in self._seen:
             return
@@ -283,7 +298,9 @@ class Observer:
         parts = {**self._parts_of({id(each): each for each in parameters}.values()), **self._buffers()}
         values = Named(parts)
         for kind in ("parameter", "buffer"):
-            self._keep_elements(kind, parts, step=-1)
+            self._elements.note(kind, parts, step=-1)
+        if not self._step:
+            self._elements.note("begin", parts, step=self._step)
         wrapped = "" if self._wrapped is None else f"{self._wrapped % MODULUS:016x}"
         tied, frozen = self._tied(), tuple(self._frozen())
         self._later(
@@ -393,7 +410,7 @@ class Observer:
         step, line = self._step, script_line()
         parts = self._gradients()
         if self._unclipped is None:
-            self._keep_elements("gradient", parts)
+            self._elements.note("gradient", parts, step=self._step)
             self._changed = self._changes.line
         gradients = Named(parts, self._reduced)
         given = self._given(tensors) if tensors is not None else Given()
@@ -469,14 +486,14 @@ class Observer:
     def _use(self, optimizer: Optimizer) -> None:
         """Note the gradients of a step."""
         parts = self._gradients(optimizer)
-        self._keep_elements("clipped", parts)
+        self._elements.note("clipped", parts, step=self._step)
         if self._unclipped is None:
-            self._keep_elements("gradient", parts)
+            self._elements.note("gradient", parts, step=self._step)
         self._running.use(Named(parts, self._reduced))
         load = self._loads.pop(optimizer, None)
         if load is not None:
             states = self._state_of(optimizer).states
-            self._keep_elements("loaded state", states)
+            self._elements.note("loaded state", states, step=self._step)
             self._load = replace(load, states=Named(states))
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -503,7 +520,7 @@ class Observer:
         held = {"parameter": after.parameters, "optimizer state": after.states, "buffer": self._buffers()}
         parameters, state, buffers = map(Named, held.values())
         for kind, parts in held.items():
-            self._keep_elements(kind, parts)
+            self._elements.note(kind, parts, step=self._step)
         line, is_clipped = script_line(), self._unclipped is not None
         self._flush()
         numbers = {name: finite(value) for name, value in after.counters.items()}
@@ -543,39 +560,13 @@ class Observer:
                 collectives=self.traffic.take(),
             )
         )
-        if self._keep is not None and self._step >= self._keep.step:
+        if self._elements.are_complete(self._step):
             self.end()
         self._step += 1
         self._pass = -1
         self._has_layouts = False
         self._written, self._begun, self._changed, self._load = (), None, "", Load()
         self._contents = Contents(self._readable_parameters())
-
-    def _keep_elements(self, kind: str, parts: Parts, *, step: int | None = None, number: int = 0) -> None:
-        """Write the elements of the tensors that this run is for, if it is time for them."""
-        keep, at = self._keep, self._step if step is None else step
-        wanted = "gradient" if kind == "contribution" else kind
-        if keep is None or wanted != keep.kind or at not in (keep.step - 1, keep.step):
-            return
-        for name in keep.names:
-            for part in parts.get(name, ()):
-                self._writer.write(elements_of(part, step=at, kind=kind, name=name, number=number))
-
-    def _keeping_used(self) -> contextlib.AbstractContextManager[None]:
-        """Keep the parameters that modules compute with, if this run and this forward are for that."""
-        keep = self._keep
-        if keep is None or keep.kind != USED or not torch.is_grad_enabled():
-            return contextlib.nullcontext()
-        step = self._step
-        if (step, self._pass) not in ((keep.step, keep.number), (keep.step - 1, 0)):
-            return contextlib.nullcontext()
-
-        def write(name: str, part: Part) -> None:
-            self._writer.write(elements_of(part, step=step, kind=USED, name=name, number=0))
-
-        return watch_parameters(
-            self._roots.named_modules(), keep.names, lambda name, part: self.guard.run(write, name, part)
-        )
 
     def _changed_since_backward(self, gradients: Named) -> dict[str, Fingerprint]:
         """The gradients as they were after the backward, if they were others when they were clipped or stepped with."""
@@ -636,13 +627,13 @@ class Observer:
     def mark(self, kind: Any, detail: str = "") -> None:
         """Something else has happened that matters for the comparison."""
         event = Mark(step=self._step, kind=kind, line=script_line(), detail=detail)
-        if kind in ("data", "resharded"):
+        if kind in ("data", "resharded", "unsharded", "gather"):
             # One for a loop over all parameters, or all units.
             if event in self._repeated:
                 return
             self._repeated.add(event)
         # An engine is set up before it trains; a load before training is part of the initial values.
-        if self._writer.has_begun or self._waiting or kind in ("divide factor", "reshard", "step of the engine"):
+        if self._writer.has_begun or self._waiting or kind in _BEFORE_TRAINING:
             self._later(lambda: event)
 
     def leave(self) -> None:
@@ -689,7 +680,7 @@ class Observer:
             if layout is not None and id(parameter) in gradients:
                 for name, part in layout.parts(gradients[id(parameter)]):
                     parts[name].append(part)
-        self._keep_elements("contribution", parts, number=max(self._pass, 0))
+        self._elements.note("contribution", parts, step=self._step, number=max(self._pass, 0))
         return Named(parts)
 
     def _later(self, event: Callable[[], Event]) -> None:

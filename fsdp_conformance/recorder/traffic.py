@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_conformance.harness.recording.collective_calls import METHODS, traffic_of
+from fsdp_conformance.history.collective import Op
 from fsdp_conformance.recorder.guard import Guard
 from fsdp_conformance.recordings.events import Collectives
 
@@ -25,8 +26,10 @@ Key = tuple[str, str, str, tuple[int, ...]]
 class TrafficCount:
     """Counts of collectives, by op, reduce op, dtype and group."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, note_gather: Callable[[str], object]) -> None:
+        """`note_gather` gets the name of a collective that gathers tensors that need gradients, and gives them none."""
         self._guard = guard
+        self._note_gather = note_gather
         self._lock = threading.Lock()
         self._counts: dict[Key, tuple[int, int]] = {}
         self._is_inside = threading.local()
@@ -63,6 +66,13 @@ class TrafficCount:
 
     def _add(self, name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         traffic = traffic_of(name, args, kwargs, group.size())
+        # Engines, and functions with a backward of their own, gather without gradients.
+        if (
+            traffic.op is Op.ALL_GATHER
+            and torch.is_grad_enabled()
+            and any(each.requires_grad for each in traffic.inputs)
+        ):
+            self._note_gather(traffic.op.value)
         key = (traffic.op.value, traffic.reduce_op, traffic.dtype, _ranks_of(group))
         with self._lock:
             calls, nbytes = self._counts.get(key, (0, 0))

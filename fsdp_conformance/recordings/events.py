@@ -289,11 +289,16 @@ class Mark:
         "data",
         "resharded",
         "reshard",
+        "unsharded",
+        "gather",
+        "rounded input",
     ]
     """A state is loaded into a module, from a file or not. A forward is marked when it begins: a rank that fails in it
     has not recorded it otherwise. A rank that has left has destroyed its process group. Gradients are cleared. A divide
     factor, the `detail`, is what sums of gradients are divided by from now on. A function of the engine, the `detail`,
-    has stepped the optimizer to make its state. FSDP2 is told whether to reshard after backwards: "True" or "False"."""
+    has stepped the optimizer to make its state. FSDP2 is told whether to reshard after backwards: "True" or "False".
+    The script gathers a tensor that needs a gradient by a collective, the `detail`, that gives it none. Mixed precision
+    rounds a large input, the `detail`."""
     line: str
     detail: str = ""
 

@@ -109,6 +109,30 @@ def test_a_difference_of_buffers_is_the_scripts(tmp_path: Path) -> None:
     assert finding.likely.startswith("the ranks differ in the buffer 'statistic', ")
 
 
+def test_statistics_of_one_rank_are_not_those_of_all(tmp_path: Path) -> None:
+    """Batch norm takes them from the batch of its rank, and SyncBatchNorm from those of all ranks."""
+
+    def normalising(*, together: bool) -> Script:
+        def normalise(model: nn.Module, step: int) -> None:
+            def statistic(x: Tensor) -> Tensor:
+                mean = torch.tensor(float(step)) if together else x.detach().mean()
+                model.register_buffer("statistic", mean)
+                return x - mean
+
+            model.register_buffer("statistic", torch.tensor(-1.0))
+            vars(model.drop)["forward"] = statistic
+
+        return Script(before_forward=normalise)
+
+    finding = compare(
+        record(normalising(together=False), tmp_path / "run"),
+        record(normalising(together=True), tmp_path / "reference"),
+    ).findings[0]
+
+    assert (finding.title, finding.whose, finding.step) == ("The forward computes something else", Whose.SCRIPT, 0)
+    assert finding.likely.startswith("each rank has updated 'statistic' from its own batch alone, and in the reference")
+
+
 @pytest.mark.parametrize(
     ("cause", "whose", "likely"),
     [
