@@ -251,17 +251,26 @@ def _summed(run: Run) -> Iterator[Finding]:
 
 def _rounded_inputs(run: Run) -> Iterator[Finding]:
     """A reference made of the script rounds them as well."""
-    event = next((event for event in run.marks if event.kind == "rounded input"), None)
-    if event is not None:
-        name, _, values = event.detail.partition(" has ")
+    rounded = rounded_input(run)
+    if rounded is not None:
+        words, event = rounded
         yield _suspicion(
             "An input is rounded by mixed precision",
             step=event.step,
-            first=f"{argument(name)} has {values}",
+            first=words,
             likely="the policy casts the inputs of the model, as `cast_forward_inputs` says by default, and times, "
             "positions and counts lose their value: set it to False, or give them to the model in another form",
             line=event.line,
         )
+
+
+def rounded_input(run: Run) -> tuple[str, Mark] | None:
+    """A large input that mixed precision rounds, in words, and its mark; None if there is none."""
+    event = next((event for event in run.marks if event.kind == "rounded input"), None)
+    if event is None:
+        return None
+    name, _, values = event.detail.partition(" has ")
+    return f"{argument(name)} has {values}", event
 
 
 def _counts_all_tokens(step: TrainingStep) -> bool:

@@ -257,11 +257,10 @@ def may_be_gathered(run: Run, number: int) -> bool:
 
 def _gathered_by(run: Run, number: int) -> str:
     """In words, why FSDP2's units may be gathered when a script writes to them before a step; empty if they are not."""
-    if "box" not in divisions(run.steps[number]):
-        return ""
     if any(mark.kind == "unsharded" and mark.step == number for mark in run.marks):
         return "by `unshard()`"
-    return "as FSDP2's root is after an evaluation" if may_be_gathered(run, number) else ""
+    stays_gathered = "box" in divisions(run.steps[number]) and may_be_gathered(run, number)
+    return "as FSDP2's root is after an evaluation" if stays_gathered else ""
 
 
 def _written(run: Run, number: int) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_conformance.parity import gradients
-from fsdp_conformance.parity.alone import IN_NO_UNIT, in_no_unit, of_originals, suspicions
+from fsdp_conformance.parity.alone import IN_NO_UNIT, in_no_unit, of_originals, rounded_input, suspicions
 from fsdp_conformance.parity.bounds import Bounds
 from fsdp_conformance.parity.changed import (
     NO_GRADIENT,
@@ -283,7 +283,8 @@ class _Comparing:
         ):
             output = f"output of {name!r}" if name else "output of the model"
             where = f"rank {rank} · micro-batch {mine.number} · {output}"
-            by_script = (divided_tie(self.run.tied, mine) if step.number else "") or why_context(mine, theirs)
+            by_script = (divided_tie(self.run.tied, mine) if step.number else "") or self._why_rounded()
+            by_script = by_script or why_context(mine, theirs)
             if not by_script and not self._random:
                 by_script = why_stale(self.run, self.reference, step.number)
             if not (by_script or self._random or self._is_same_script):
@@ -307,6 +308,13 @@ class _Comparing:
                 tensors=(*names, *aliases),
                 number=mine.number,
             )
+
+    def _why_rounded(self) -> str:
+        """An input that is rounded in the run alone."""
+        mine, theirs = map(rounded_input, (self.run, self.reference))
+        if mine is None or theirs is not None or self._is_same_script:
+            return ""
+        return f"mixed precision rounds an input: {mine[0]} (`cast_forward_inputs`)"
 
     def _whose_forward(self, step: TrainingStep, mine: Forward, theirs: Forward) -> Whose:
         if self._is_whole_batch:

@@ -103,7 +103,7 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
         return replace(finding, evidence=(*evidence, f"its elements show: {likely}"))
     if finding.likely in (DRAWN, MOVED):
         return replace(
-            finding, likely=f"{likely}, as where the ranks load each other's, or send them", evidence=evidence
+            finding, likely=f"{likely}, as where ranks load or receive the values of others", evidence=evidence
         )
     if finding.kind in ("begin", "loaded state") and finding.likely:
         return replace(finding, likely=f"{finding.likely.partition(': ')[0]}: {likely}", evidence=evidence)

@@ -66,6 +66,39 @@ def test_shards_that_the_script_reduces_again(factor: float, how: str) -> None:
     assert element.likely.startswith(f"every rank has the same: the script {how} the shards of the ranks")
 
 
+def _shards(values: Sequence[tuple[str, Tensor]]) -> Recording:
+    """Rows of several tensors on two ranks."""
+    return _recording([
+        [
+            elements_of(
+                Part(tuple(value.shape), value.chunk(2)[rank], (rank * len(value) // 2, *[0] * (value.dim() - 1))),
+                step=1, kind="gradient", name=name, number=0,
+            )
+            for name, value in values
+        ]
+        for rank in range(2)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("is_wrong_everywhere", [True, False])
+def test_elements_that_were_read_at_another_tensors_place(is_wrong_everywhere: bool) -> None:
+    """A unit's gradients are one buffer, and each tensor is read from its place in it."""
+    large, small = torch.randn(8, 3), torch.randn(8)
+    taken = torch.cat([rows.flatten()[5:9] for rows in large.chunk(2)])
+    if not is_wrong_everywhere:
+        taken[4:] = torch.randn(4)
+    keep = Keep(step=1, kind="gradient", names=("small", "large"))
+
+    element = first_wrong(
+        _shards([("small", taken), ("large", large)]), _shards([("small", small), ("large", large)]), keep
+    )
+
+    assert element is not None
+    assert (element.name, element.wrong) == ("small", 8)
+    shown = "mixed up with another parameter: rank 0's elements are those of rank 0's part of 'large' from element 5 on"
+    assert element.likely.startswith(shown) is is_wrong_everywhere
+
+
 USES = Keep(step=1, kind=USED, names=("v", "w"))
 
 

@@ -11,6 +11,7 @@ from fsdp_conformance.parity.changed import OF_A_SHARD
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.gradients import ROUNDED
 from fsdp_conformance.parity.kept import keep_of, with_element
+from fsdp_conformance.parity.models import DRAWN, MOVED
 from fsdp_conformance.recordings.events import USED, Keep
 
 GUESS = f"{ROUNDED} bfloat16"
@@ -51,6 +52,18 @@ def test_elements_show_what_a_script_has_loaded() -> None:
     shown = with_element(finding, {**element, "likely": "rank 1 has rank 0's"})
 
     assert shown.likely == "the script makes the state: rank 1 has rank 0's"
+
+
+@pytest.mark.parametrize("guess", [DRAWN, MOVED])
+def test_elements_show_where_initial_values_come_from(guess: str) -> None:
+    finding = Finding(title="", whose=Whose.SCRIPT, step=0, likely=guess, kind="begin", tensors=("w",))
+    element = {"index": [1], "rank": 1, "wrong": 1, "elements": 3, "name": "w", "got": "0", "expected": "2"}
+
+    shown = with_element(finding, {**element, "likely": "rank 1 has rank 0's"})
+    unknown = with_element(finding, {**element, "likely": ""})
+
+    assert shown.likely == "rank 1 has rank 0's, as where ranks load or receive the values of others"
+    assert unknown.likely == guess
 
 
 @pytest.mark.parametrize("guess", ["", "the engine has gathered old values"])

@@ -91,6 +91,30 @@ def test_a_unit_that_is_still_gathered_takes_what_is_written(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_unit_that_the_script_gathers_takes_all_that_is_written(gathers: bool, tmp_path: Path) -> None:
+    """What the optimizer steps with does not change."""
+
+    def writes(*, is_lost: bool) -> Script:
+        def write(model: nn.Module, step: int) -> None:
+            if gathers:
+                with contextlib.suppress(AttributeError):
+                    fsdp.FSDPModule.unshard(model)  # type: ignore[arg-type]
+            if not is_lost:
+                with torch.no_grad():
+                    first_weight(model).mul_(0.9)
+
+        return Script(updated=write)
+
+    finding = compared(writes(is_lost=True), tmp_path, writes(is_lost=False)).findings[0]
+
+    assert (finding.title, finding.whose, finding.step) == (
+        "Parameters have changed differently since the step before", Whose.SCRIPT, 1,
+    )  # fmt: skip
+    begin = "the script writes to 'first.weight' in a gathered unit, by `unshard()`: "
+    assert finding.likely.startswith(begin) is gathers
+
+
 def test_what_both_do_to_clipped_gradients_is_done_to_shards(tmp_path: Path) -> None:
     run, reference = (record(Script(clipped=scaled(by)), tmp_path / str(by)) for by in (0.9, 0.8))
     finding = compare(run, reference).findings[0]

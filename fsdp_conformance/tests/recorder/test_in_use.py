@@ -44,6 +44,8 @@ def test_they_are_kept_in_the_forward_that_is_asked_for(tmp_path: Path) -> None:
     hooks = Hooks(observer)
     try:
         for _ in range(3):
+            with torch.no_grad():
+                model(torch.ones(2, 3))
             for _ in range(2):
                 loss: Tensor = model(torch.ones(2, 3)).sum()
                 loss.backward()
@@ -53,7 +55,7 @@ def test_they_are_kept_in_the_forward_that_is_asked_for(tmp_path: Path) -> None:
         observer.end()
 
     kept = [event for event in files.read(tmp_path / "run").ranks[0].events if isinstance(event, Kept)]
-    # The first forward of the step before shows values that were not updated.
+    # The first forward of the step before that trains shows values that were not updated.
     expected = [(0, "0.weight", (3, 3)), (0, "1.weight", (1, 3)), (1, "0.weight", (3, 3)), (1, "1.weight", (1, 3))]
     assert _content(kept) == expected
     assert torch.equal(torch.full((3, 3), 7.0), _values(kept[0]))

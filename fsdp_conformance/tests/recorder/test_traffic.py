@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
-from fsdp_conformance.recordings.events import Collectives, Step
+from fsdp_conformance.recordings.events import Collectives, Mark, Step
 
 
 @pytest.fixture
@@ -47,3 +47,23 @@ def test_collectives_are_counted_by_step(tmp_path: Path) -> None:
     assert second == (gathered, reduced)
     assert dict(vars(dist.ProcessGroup)) == before
     dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize(("is_detached", "kept"), [(False, ["all_gather"]), (True, [])])
+def test_a_gather_of_a_tensor_that_needs_a_gradient_is_marked(
+    is_detached: bool, kept: list[str], tmp_path: Path
+) -> None:
+    """Its results have none."""
+    with recording(tmp_path / "run"):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            output = model(torch.ones(1, 2))
+            for _ in range(2):
+                dist.all_gather([torch.zeros(1, 2)], output.detach() if is_detached else output)
+            output.sum().backward()
+            optimizer.step()
+
+    marks = [event for event in files.read(tmp_path / "run").ranks[0].events if isinstance(event, Mark)]
+    assert [mark.detail for mark in marks if mark.kind == "gather" and mark.step == 1] == kept
