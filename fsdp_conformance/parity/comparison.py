@@ -41,7 +41,7 @@ from fsdp_conformance.parity.noise import FACTOR, TENSORS, Noise, noise_of
 from fsdp_conformance.parity.norms import norm_differences
 from fsdp_conformance.parity.precision import rounded_gradients
 from fsdp_conformance.parity.result import Comparison
-from fsdp_conformance.parity.runs import Run, TrainingStep, multiplied, whole_tensors
+from fsdp_conformance.parity.runs import Run, Tensors, TrainingStep, multiplied, whole_tensors
 from fsdp_conformance.parity.same_names import prefixes_of, without_prefix
 from fsdp_conformance.parity.samples import compare_samples, input_hashes
 from fsdp_conformance.parity.settings import setting_difference, why_setting
@@ -63,6 +63,8 @@ from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, relative
 
 #: A loss may differ by this much, relative to itself, from one that is computed of equal outputs in another order.
 _LOSS = 1e-3
+#: ... or by this many times the eps of the least precise dtype of the reference, if that is less.
+_SUMMED = 256.0
 #: By how much a loss may differ more than the outputs that it is computed of.
 _AMPLIFIED = 16.0
 #: Updates whose factors are nearer to 1 are not scaled: another part of them differs.
@@ -183,8 +185,8 @@ class _Comparing:
         if self.are_aligned:
             yield from self._outputs(step, expected)
             if not self._is_whole_batch:
-                yield from self._losses(step, expected)
-        yield from self._gradients(step, expected)
+                yield from self._after_evaluation(self._losses(step, expected), step, expected)
+        yield from self._after_evaluation(self._gradients(step, expected), step, expected)
         yield from norm_differences(self.bounds, step, expected, self._whose())
         yield from self._settings(number)
         yield from Updates(self.run, self.reference, self.bounds, self._whose()).differences(step, expected)
@@ -363,12 +365,45 @@ class _Comparing:
                     line=mine.line,
                 )
 
+    def _after_evaluation(
+        self, findings: Iterator[Finding], step: TrainingStep, expected: TrainingStep
+    ) -> Iterator[Finding]:
+        """Findings whose reason may be a forward without gradients, as of a teacher, that is part of the loss."""
+        for finding in findings:
+            line = "" if self._is_whole_batch or self._random else self._other_evaluation(step, expected)
+            if not line:
+                yield finding
+                continue
+            stale = why_stale(self.run, self.reference, step.number)
+            yield replace(
+                finding,
+                whose=Whose.SCRIPT if stale else Whose.EITHER,
+                likely=f"the forward without gradients at {line} computes something else" + (stale and f": {stale}"),
+            )
+
+    def _other_evaluation(self, step: TrainingStep, expected: TrainingStep) -> str:
+        """The line of the first forward without gradients whose outputs differ for equal inputs; empty if none do."""
+        for rank in range(min(self.run.world_size, self.reference.world_size)):
+            pairs = zip(step.evaluations(rank), expected.evaluations(rank), strict=False)
+            for place, (mine, theirs) in enumerate(pairs):
+                if mine.module != theirs.module or input_hashes(mine) != input_hashes(theirs) or mine.draws:
+                    break
+
+                def of(each: TrainingStep, rank: int = rank, place: int = place) -> Tensors:
+                    return whole_tensors([forward.outputs for forward in each.evaluations(rank)[place : place + 1]])
+
+                if self.bounds.exceeded(
+                    f"evaluation {rank} {place}", step.number, of(step).values, of(expected).values, of
+                ):
+                    return mine.line
+        return ""
+
     def _loss_tolerance(self, step: TrainingStep, expected: TrainingStep, rank: int, theirs: Backward) -> float:
         """The part of a loss that rounding explains, relative to it: little where the outputs are equal."""
         pairs = zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False)
         distance = max((_distance_of_outputs(mine, other) for mine, other in pairs), default=0.0)
         noise = self.noise.of_loss(step.number, rank, theirs)
-        return max(_LOSS, _AMPLIFIED * distance, FACTOR * noise)
+        return max(min(_LOSS, _SUMMED * self.noise.eps), _AMPLIFIED * distance, FACTOR * noise)
 
     def _gradients(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
         values, others = step.unclipped.farthest(expected.unclipped), expected.unclipped.values

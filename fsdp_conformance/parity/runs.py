@@ -162,6 +162,10 @@ class TrainingStep:
         """Without evaluation."""
         return [forward for forward in self.forwards[rank] if forward.with_gradients]
 
+    def evaluations(self, rank: int) -> list[Forward]:
+        """The forwards without gradients, as of an evaluation or a teacher."""
+        return [forward for forward in self.forwards[rank] if not forward.with_gradients]
+
     @property
     def backward_line(self) -> str:
         """The line of the first backward."""

@@ -43,7 +43,8 @@ def _in_another_group(step: TrainingStep, expected: TrainingStep, name: str) -> 
     ]
     return (
         f"it is in another parameter group than in the reference (here {places[0]}; there {places[1]}): a condition on "
-        "the names or shapes of parameters, which a wrapper or sharding changes"
+        "the names or shapes of parameters, which a wrapper or sharding changes, or a collection of parameters from "
+        "before the model was sharded, which replaces them"
     )
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Whose
+from fsdp_conformance.recorder.process import recording
+from fsdp_conformance.recordings import files
+from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.tests.parity.test_comparison import first_weight, scaled
 from fsdp_conformance.tests.parity.trainings import Script, compared, record
 
@@ -91,9 +95,44 @@ def test_a_unit_that_is_still_gathered_takes_what_is_written(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_teacher_that_is_stale_makes_another_loss(is_written: bool, tmp_path: Path) -> None:
+    """It computes without gradients, before the model, and its root stays gathered."""
+
+    def taught(directory: Path, *, by: float) -> Recording:
+        with recording(directory):
+            torch.manual_seed(0)
+            model, teacher = nn.Linear(3, 4), nn.Linear(3, 4).requires_grad_(False)
+
+            def scaled_forward(factor: float, x: Tensor) -> Tensor:
+                return nn.Linear.forward(teacher, x) * factor
+
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                x = torch.randn(2, 3)
+                # An engine with old values, seen from outside.
+                vars(teacher)["forward"] = functools.partial(scaled_forward, by if step else 1.0)
+                with torch.no_grad():
+                    target = teacher(x)
+                (model(x) - target).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if is_written:
+                    with torch.no_grad():
+                        teacher.weight.lerp_(model.weight, 0.5)
+        return files.read(directory)
+
+    finding = compare(taught(tmp_path / "run", by=1.01), taught(tmp_path / "reference", by=1.0)).findings[0]
+
+    assert (finding.title, finding.step) == ("The loss differs although the outputs agree", 1)
+    assert finding.whose is (Whose.SCRIPT if is_written else Whose.EITHER)
+    assert finding.likely.startswith("the forward without gradients at ")
+    assert ("units that were gathered when it wrote still have other values" in finding.likely) is is_written
+
+
 @pytest.mark.parametrize("gathers", [True, False])
 def test_a_unit_that_the_script_gathers_takes_all_that_is_written(gathers: bool, tmp_path: Path) -> None:
-    """What the optimizer steps with does not change."""
+    """The shards, which the optimizer steps with, stay as they are."""
 
     def writes(*, is_lost: bool) -> Script:
         def write(model: nn.Module, step: int) -> None:
