@@ -370,7 +370,9 @@ class _Comparing:
     ) -> Iterator[Finding]:
         """Findings whose reason may be a forward without gradients, as of a teacher, that is part of the loss."""
         for finding in findings:
-            line = "" if self._is_whole_batch or self._random else self._other_evaluation(step, expected)
+            # What the script has done to gradients is known better.
+            is_known = self._is_whole_batch or self._random or (finding.kind and finding.whose is Whose.SCRIPT)
+            line = "" if is_known else self._other_evaluation(step, expected)
             if not line:
                 yield finding
                 continue
