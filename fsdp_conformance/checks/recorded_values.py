@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp_conformance.diagnosis.causes import likely
 from fsdp_conformance.diagnosis.evidence import Evidence
-from fsdp_conformance.diagnosis.places import NEAR
+from fsdp_conformance.diagnosis.places import FEWEST_TAKEN, NEAR
 from fsdp_conformance.recordings.events import USED, Backward, Keep, Kept
 from fsdp_conformance.recordings.files import Recording
 
@@ -27,8 +27,6 @@ _WRONG = 1e-2
 _ROUNDING = 1e-6
 #: The number of tensors in which a cause is looked for.
 _MOST = 8
-#: The fewest elements of another tensor that are no coincidence.
-_FEWEST_TAKEN = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,30 +108,31 @@ def _of_other_shards(held: _Elements, name: str, right: Tensor) -> str:
 
 def _of_another_tensor(held: _Elements, expected: _Elements, name: str, right: Tensor, names: Sequence[str]) -> str:
     """In words, that each wrong shard has consecutive elements of another tensor's; empty if one has not."""
-    others = {other: expected.whole(other) for other in names if other != name}
-    sources = {other: value.double() for other, value in others.items() if value is not None}
-    taken = []
-    for rank, part in held.parts(name):
-        content = _content(part).double()
-        if not bool(_wrong_in(content, _box(right.double(), part).flatten()).any()):
-            continue
-        if content.numel() < _FEWEST_TAKEN or not bool(content.any()):
-            return ""
-        shards = {
-            other: _box(value, own).flatten()
-            for other, value in sources.items()
-            for holder, own in held.parts(other)
-            if holder == rank
-        }
-        at = next(((other, place) for other, shard in shards.items() for place in _places(content, shard)), None)
-        if at is None:
-            return ""
-        taken.append(f"rank {rank}'s elements are those of rank {rank}'s part of '{at[0]}' from element {at[1]} on")
-    if not taken:
+    wrong = [
+        (rank, content)
+        for rank, part in held.parts(name)
+        if bool(_wrong_in(content := _content(part).double(), _box(right, part).flatten().double()).any())
+    ]
+    if not wrong or any(content.numel() < FEWEST_TAKEN or not bool(content.any()) for _, content in wrong):
         return ""
+    others = {other: expected.whole(other) for other in names if other != name}
+    taken = []
+    for rank, content in wrong:
+        places = (
+            (other, place)
+            for other, value in others.items()
+            if value is not None
+            for holder, part in held.parts(other)
+            if holder == rank
+            for place in _places(content, _box(value, part).flatten().double())
+        )
+        taken.append(next(places, None))
+    if None in taken or taken[0] is None:
+        return ""
+    (rank, _), (other, place) = wrong[0], taken[0]
     return (
-        f"mixed up with another parameter: {taken[0]}, as where a buffer that several parameters share is read at the "
-        "wrong place"
+        f"mixed up with another parameter: rank {rank}'s elements are those of rank {rank}'s part of '{other}' from "
+        f"element {place} on, as where a buffer that several parameters share is read at the wrong place"
     )
 
 

@@ -22,13 +22,19 @@ from torch import Tensor
 
 from fsdp_conformance.diagnosis.evidence import Evidence
 from fsdp_conformance.diagnosis.headline import cause_and_fact
-from fsdp_conformance.diagnosis.places import NEAR, exchanged_shards, moved_elements, same, shifted, shifted_in_unit
+from fsdp_conformance.diagnosis.places import (
+    FEWEST_TAKEN,
+    NEAR,
+    exchanged_shards,
+    moved_elements,
+    same,
+    shifted,
+    shifted_in_unit,
+)
 from fsdp_conformance.references.tolerance import magnitude
 
 #: How much closer a tensor must be to a supposed value than that value is to the right one.
 _CLOSER = 0.05
-#: The fewest elements of another tensor that are no coincidence.
-_FEWEST_TAKEN = 4
 #: Largest number of ranks for which every subset is tried.
 _MAX_SUBSET_RANKS = 8
 #: Causes that one answer may name. A report names those on which the tensors agree, so a small tensor may fit several.
@@ -368,7 +374,7 @@ def _taken(evidence: Evidence, got: Tensor, expected: Tensor, other: Tensor) -> 
     """How many elements are wrong, if each has the value of another tensor at its place; else 0."""
     wrong = _outside(evidence, got, expected)
     count = int(wrong.sum())
-    return count if count >= _FEWEST_TAKEN and same(got[wrong], other[wrong]) else 0
+    return count if count >= FEWEST_TAKEN and same(got[wrong], other[wrong]) else 0
 
 
 def _scaled_otherwise(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:

@@ -12,6 +12,8 @@ from fsdp_conformance.references.tolerance import magnitude
 
 #: How close a tensor must be to what a signature predicts, relative to its largest element.
 NEAR = 1e-4
+#: The fewest elements of another tensor that are no coincidence.
+FEWEST_TAKEN = 4
 #: The part of a tensor that must have the values of other places for them to count as moved there.
 _MOST = 0.6
 #: Places with the same value that are tried for each element.

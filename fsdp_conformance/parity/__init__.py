@@ -8,7 +8,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     bounds           the tensors of a step against the bounds of rounding
     models           how two models begin, and what their optimizers have
     norms            the norm of gradients, and how a wrong one was made
-    updates          what the optimizers of two runs do in a step
+    updates          the optimizer's part of a step
     settings         the settings of the optimizer that differ
     same_names       the same names for the parameters of two recordings
     samples          what the ranks were given

@@ -7,9 +7,11 @@ the shard of each rank by another factor.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from fsdp_conformance.parity.alone import REPLICAS_DIFFER, WRONG_BACKWARD, without_effect
 from fsdp_conformance.parity.finding import Finding, Whose
@@ -18,6 +20,8 @@ from fsdp_conformance.parity.runs import Run, TrainingStep, divisions
 from fsdp_conformance.parity.words import some_names, why_written
 from fsdp_conformance.recordings.events import ALIAS, Backward, Clip, Forward, Mark
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, inner_product, norm_of
+
+E = TypeVar("E", Mark, Clip)
 
 #: The cause of a script that changes the tensors that it sees, which are shards.
 OF_A_SHARD = (
@@ -160,9 +164,9 @@ def _left_gathered(run: Run, number: int) -> str:
 
 def why_buffers(step: TrainingStep, expected: TrainingStep, rank: int) -> str:
     """
-    Why a forward may differ on this rank, and on none before it, if ranks have buffers of their own; empty if not.
+    The cause of a forward that differs first on this rank, if it may be that the ranks have different buffers.
 
-    `expected` is a step of another script.
+    In words; empty if they have not. `expected` is a step of another script.
     """
     own = [name for name in step.buffers.differing if _is_shared(name, expected)]
     if own:
@@ -310,24 +314,20 @@ def gathers_values(run: Run, reference: Run, number: int) -> tuple[Whose, str] |
 
 
 def _gathers(run: Run, number: int) -> Mark | None:
-    gathers: Mark | None = None
-    for event in run.events[number]:
-        if isinstance(event, Mark) and event.kind == "gather":
-            gathers = gathers or event
-        elif isinstance(event, Backward) and gathers is not None:
-            return gathers
-    return None
+    """The first gather of a tensor that needs a gradient in a step, if a backward of the step comes after it."""
+    marks = (event for event in run.events[number] if isinstance(event, Mark) and event.kind == "gather")
+    return _before_backward(run, number, next(marks, None))
 
 
 def _clipped_early(run: Run, number: int) -> Clip | None:
     """The first clipping of a step, if a backward of the step comes after it."""
-    clip: Clip | None = None
-    for event in run.events[number]:
-        if isinstance(event, Clip):
-            clip = clip or event
-        elif isinstance(event, Backward) and clip is not None:
-            return clip
-    return None
+    return _before_backward(run, number, next((event for event in run.events[number] if isinstance(event, Clip)), None))
+
+
+def _before_backward(run: Run, number: int, event: E | None) -> E | None:
+    """The event of a step, if a backward of the step comes after it; None if none does."""
+    later = itertools.dropwhile(lambda each: each is not event, run.events[number])
+    return event if any(isinstance(each, Backward) for each in later) else None
 
 
 def clear_alike(run: Run, reference: Run, number: int) -> bool:

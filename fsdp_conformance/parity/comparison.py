@@ -67,8 +67,6 @@ _LOSS = 1e-3
 _SUMMED = 256.0
 #: By how much a loss may differ more than the outputs that it is computed of.
 _AMPLIFIED = 16.0
-#: Updates whose factors are nearer to 1 are not scaled: another part of them differs.
-_SAME_UPDATE = 1e-3
 
 
 def compare(recording: Recording, reference: Recording, nudged: Recording | None = None) -> Comparison:
@@ -295,8 +293,8 @@ class _Comparing:
             if mine.draws != theirs.draws and not (by_script or self._random):
                 by_script, whose = why_drawn(mine, theirs), Whose.EITHER if self._is_same_script else Whose.SCRIPT
             # A buffer that the forward updates is another one afterwards, and need not be what it has computed with.
-            used = [name for name in expected.begin.values if not is_updated(name, expected)]
-            names = [] if whose is Whose.SCRIPT else used
+            begin = [] if whose is Whose.SCRIPT else expected.begin.values
+            names = [name for name in begin if not is_updated(name, expected)]
             aliases = (other for name in names for other in self.run.tied.get(name, ()))
             yield Finding(
                 title="The forward computes something else",

@@ -118,6 +118,8 @@ def _initial(run: Run, reference: Run, number: int) -> Iterator[Finding]:
         is_moved = not are_buffers and all(_is_moved(values.values[key], others.values[key]) for key in differing)
         drawn = _why_drawn(values.values, others.values, differing)
         likely = _CAST if is_cast else _MADE_AGAIN if are_buffers else own or (MOVED if is_moved else drawn)
+        # Only elements show whether rows are in the wrong place.
+        is_open = likely in (MOVED, DRAWN)
         yield Finding(
             title="The initial values differ",
             whose=Whose.EITHER if is_moved else Whose.SCRIPT,
@@ -126,9 +128,8 @@ def _initial(run: Run, reference: Run, number: int) -> Iterator[Finding]:
             likely=likely,
             evidence=(*number_of_tensors(len(differing), len(shared)), *([pieces.first] if pieces is not None else [])),
             line=first_line(run),
-            kind="begin",
-            # Only elements show whether rows are in the wrong place.
-            tensors=tuple(differing) if likely in (MOVED, DRAWN) else (),
+            kind="begin" if is_open else "",
+            tensors=tuple(differing) if is_open else (),
         )
         return
 

@@ -266,7 +266,7 @@ def _samples(step: TrainingStep, run: Run) -> Iterator[str]:
 
 def _other_arguments(step: TrainingStep, other: TrainingStep, run: Run, reference: Run) -> str:
     """In words, that the samples agree in some arguments and differ in others; empty if they do not."""
-    mine, theirs = _byargument(step, run), _byargument(other, reference)
+    mine, theirs = _by_argument(step, run), _by_argument(other, reference)
     same = [name for name in mine if Counter(mine[name]) == Counter(theirs.get(name, ()))]
     if not same or mine.keys() != theirs.keys():
         # With other names, arguments cannot be compared one by one.
@@ -281,7 +281,7 @@ def _other_arguments(step: TrainingStep, other: TrainingStep, run: Run, referenc
     return "" if together == wanted else f"{_arguments(same)} are paired in another way"
 
 
-def _byargument(step: TrainingStep, run: Run) -> dict[str, list[str]]:
+def _by_argument(step: TrainingStep, run: Run) -> dict[str, list[str]]:
     """The hashes of all samples of a step in each argument that has as many as the main one, by its name."""
     hashes: dict[str, list[str]] = defaultdict(list)
     for rank in range(run.world_size):

@@ -1,4 +1,4 @@
-"""What the optimizers of two runs do in a step: the state that they load, their counters, updates and states."""
+"""The optimizer's part of a step in two runs: the state it loads, its step counters, and what it updates."""
 
 from __future__ import annotations
 
@@ -28,24 +28,6 @@ class Updates:
     whose: Whose
     """Whose a difference is that no mistake of the script explains."""
 
-    def _loaded(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
-        """A state that was loaded into the optimizer before the step."""
-        values, others = step.loaded.values, expected.loaded.values
-        beyond = self.bounds.exceeded("loaded state", step.number, values, others)
-        if beyond:
-            first = step.steps[0]
-            by_torch = first.is_loaded_by_torch
-            yield self.bounds.finding(
-                "The optimizer's state differs after it was loaded",
-                step,
-                "loaded state",
-                beyond,
-                total=len(others),
-                whose=self.whose if by_torch else Whose.SCRIPT,
-                likely="" if by_torch else "the script makes the state that it loads from that of other ranks or rows",
-                line=first.loaded_line,
-            )
-
     def differences(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
         """Compare what the optimizers of two steps have done, and the buffers."""
         line = step.steps[0].line
@@ -72,6 +54,24 @@ class Updates:
                 likely=of_own_optimizer(step.steps[0].optimizer, defined, likely) if defined else likely,
                 evidence=("the gradients and the settings of the optimizer agree",),
                 line=line,
+            )
+
+    def _loaded(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
+        """A state that was loaded into the optimizer before the step."""
+        values, others = step.loaded.values, expected.loaded.values
+        beyond = self.bounds.exceeded("loaded state", step.number, values, others)
+        if beyond:
+            first = step.steps[0]
+            by_torch = first.is_loaded_by_torch
+            yield self.bounds.finding(
+                "The optimizer's state differs after it was loaded",
+                step,
+                "loaded state",
+                beyond,
+                total=len(others),
+                whose=self.whose if by_torch else Whose.SCRIPT,
+                likely="" if by_torch else "the script makes the state that it loads from that of other ranks or rows",
+                line=first.loaded_line,
             )
 
     def _counters(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:

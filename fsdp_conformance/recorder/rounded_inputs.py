@@ -16,7 +16,7 @@ _LARGE = 256.0
 
 
 def rounded_inputs(module: nn.Module, inputs: Mapping[str, list[Part]]) -> Iterator[str]:
-    """Each large input of an FSDP unit that its policy rounds: its name and what it has. Waits for the device."""
+    """Name and describe each large input of the root FSDP unit that its policy rounds. Waits for the device."""
     dtype = _dtype_of_inputs(module)
     if dtype is None or not dtype.is_floating_point:
         return
@@ -39,6 +39,7 @@ def _dtype_of_inputs(module: nn.Module) -> torch.dtype | None:
         return policy.param_dtype if policy.cast_forward_inputs else None
     if isinstance(module, FullyShardedDataParallel):
         mixed = module.mixed_precision
-        casts = mixed.cast_forward_inputs or (module.check_is_root() and mixed.cast_root_forward_inputs)
+        # The outermost module is the root. `check_is_root()` would initialise it.
+        casts = mixed.cast_forward_inputs or mixed.cast_root_forward_inputs
         return mixed.param_dtype if casts else None
     return None

@@ -66,7 +66,7 @@ class TrafficCount:
 
     def _add(self, name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         traffic = traffic_of(name, args, kwargs, group.size())
-        # Engines, and functions with a backward of their own, gather without gradients.
+        # Engines gather under `no_grad`, and so do autograd functions that have their own backward.
         if (
             traffic.op is Op.ALL_GATHER
             and torch.is_grad_enabled()

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 from fsdp_conformance.parity.assertion import assert_same_training
 from fsdp_conformance.parity.comparison import compare
@@ -75,11 +74,7 @@ def scale(model: nn.Module) -> None:
         parameter.grad.mul_(0.5)
 
 
-@pytest.fixture(autouse=True)
-def _group() -> Any:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, place: str, after: int) -> list[int]:

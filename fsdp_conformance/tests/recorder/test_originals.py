@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
@@ -20,12 +17,7 @@ from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def sharded(model: nn.Sequential, kind: str) -> nn.Module:

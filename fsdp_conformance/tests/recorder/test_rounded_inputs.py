@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed import fsdp
 
 from fsdp_conformance.parity.alone import suspicions
@@ -22,15 +19,6 @@ from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.files import Recording
 
 TIMES = torch.tensor([[1.0, 900.5]])
-
-
-@pytest.fixture
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Timed(nn.Module):
@@ -64,7 +52,7 @@ def _train(directory: Path, shard: Any, policy: dict[str, Any], x: Tensor, time:
     return files.read(directory)
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("shard", [_of_fsdp1, _of_fsdp2])
 @pytest.mark.parametrize(
     ("policy", "time", "first"),
@@ -93,7 +81,7 @@ def test_a_large_input_that_is_rounded_is_suspicious(
     assert [each.first for each in shown] == ([] if first is None else [first])
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("group")
 def test_an_input_that_only_the_run_rounds_is_the_cause(tmp_path: Path) -> None:
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     run, reference = (

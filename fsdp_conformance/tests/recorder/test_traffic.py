@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.events import Collectives, Mark, Step
 
 
-@pytest.fixture
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("group")
 def test_collectives_are_counted_by_step(tmp_path: Path) -> None:
     """By kind, with their bytes; and torch's methods are its own again afterwards."""
     before = dict(vars(dist.ProcessGroup))
@@ -49,7 +38,7 @@ def test_collectives_are_counted_by_step(tmp_path: Path) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("is_detached", "kept"), [(False, ["all_gather"]), (True, [])])
 def test_a_gather_of_a_tensor_that_needs_a_gradient_is_marked(
     is_detached: bool, kept: list[str], tmp_path: Path
