@@ -122,11 +122,11 @@ def _written(value: Any, pieces: list[bytes], opaque: bool) -> Any:
         return [kind.__name__, *([_written(part, pieces, opaque) for part in item] for item in value.items())]
     if _is_dense(value):
         pieces.append(tensor_bytes(value))
-        return ["tensor", _name_of(value.dtype), list(value.shape), value.requires_grad, str(value.device)]
+        return ["tensor", _name_of(value.dtype), list(value.shape), value.requires_grad, _device_name(value.device)]
     if kind is torch.dtype:
         return ["dtype", _name_of(value)]
     if kind is torch.device:
-        return ["device", str(value)]
+        return ["device", _device_name(value)]
     if isinstance(value, Path):
         return ["path", str(value)]
     if _CARRIED.get(kind.__name__) is kind:
@@ -159,6 +159,11 @@ def _is_dense(value: Any) -> bool:
     if type(value) not in (Tensor, torch.nn.Parameter):
         return False
     return value.layout is torch.strided and value.device.type != "meta"
+
+
+def _device_name(device: torch.device) -> str:
+    # Not its text, which says "cuda:0" of the simulated device while a script sees that as CUDA.
+    return device.type if device.index is None else f"{device.type}:{device.index}"
 
 
 def _name_of(dtype: torch.dtype) -> str:

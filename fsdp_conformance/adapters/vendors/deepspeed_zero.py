@@ -132,10 +132,12 @@ class DeepSpeedZeRO(Adapter):
             "stage3_param_persistence_threshold": plan.persist_numel,
             "stage3_max_reuse_distance": 10**9 if reshard is False else 0,
             "stage3_prefetch_bucket_size": 1,
+            # Buckets are allocated whole: 2 GB by default, which is more than any model of a test.
+            "reduce_bucket_size": 2**10,
         }
         if plan.device == SIMULATED:
-            # Streams to overlap on. Buckets are allocated whole, which at 2 GB would hold more than a test's model has.
-            zero |= {"overlap_comm": True, "reduce_bucket_size": 2**10}
+            # There are streams to overlap on.
+            zero["overlap_comm"] = True
         if not isinstance(reshard, bool | None):
             # A parameter that is prefetched has been gathered in the forward, from all ranks.
             zero |= {"zero_hpz_partition_size": reshard, "stage3_prefetch_bucket_size": 0}

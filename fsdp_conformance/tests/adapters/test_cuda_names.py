@@ -51,7 +51,8 @@ class Hasty(OnlyCuda):
     waits = False
 """
 
-CASES = ("R001/exact-probe-ws2", "R075/stream-safety-uneven-ws2")
+#: The case of R012 compares devices, which travel to the referee.
+CASES = ("R001/exact-probe-ws2", "R075/stream-safety-uneven-ws2", "R012/before-ws2")
 
 
 class Named(TorchFSDP2):
@@ -135,7 +136,7 @@ def test_its_streams_are_judged(tmp_path: Path) -> None:
     passes = said("run", "--implementation", f"{file}:OnlyCuda", "--device", "sim", *chosen, cwd=tmp_path)
     races = said("run", "--implementation", f"{file}:Hasty", "--device", "sim", *chosen, cwd=tmp_path)
 
-    assert "2 PASS" in passes.out, passes.out
+    assert "3 PASS" in passes.out, passes.out
     assert 'finds the device as "cuda"' in passes.out
     assert "FAIL" not in passes.out
     assert "contradicts" not in passes.out

@@ -42,6 +42,20 @@ def test_a_new_learning_rate_reaches_each() -> None:
     assert parameter.item() == 0.75
 
 
+def test_a_group_that_an_engine_has_removed_stays_removed() -> None:
+    """DeepSpeed removes empty groups and then finds the others by their index. Loading does not bring them back."""
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    groups: list[dict[str, Any]] = [{"params": parameters[:1]}, {"params": [], "lr": 8.0}, {"params": parameters[1:]}]
+    several = Several([torch.optim.SGD(groups, lr=0.5)])
+    several.param_groups[:] = [group for group in several.param_groups if group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.ones(1)
+    several.step()
+    assert [group["lr"] for group in several.param_groups] == [0.5, 0.5]
+    several.load_state_dict(copy.deepcopy(several.state_dict()))
+    assert [group["lr"] for group in several.param_groups] == [0.5, 0.5]
+
+
 def test_a_state_dict_is_loaded_into_each() -> None:
     """Settings and state that were saved are those of the optimizers that step, also of a group without parameters."""
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(3)]
