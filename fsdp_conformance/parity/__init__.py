@@ -7,6 +7,7 @@ Two recordings of a training, compared: where does one first leave the other, an
     result           what a comparison has found
     bounds           the tensors of a step against the bounds of rounding
     models           how two models begin, and what their optimizers have
+    units            the sharded units that parameters belong to
     norms            the norm of gradients, and how a wrong one was made
     updates          the optimizer's part of a step
     settings         the settings of the optimizer that differ

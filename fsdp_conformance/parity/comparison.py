@@ -45,9 +45,11 @@ from fsdp_conformance.parity.runs import Run, Tensors, TrainingStep, multiplied,
 from fsdp_conformance.parity.same_names import prefixes_of, without_prefix
 from fsdp_conformance.parity.samples import compare_samples, input_hashes
 from fsdp_conformance.parity.settings import setting_difference, why_setting
+from fsdp_conformance.parity.units import exactly_units
 from fsdp_conformance.parity.updates import Updates
 from fsdp_conformance.parity.vacuous import not_recorded, nothing_to_compare
 from fsdp_conformance.parity.words import (
+    exactly_those_of,
     instead,
     missing_and_extra,
     size_of_difference,
@@ -414,13 +416,16 @@ class _Comparing:
             whose, likely, line = self._blame_gradients(step, expected, [name])
             if missing and whose is Whose.EITHER:
                 likely = f"{OR_THE_REDUCTION}{NO_GRADIENT}"
+            units = self._units(step, missing, others)
+            if units and whose is Whose.ENGINE and not likely:
+                likely = f"the engine did not reduce the gradients of {units}"
             yield Finding(
                 title="Different parameters have gradients",
                 whose=whose,
                 step=step.number,
                 first=f"the gradient of '{name}' {verb}",
                 likely=likely,
-                evidence=missing_and_extra(len(missing), len(extra), len(others)),
+                evidence=(*missing_and_extra(len(missing), len(extra), len(others)), *exactly_those_of(units)),
                 line=line,
             )
         beyond = self.bounds.exceeded("gradient", step.number, values, others)
@@ -452,7 +457,9 @@ class _Comparing:
             divisor=self.run.divisor(step.number),
         )
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
-        whose, likely, line = self._blame_gradients(step, expected, [item[0] for item in beyond], likely)
+        names = [item[0] for item in beyond]
+        whose, likely, line = self._blame_gradients(step, expected, names, likely)
+        units = exactly_those_of(self._units(step, names, others))
         yield self.bounds.finding(
             "The gradients differ",
             step,
@@ -461,9 +468,14 @@ class _Comparing:
             total=len(others),
             whose=whose,
             likely=likely,
-            evidence=self._still_equal(with_outputs=True),
+            evidence=(*units, *self._still_equal(with_outputs=True)),
             line=line,
         )
+
+    @staticmethod
+    def _units(step: TrainingStep, names: Sequence[str], others: Mapping[str, Whole]) -> str:
+        """In words, the units whose gradients these are, if they are exactly those of some units."""
+        return exactly_units(names, [name for name, value in others.items() if value.square], step.training_forwards(0))
 
     def _blame_gradients(
         self, step: TrainingStep, expected: TrainingStep, names: Sequence[str], likely: str = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_conformance.parity.alone import different_models, first_line
@@ -11,6 +10,7 @@ from fsdp_conformance.parity.changed import may_be_gathered
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import factor_of, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep
+from fsdp_conformance.parity.units import unit_names, unit_of
 from fsdp_conformance.parity.words import missing_and_extra, named_with_ties, number_of_tensors, size_of_difference
 from fsdp_conformance.recordings.events import Forward
 from fsdp_conformance.recordings.fingerprint import Whole, relative
@@ -68,13 +68,9 @@ def ties_of(run: Run, reference: Run) -> dict[str, tuple[str, ...]]:
 
 def divided_tie(tied: Mapping[str, Sequence[str]], forward: Forward) -> str:
     """The cause of units that compute with different copies of a parameter that they share; empty if none share one."""
-    units = {re.split(r"\[|, call ", key)[0] for key in forward.units}
-
-    def unit_of(name: str) -> str:
-        return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
-
+    units = unit_names([forward])
     for name, others in tied.items():
-        other = next((other for other in others if unit_of(other) != unit_of(name)), None)
+        other = next((other for other in others if unit_of(other, units) != unit_of(name, units)), None)
         if other is not None:
             return (
                 f"'{name}' is tied to '{other}', which another unit has: each unit computes with a copy, and the "

@@ -221,3 +221,8 @@ def of_own_optimizer(optimizer: str, defined: str, likely: str) -> str:
         f"the optimizer's class {optimizer}, defined at {defined}, computes something over a shard, such as a norm or "
         f"a mean of each tensor, which must be combined over the ranks{more}"
     )
+
+
+def exactly_those_of(units: str) -> tuple[str, ...]:
+    """Evidence: the units whose tensors differ, all of them and no others; nothing if `units` is empty."""
+    return (f"they are all those of {units}, and none of another unit",) if units else ()

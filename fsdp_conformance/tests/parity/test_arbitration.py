@@ -18,9 +18,7 @@ from fsdp_conformance.parity.arbitration import is_open, settled
 from fsdp_conformance.parity.changed import OF_A_SHARD
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.recordings.events import Initial
-from fsdp_conformance.recordings.files import Recording
-from fsdp_conformance.tests.parity.trainings import Script, record
+from fsdp_conformance.tests.parity.trainings import Script, record, taken_out
 
 
 @torch.no_grad()
@@ -48,23 +46,6 @@ def verdict(run: Script, reference: Script, unsharded: Script, directory: Path) 
     recordings = {name: record(script, directory / name) for name, script in scripts.items()}
     finding = compare(recordings["run"], recordings["reference"]).findings[0]
     return finding, settled(finding, recordings["run"], recordings["reference"], taken_out(recordings["unsharded"]))
-
-
-def taken_out(recording: Recording) -> Recording:
-    """The recording as that of a script whose sharding was taken out."""
-    return replace(
-        recording,
-        ranks=tuple(
-            replace(
-                rank,
-                begin=replace(rank.begin, sharding="taken out"),
-                events=tuple(
-                    replace(event, replaced=1) if isinstance(event, Initial) else event for event in rank.events
-                ),
-            )
-            for rank in recording.ranks
-        ),
-    )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from fsdp_conformance.parity.text import lines_of, verdict_of
 from fsdp_conformance.parity.words import why_loss
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
-from fsdp_conformance.recordings.events import Backward, Initial, Mark
+from fsdp_conformance.recordings.events import Backward, Mark
 from fsdp_conformance.recordings.files import RankRecording, Recording
 from fsdp_conformance.tests.parity.trainings import (
     SAMPLES,
@@ -32,6 +32,7 @@ from fsdp_conformance.tests.parity.trainings import (
     clips_between,
     compared,
     record,
+    taken_out,
     train,
 )
 
@@ -376,13 +377,7 @@ def test_losses_of_other_divisors_are_compared_as_means(tmp_path: Path) -> None:
     # Here the gradients differ as well, which they do not if an engine adds them up.
     assert titles == ["The loss differs although the outputs agree", "The gradients differ"]
     # The same script without its sharding sets the same divisor, which is not seen there.
-    same = replace(run, ranks=tuple(map(_taken_out, run.ranks)))
-    assert compare(summed, same).findings == []
-
-
-def _taken_out(rank: RankRecording) -> RankRecording:
-    events = (replace(event, replaced=1) if isinstance(event, Initial) else event for event in rank.events)
-    return replace(rank, begin=replace(rank.begin, sharding="taken out"), events=tuple(events))
+    assert compare(summed, taken_out(run)).findings == []
 
 
 def _summing(rank: RankRecording) -> RankRecording:

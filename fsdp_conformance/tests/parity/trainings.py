@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.result import Comparison
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
+from fsdp_conformance.recordings.events import Initial
 from fsdp_conformance.recordings.files import Recording
 
 SAMPLES = 4
@@ -173,6 +174,23 @@ def record(script: Script, directory: Path) -> Recording:
         with as_rank(rank, script.ranks), recording(directory):
             train(script, rank)
     return files.read(directory)
+
+
+def taken_out(recording: Recording) -> Recording:
+    """The recording as that of a script whose sharding was taken out."""
+    return replace(
+        recording,
+        ranks=tuple(
+            replace(
+                rank,
+                begin=replace(rank.begin, sharding="taken out"),
+                events=tuple(
+                    replace(event, replaced=1) if isinstance(event, Initial) else event for event in rank.events
+                ),
+            )
+            for rank in recording.ranks
+        ),
+    )
 
 
 def compared(script: Script, directory: Path, reference: Script | None = None) -> Comparison:
