@@ -382,6 +382,16 @@ def after_replicas(finding: Finding, signs: Sequence[Finding]) -> Finding:
     )
 
 
+def without_consequences(finding: Finding, signs: Sequence[Finding]) -> list[Finding]:
+    """The signs without parameters that differ between ranks because of a finding that is the engine's."""
+    follows = finding.whose is Whose.ENGINE and finding.step is not None
+    return [
+        sign
+        for sign in signs
+        if not (follows and sign.title == REPLICAS_DIFFER and (sign.step or 0) >= (finding.step or 0))
+    ]
+
+
 def drawn_in_backward(run: Run, reference: Run, number: int, *, same_script: bool) -> tuple[Whose, str] | None:
     """
     Whose gradients are that differ because a backward draws other random numbers, and the cause; None if none does.

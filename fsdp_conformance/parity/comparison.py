@@ -32,6 +32,7 @@ from fsdp_conformance.parity.changed import (
     why_buffers,
     why_changed,
     why_stale,
+    without_consequences,
 )
 from fsdp_conformance.parity.collectives import other_collectives
 from fsdp_conformance.parity.finding import Finding, Whose
@@ -114,7 +115,10 @@ class _Comparing:
         # A finding says more of the same line, but not which batches are uneven.
         known = {(finding.whose, finding.line) for finding in comparison.findings if not self._is_whole_batch}
         comparison.suspicions = [item for item in suspicions(self.run) if (item.whose, item.line) not in known]
-        comparison.findings[:1] = [after_replicas(each, comparison.suspicions) for each in comparison.findings[:1]]
+        if comparison.findings:
+            first = after_replicas(comparison.findings[0], comparison.suspicions)
+            comparison.findings[0] = first
+            comparison.suspicions = without_consequences(first, comparison.suspicions)
         return comparison
 
     def _compare_collectives(self) -> None:

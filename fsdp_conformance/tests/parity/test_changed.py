@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdp_conformance.parity.alone import REPLICAS_DIFFER
 from fsdp_conformance.parity.changed import (
     cleared_while_gathered,
     kept_from_clearing,
     whose_backward,
     why_changed,
     why_stale,
+    without_consequences,
 )
-from fsdp_conformance.parity.finding import Whose
+from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.runs import TrainingStep, events_by_step
 from fsdp_conformance.recorder.fingerprints import Part, Pending
 from fsdp_conformance.recordings.events import Backward, Forward, Mark, Step
@@ -217,3 +219,22 @@ def test_a_hook_that_only_the_reference_calls_is_the_scripts(
 
     assert named is whose
     assert ("the hook of train.py:3 never runs here" in likely) is (whose is Whose.SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("whose", "step", "title", "stays"),
+    [
+        (Whose.ENGINE, 1, REPLICAS_DIFFER, False),
+        (Whose.ENGINE, 2, REPLICAS_DIFFER, True),
+        (Whose.SCRIPT, 1, REPLICAS_DIFFER, True),
+        (Whose.ENGINE, 1, "Another sign", True),
+        (Whose.ENGINE, None, REPLICAS_DIFFER, True),
+    ],
+)
+def test_replicas_that_an_engine_lets_differ_are_no_sign_of_the_script(
+    whose: Whose, step: int | None, title: str, stays: bool
+) -> None:
+    """They follow from what it did to the gradients of that step, or of one before it."""
+    finding = Finding(title="The gradients differ", whose=whose, step=step, first="'a'")
+    sign = Finding(title=title, whose=Whose.SCRIPT, step=1, first="'b'")
+    assert without_consequences(finding, [sign]) == ([sign] if stays else [])
