@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_conformance.parity.changed import OF_A_SHARD
 from fsdp_conformance.parity.finding import Finding, Whose
-from fsdp_conformance.parity.gradients import ROUNDED
+from fsdp_conformance.parity.gradients import OF_PARTS, ROUNDED
 from fsdp_conformance.parity.models import DRAWN, MOVED
 from fsdp_conformance.parity.noise import TENSORS
 from fsdp_conformance.parity.runs import Run
@@ -110,7 +110,8 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
     if finding.likely and finding.whose is Whose.EITHER:
         # What the elements show is known of these gradients; the finding only says what may have changed them.
         evidence = (*evidence, f"it may be {finding.likely}")
-    elif finding.likely and likely.startswith(_GUESS):
+    elif finding.likely.startswith(OF_PARTS) or (finding.likely and likely.startswith(_GUESS)):
+        # Weights of ranks and backwards explain whole gradients: a few elements show the same, or less.
         return replace(finding, evidence=evidence)
     elif finding.likely and not finding.likely.startswith(ROUNDED) and finding.likely != OF_A_SHARD:
         return replace(finding, evidence=(*evidence, f"the elements show: {likely}"))

@@ -25,6 +25,7 @@ OPEN = "the reduction, or a hook"
         (Whose.ENGINE, GUESS, "first", "a row is lost", ""),
         (Whose.EITHER, OPEN, "first", "a row is lost", f"it may be {OPEN}"),
         (Whose.ENGINE, "stale", "first", "stale", "the elements show: a row is lost"),
+        (Whose.ENGINE, "backward 1 counts 0.5 times", "first", "backward 1 counts 0.5 times", ""),
         (Whose.SCRIPT, OF_A_SHARD, "first", "a row is lost", ""),
         (Whose.ENGINE, "", "second", "", "its elements show: a row is lost"),
     ],
