@@ -59,11 +59,6 @@ class SavedCase(DrawnCase):
             run_settings.use(replace(before, implementation=self.implementation))
         super().setUp()
 
-    @classmethod
-    def method_names(cls) -> list[str]:
-        """The names of its test methods: one, in a class that has a scenario."""
-        return ["test_drawn"] if cls.scenario_json else []
-
 
 def save(directory: Path, scenario: Scenario, *, implementation: str, signature: str) -> Path:
     """

@@ -293,9 +293,20 @@ def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | N
     early = _clipped_early(run, number)
     if early is not None and _clipped_early(reference, number) is None:
         return _INCOMPLETE, early.line
-    mine, theirs = (each.steps[number].backwards[0][-1:] for each in (run, reference))
-    if mine and theirs and theirs[0].is_reduced and not mine[0].is_reduced:
-        return f"the last backward of the step is not reduced: {WRONG_BACKWARD}", mine[0].line
+    return _unreduced(run, number)
+
+
+def _unreduced(run: Run, number: int) -> tuple[str, str] | None:
+    """
+    That the last backward of this step or of the one before is not reduced, and the line; None if both are.
+
+    A reference of the same script does not reduce it either, but engines differ in when they add it after all.
+    """
+    for step in run.steps[max(number - 1, 0) : number + 1]:
+        last = step.backwards[0][-1:]
+        if last and not last[0].is_reduced:
+            when = "" if step.number == number else ", and what it has added comes with a later reduction"
+            return f"the last backward of step {step.number} is not reduced{when}: {WRONG_BACKWARD}", last[0].line
     return None
 
 

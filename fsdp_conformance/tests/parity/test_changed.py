@@ -15,6 +15,7 @@ from fsdp_conformance.parity.alone import REPLICAS_DIFFER
 from fsdp_conformance.parity.changed import (
     cleared_while_gathered,
     kept_from_clearing,
+    lost_by_script,
     whose_backward,
     why_changed,
     why_stale,
@@ -129,6 +130,26 @@ def test_gradients_that_are_cleared_before_they_are_reduced_come_back(
     assert (by_script[1] if by_script else None) == line
     # With DDP or FSDP1, `zero_grad` sees them.
     assert kept_from_clearing(run(whole), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("reduced", "expected"),
+    [
+        ([[False, True], [False, True]], ""),
+        ([[True, False], [True, True]], "step 0 is not reduced, and what it has added comes with a later reduction"),
+        ([[True, True], [True, False]], "step 1 is not reduced: "),
+        ([[True, True], []], ""),
+    ],
+)
+def test_a_last_backward_that_is_not_reduced_loses_gradients(reduced: list[list[bool]], expected: str) -> None:
+    """Of this step, or of the one before, whatever the reference does: it has the same mistake, and adds them later."""
+    steps = [
+        SimpleNamespace(number=number, backwards=[[backward(is_reduced=each) for each in flags]])
+        for number, flags in enumerate(reduced)
+    ]
+    run: Any = SimpleNamespace(events=[[], []], steps=steps, marks=[])
+    lost = lost_by_script(run, run, 1)
+    assert (expected in lost[0] and lost[1] == "train.py:5") if lost else not expected
 
 
 FORWARD = Forward(

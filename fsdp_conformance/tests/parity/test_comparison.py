@@ -257,7 +257,7 @@ MISTAKES = {
     ),
     "no_sync around the wrong backward": (
         Script(before_backward=only_the_first_is_reduced, gradients=clamped), Whose.SCRIPT, 0, "'first.",
-        "the last backward of the step is not reduced",
+        "the last backward of step 0 is not reduced",
     ),
     "a hook": (
         Script(optimizer=hooked, gradients=clamped), Whose.SCRIPT, 0, "'first.",
