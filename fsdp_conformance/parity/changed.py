@@ -162,6 +162,12 @@ def _left_gathered(run: Run, number: int) -> str:
     )
 
 
+def leaves_gathered(run: Run, number: int) -> bool:
+    """True if the script has kept FSDP2 from resharding after the last backward of a step, or has gathered units."""
+    is_gathered = any(mark.kind == "unsharded" and mark.step == number for mark in run.marks)
+    return is_gathered or bool(_left_gathered(run, number + 1))
+
+
 def why_buffers(step: TrainingStep, expected: TrainingStep, rank: int) -> str:
     """
     The cause of a forward that differs first on this rank, if it may be that the ranks have different buffers.
@@ -278,11 +284,17 @@ def _loads(run: Run, number: int) -> list[Mark]:
 
 def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | None:
     """
-    How the script loses gradients in a step, or a part of them, in words and as a line, if the reference keeps them;
-    None if it does not.
+    How the script loses gradients in a step that the reference keeps, or keeps those that it clears, in words and as a
+    line; None if it does neither.
     """
-    clearing = _clearing(run, number)
-    if clearing is not None and _clearing(reference, number) is None:
+    clearing, expected = _clearing(run, number), _clearing(reference, number)
+    if clearing is None and expected is not None and not expected[1]:
+        kept = (
+            "the reference clears the gradients between two backwards of the step, as where a step is left out, and "
+            "here what the first ones have added is kept"
+        )
+        return kept, run.steps[number].backward_line
+    if clearing is not None and expected is None:
         mark, is_last = clearing
         if is_last:
             return "gradients are cleared between the backward and the step", mark.line

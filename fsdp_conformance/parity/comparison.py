@@ -46,7 +46,7 @@ from fsdp_conformance.parity.runs import Run, Tensors, TrainingStep, multiplied,
 from fsdp_conformance.parity.same_names import prefixes_of, without_prefix
 from fsdp_conformance.parity.samples import compare_samples, input_hashes
 from fsdp_conformance.parity.settings import setting_difference, why_setting
-from fsdp_conformance.parity.units import exactly_units
+from fsdp_conformance.parity.units import exactly_units, unit_names
 from fsdp_conformance.parity.updates import Updates
 from fsdp_conformance.parity.vacuous import not_recorded, nothing_to_compare
 from fsdp_conformance.parity.words import (
@@ -64,6 +64,10 @@ from fsdp_conformance.recordings.events import USED, Backward, Forward
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, relative
 
+#: How the cause begins that losses differ by less than a finding of their own takes.
+_OTHER_LOSSES = "the losses differ a little as well"
+#: Losses of equal outputs may differ by this many eps, if they are added up in another order.
+_ANOTHER_TERM = 16
 #: A loss may differ by this much, relative to itself, from one that is computed of equal outputs in another order.
 _LOSS = 1e-3
 #: ... or by this many times the eps of the least precise dtype of the reference, if that is less.
@@ -191,7 +195,7 @@ class _Comparing:
             if not self._is_whole_batch:
                 yield from self._after_evaluation(self._losses(step, expected), step, expected)
         yield from self._after_evaluation(self._gradients(step, expected), step, expected)
-        yield from norm_differences(self.bounds, step, expected, self._whose())
+        yield from norm_differences(self.bounds, self.run, self.reference, number, self._whose())
         yield from self._settings(number)
         yield from Updates(self.run, self.reference, self.bounds, self._whose()).differences(step, expected)
 
@@ -472,7 +476,7 @@ class _Comparing:
             total=len(others),
             whose=whose,
             likely=likely,
-            evidence=(*units, *self._still_equal(with_outputs=True)),
+            evidence=(*units, *self._still_equal(with_outputs=True, but_losses=likely.startswith(_OTHER_LOSSES))),
             line=line,
         )
 
@@ -509,13 +513,35 @@ class _Comparing:
                 whose, likely = (
                     drawn_in_backward(self.run, self.reference, step.number, same_script=same)
                     or gathers_values(self.run, self.reference, step.number)
+                    or self._other_term(step, expected)
                     or whose_backward(step, expected, same_script=same)
                 )
         if whose is Whose.ENGINE and not likely and all(name in expected.unclipped.values for name in names):
             # One that is zero in both, as of a factor of LoRA in the first step, shows nothing.
             order = [name for name, value in expected.unclipped.values.items() if value.square or name in names]
-            likely = gradients.place_of(names, order, self.bounds.tied)
+            units = unit_names(step.training_forwards(0))
+            likely = gradients.place_of(names, order, self.bounds.tied, units)
         return whose, likely, step.backward_line
+
+    def _other_term(self, step: TrainingStep, expected: TrainingStep) -> tuple[Whose, str] | None:
+        """The cause of gradients that differ, if losses of equal outputs differ a little as well, or None."""
+        if self._is_same_script or self._is_whole_batch:
+            return None
+        for rank in range(min(self.run.world_size, self.reference.world_size)):
+            forwards = zip(step.training_forwards(rank), expected.training_forwards(rank), strict=False)
+            if any(_distance_of_outputs(mine, theirs) for mine, theirs in forwards):
+                return None
+            for mine, theirs in zip(step.backwards[rank], expected.backwards[rank], strict=False):
+                if mine.loss is None or theirs.loss is None or not theirs.loss:
+                    continue
+                ratio = mine.loss / theirs.loss
+                if abs(ratio - 1) > _ANOTHER_TERM * self.noise.eps:
+                    return Whose.SCRIPT, (
+                        f"{_OTHER_LOSSES}, by {abs(ratio - 1):.1e} on rank {rank}, although the "
+                        "outputs are equal: the scripts compute a term of the loss in different ways, as of the "
+                        "samples of one rank, where the reference takes those of all ranks"
+                    )
+        return None
 
     def _agree_after_backward(self, step: TrainingStep, expected: TrainingStep, names: Sequence[str]) -> bool:
         """True if these gradients were the expected ones when the last backward had reduced them."""
@@ -589,12 +615,12 @@ class _Comparing:
     def _whose(self) -> Whose:
         return Whose.SCRIPT if self._random else Whose.ENGINE
 
-    def _still_equal(self, *, with_outputs: bool = False) -> tuple[str, ...]:
+    def _still_equal(self, *, with_outputs: bool = False, but_losses: bool = False) -> tuple[str, ...]:
         if self._random:
             return ()
         words = ["inputs", "random numbers", "initial values"]
         if with_outputs and self.are_aligned:
-            words += ["outputs"] if self._is_whole_batch else ["outputs", "losses"]
+            words += ["outputs"] if self._is_whole_batch or but_losses else ["outputs", "losses"]
         return (f"{', '.join(words[:-1])} and {words[-1]} agree",)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_conformance.listing import some
 from fsdp_conformance.parity.noise import EPS, EXPLAINED, SAME, factor_of, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import TrainingStep
+from fsdp_conformance.parity.units import unit_of
 from fsdp_conformance.recordings.events import Backward
 from fsdp_conformance.recordings.fingerprint import Whole, norm_of
 
@@ -69,11 +70,14 @@ def likely(gradients: Gradients) -> str:
     return ""
 
 
-def place_of(wrong: Sequence[str], order: Sequence[str], tied: Mapping[str, Sequence[str]]) -> str:
+def place_of(
+    wrong: Sequence[str], order: Sequence[str], tied: Mapping[str, Sequence[str]], units: Collection[str]
+) -> str:
     """
     Where in the model gradients that differ in no known way begin to be wrong, in words; empty if that shows nothing.
 
-    `order` has the names of all gradients in the order of the model, and `tied` the other names of shared parameters.
+    `order` has the names of all gradients in the order of the model, `tied` the other names of shared parameters, and
+    `units` the names of the sharded units.
     """
     if all(name in tied for name in wrong):
         return (
@@ -83,6 +87,14 @@ def place_of(wrong: Sequence[str], order: Sequence[str], tied: Mapping[str, Sequ
     last = max(map(order.index, wrong))
     if len(wrong) < 2 or last == len(order) - 1 or len(wrong) < _NEARLY_ALL * (last + 1):
         return ""
+    following = order[last + 1]
+    module = following.rpartition(".")[0]
+    if module and not order[last].startswith(f"{module}.") and unit_of(order[last], units) == unit_of(following, units):
+        # Its inputs are right, and so is what comes to it in the backward. No hook of the engine is within a unit.
+        return (
+            f"in the backward, '{module}' computes with other weights than in the forward: its own gradients are "
+            f"right, and in the order of the model all before it are wrong, up to '{order[last]}'"
+        )
     return (
         f"in the order of the model, the gradients are wrong up to '{order[last]}' and right after it: there, the "
         "backward computes with other weights or activations than the forward, or passes a wrong gradient on"

@@ -103,7 +103,9 @@ def with_element(finding: Finding, element: Mapping[str, Any]) -> Finding:
         return replace(finding, evidence=(*evidence, f"its elements show: {likely}"))
     if finding.likely in (DRAWN, MOVED):
         return replace(
-            finding, likely=f"{likely}, as where ranks load or receive the values of others", evidence=evidence
+            finding,
+            likely=f"{likely}, as where each rank draws its shard with the same numbers, or loads that of another rank",
+            evidence=evidence,
         )
     if finding.kind in ("begin", "loaded state") and finding.likely:
         return replace(finding, likely=f"{finding.likely.partition(': ')[0]}: {likely}", evidence=evidence)

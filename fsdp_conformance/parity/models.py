@@ -212,11 +212,7 @@ def _members(run: Run, reference: Run, number: int) -> Iterator[Finding]:
         likely = "the script leaves them out in the reference alone, or the model has other parameters there"
     untied = [(name, first) for name in extra for first, others in reference.tied.items() if name in others]
     if untied:
-        name, first = untied[0]
-        likely = (
-            f"in the reference, '{name}' is tied to '{first}': they are one parameter. Sharding them in different "
-            f"units, or replacing one, breaks the tie: give both modules to one call, fully_shard([a, b])"
-        )
+        likely = _why_untied(run, step, *untied[0])
     if unknown:
         likely = (
             f"the optimizer was made before the model was wrapped or moved: {unknown} of its tensors belong to no "
@@ -231,6 +227,24 @@ def _members(run: Run, reference: Run, number: int) -> Iterator[Finding]:
         likely=likely,
         evidence=missing_and_extra(len(missing), len(extra), len(theirs)),
         line=step.steps[0].line,
+    )
+
+
+def _why_untied(run: Run, step: TrainingStep, name: str, first: str) -> str:
+    """Why a parameter is tied to another one in the reference alone."""
+    tie = f"in the reference, '{name}' is tied to '{first}': they are one parameter. "
+    units = unit_names(step.training_forwards(0))
+    if not units or unit_of(name, units) != unit_of(first, units):
+        return (
+            f"{tie}Sharding them in different units, or replacing one, breaks the tie: give both modules to one call, "
+            "fully_shard([a, b])"
+        )
+    loads = [mark.line for mark in run.marks if mark.kind in ("load state", "load")]
+    where = f" at {loads[0]}" if loads and loads[0] else ""
+    return (
+        f"{tie}Here they are two parameters of one unit, so it is not sharding that breaks the tie. One of them was "
+        f"replaced before: `load_state_dict(assign=True)`{where}, `to_empty()` or an assignment. Tie them again "
+        "afterwards, before the model is sharded"
     )
 
 

@@ -6,18 +6,19 @@ import math
 from collections.abc import Iterator
 
 from fsdp_conformance.parity.bounds import Bounds
-from fsdp_conformance.parity.changed import why_rewritten
+from fsdp_conformance.parity.changed import leaves_gathered, lost_by_script, why_rewritten
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import eps_of
-from fsdp_conformance.parity.runs import TrainingStep, divisions, norm_together
+from fsdp_conformance.parity.runs import Run, TrainingStep, divisions, norm_together
 from fsdp_conformance.parity.words import instead, scaled
 
 #: The kind of the 2-norm.
 _TWO = 2.0
 
 
-def norm_differences(bounds: Bounds, step: TrainingStep, expected: TrainingStep, whose: Whose) -> Iterator[Finding]:
-    """Compare how two steps clip. `whose` a difference is that no mistake of the script explains."""
+def norm_differences(bounds: Bounds, run: Run, reference: Run, number: int, whose: Whose) -> Iterator[Finding]:
+    """Compare how two runs clip in a step. `whose` a difference is that no mistake of the script explains."""
+    step, expected = run.steps[number], reference.steps[number]
     mine, theirs = clipping(step), clipping(expected)
     if (mine is None) is not (theirs is None):
         yield Finding(
@@ -46,7 +47,10 @@ def norm_differences(bounds: Bounds, step: TrainingStep, expected: TrainingStep,
     dtypes = {value.dtype for value in (*step.unclipped.values.values(), *expected.unclipped.values.values())}
     tolerance = max(1e-3, 8 * max(map(eps_of, dtypes), default=0.0))
     if norm is not None and expected_norm and abs(norm / expected_norm - changed) > tolerance * changed:
-        by_script, likely = why_norm(step, expected, norm, expected_norm, tolerance)
+        if of_gathered := gathered_tensors(step, is_meant=leaves_gathered(run, number)):
+            by_script, likely = of_gathered
+        else:
+            by_script, likely = why_norm(step, expected, norm, expected_norm, tolerance)
         yield Finding(
             title="The norm of the gradients differs although the gradients agree",
             whose=Whose.SCRIPT if by_script else whose,
@@ -60,6 +64,9 @@ def norm_differences(bounds: Bounds, step: TrainingStep, expected: TrainingStep,
         _, value, wanted, _ = clipped[0]
         rewritten = next((each.rewritten for each in step.steps if each.rewritten), "")
         likely = why_rewritten(value, wanted, step, expected)
+        lost = lost_by_script(run, reference, number)
+        if not likely and lost is not None:
+            likely, line = lost
         whose = Whose.SCRIPT if likely else whose
         yield bounds.finding(
             "The gradients differ after clipping",
@@ -122,15 +129,27 @@ def _are_own(step: TrainingStep, tolerance: float) -> bool:
     return all(abs((clip.norm or 0.0) - norm) <= tolerance * norm for clip, norm in zip(first, norms, strict=True))
 
 
+def gathered_tensors(step: TrainingStep, *, is_meant: bool) -> tuple[bool, str] | None:
+    """
+    That the first clipping of a step was given gathered parameters, and whether it is the script that keeps them so.
+
+    None if it was not. `is_meant`: the script has kept the engine from resharding.
+    """
+    gathered = step.clips[0][0].gathered
+    if not gathered:
+        return None
+    seen = f"{gathered} of the tensors that it was given are gathered parameters, and the gradients are those of shards"
+    if not is_meant:
+        return False, f"{seen}: the engine has not resharded units after the backward, as the script lets it do"
+    return True, (
+        f"{seen}: the model must be resharded before (FSDP2: `reshard()`, `set_reshard_after_backward(True)` for the "
+        "last micro-batch)"
+    )
+
+
 def other_tensors(step: TrainingStep, expected: TrainingStep) -> str:
     """How the first clipping of a step was given other tensors than the reference's, in words; empty if it was not."""
     mine, theirs = step.clips[0][0], expected.clips[0][0]
-    if mine.gathered:
-        return (
-            f"{mine.gathered} of the tensors that it was given are gathered parameters, and the gradients are those of "
-            "shards: the model must be resharded before (FSDP2: `reshard()`, `set_reshard_after_backward(True)` for "
-            "the last micro-batch)"
-        )
     if mine.strangers > theirs.strangers:
         return (
             f"{mine.strangers} of the tensors that it was given belong to no module: they were collected before the "

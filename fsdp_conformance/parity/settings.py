@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from fsdp_conformance.parity.runs import Run, TrainingStep
 from fsdp_conformance.parity.words import both_settings, short, why_scaled
 
+#: Steps after which a rate that has not changed is taken for constant.
+_CONSTANT = 3
+
 #: Settings that a scheduler or a script may leave out of one run, and that change nothing by themselves.
 _IGNORED = frozenset({"initial_lr", "name", "decoupled_weight_decay", "maximize"})
 
@@ -55,6 +58,11 @@ def _group_of(step: TrainingStep, name: str) -> tuple[str, ...]:
 
 def _why_rate(run: Run, reference: Run, number: int, name: str, value: str) -> str:
     rates, schedule = ([short(_rate_of(step, name)) for step in each.steps] for each in (run, reference))
+    if len(rates) >= _CONSTANT and len(set(rates)) == 1 and len(set(schedule[: len(rates)])) > 1:
+        return (
+            "the rate never changes here, and in the reference it does: no scheduler changes this optimizer, as where "
+            "the optimizer is made again after its scheduler, or the scheduler is never stepped"
+        )
     if len(rates) > number + 2 and rates[number + 1 :] == schedule[number : len(rates) - 1]:
         return (
             "every rate comes one step late: the script sets it, or steps the scheduler, after the optimizer "
@@ -79,6 +87,9 @@ def _place_of(value: str, rates: Sequence[str], schedule: Sequence[str], number:
     if rates[:number] == schedule[:number]:
         # Until now it was stepped as often. One step more or less is left; a schedule may come back to an old rate.
         places = [place for place in places if abs(place - number) == 1]
+    following = rates[number + 1 : number + 2]
+    # The schedule must go on from there, as far as both are known.
+    places = [place for place in places if not schedule[place + 1 :] or set(following) <= set(schedule[place + 1 :])]
     return places[0] if places else None
 
 

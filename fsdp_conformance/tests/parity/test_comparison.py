@@ -22,7 +22,7 @@ from fsdp_conformance.parity.words import why_loss
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.events import Backward, Mark
-from fsdp_conformance.recordings.files import RankRecording, Recording
+from fsdp_conformance.recordings.files import RankRecording
 from fsdp_conformance.tests.parity.trainings import (
     SAMPLES,
     STEPS,
@@ -366,6 +366,15 @@ def test_what_a_loss_is_scaled_by(factor: float, passes: int, likely: str, tmp_p
     assert run.findings[0].likely.startswith(f"the loss is scaled by {factor:g}: {likely}")
 
 
+def test_a_small_term_of_the_loss_that_differs(tmp_path: Path) -> None:
+    """As of what each rank computes of its own samples: the losses differ by more than the order of a sum explains."""
+    script = Script(scale=lambda rank, number: 1 + 1e-5, gradients=clamped)
+    finding = compared(script, tmp_path).findings[0]
+    assert finding.title == "The gradients differ"
+    assert finding.whose is Whose.SCRIPT
+    assert "the losses differ a little as well, by 1.0e-05 on rank 0" in finding.likely
+
+
 def test_losses_of_other_divisors_are_compared_as_means(tmp_path: Path) -> None:
     """FSDP2 may add gradients up where DDP averages them: the script then divides its loss by all tokens."""
     reference = record(Script(scale=lambda rank, number: 2.0), tmp_path / "reference")
@@ -598,36 +607,6 @@ def test_equality_says_what_it_does_not_show(tmp_path: Path) -> None:
     assert "not used" not in "".join(text for text, _ in lines_of(compared(used, tmp_path / "used", used)))
 
 
-class Tied(Net):
-    def __init__(self, shares: bool) -> None:
-        super().__init__(0.0)
-        self.third = nn.Linear(33, 9)
-        if shares:
-            self.third.weight = self.second.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(x))
-        return self.second(hidden) + self.third(hidden)  # type: ignore[no-any-return]
-
-
-def recorded_tied(directory: Path, shares: bool) -> Recording:
-    torch.manual_seed(0)
-    with as_rank(0, 1), recording(directory):
-        model = Tied(shares)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(2, 17)).square().mean().backward()
-        optimizer.step()
-    return files.read(directory)
-
-
-def test_a_tied_parameter_is_named_with_both_names(tmp_path: Path) -> None:
-    comparison = compare(recorded_tied(tmp_path / "run", False), recorded_tied(tmp_path / "reference", True))
-
-    finding = comparison.findings[0]
-    assert finding.first == "'third.weight' should not be there"
-    assert "in the reference, 'third.weight' is tied to 'second.weight'" in finding.likely
-
-
 def test_one_that_steps_less_often_has_another_number_of_steps(tmp_path: Path) -> None:
     class Stop(Exception):
         """Ends the training early."""
@@ -732,6 +711,23 @@ def test_rates_that_come_a_step_late_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_rate_that_never_changes_is_of_an_optimizer_without_a_scheduler(tmp_path: Path) -> None:
+    """Even if it is that of another step of the reference."""
+
+    def scheduled(model: nn.Module, lr: float, wd: float) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=wd)
+        schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (0.0, 1.0, 0.5, 0.25, 0.1)[step]))
+        return optimizer
+
+    schedulers: list[Any] = []
+    reference = record(
+        Script(optimizer=scheduled, updated=lambda model, step: schedulers[-1].step()), tmp_path / "reference"
+    )
+    comparison = compare(record(Script(), tmp_path / "run"), reference)
+
+    assert comparison.findings[0].likely.startswith("the rate never changes here, and in the reference it does")
+
+
 def test_a_rate_that_a_schedule_had_before_says_nothing_about_the_scheduler(tmp_path: Path) -> None:
     """A schedule that ends at the rate it began with was stepped as often as that of the reference until then."""
     short, right = with_rates(0.1, 0.2, 0.3, 0.1), with_rates(0.1, 0.2, 0.3, 0.2)

@@ -155,15 +155,22 @@ ORDER = ("embedding", "first.weight", "first.bias", "second.weight", "head")
         (("first.weight", "first.bias"), ""),
         (ORDER, ""),
         (("first.weight",), ""),
+        (("embedding", "first.weight"), "wrong up to 'first.weight' and right after it"),
         (("embedding",), "'embedding' is shared with 'output': what one of the modules that share it adds"),
     ],
 )
 def test_where_the_backward_goes_wrong(wrong: Sequence[str], expected: str) -> None:
     """Only where nearly all gradients before a place are wrong and all after it are right, or a shared one alone is."""
-    text = place_of(wrong, ORDER, {"embedding": ("output",)})
+    text = place_of(wrong, ORDER, {"embedding": ("output",)}, {"first", "second"})
 
     assert expected in text
     assert bool(text) is bool(expected)
+
+
+def test_weights_that_differ_in_the_backward() -> None:
+    """Between two modules of a unit there is no hook of the engine: what is wrong is a weight of the second one."""
+    text = place_of(ORDER[:3], ORDER, {}, {"a.unit"})
+    assert text.startswith("in the backward, 'second' computes with other weights than in the forward")
 
 
 def test_the_elements_of_another_tensor() -> None:

@@ -63,7 +63,9 @@ def test_elements_show_where_initial_values_come_from(guess: str) -> None:
     shown = with_element(finding, {**element, "likely": "rank 1 has rank 0's"})
     unknown = with_element(finding, {**element, "likely": ""})
 
-    assert shown.likely == "rank 1 has rank 0's, as where ranks load or receive the values of others"
+    assert shown.likely == (
+        "rank 1 has rank 0's, as where each rank draws its shard with the same numbers, or loads that of another rank"
+    )
     assert unknown.likely == guess
 
 

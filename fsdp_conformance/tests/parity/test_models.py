@@ -16,10 +16,12 @@ from fsdp_conformance.parity.changed import whose_backward
 from fsdp_conformance.parity.comparison import compare
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.models import divided_tie
+from fsdp_conformance.recorder.hooks import watch_unit
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
 from fsdp_conformance.recordings.events import Step
-from fsdp_conformance.tests.parity.trainings import as_rank
+from fsdp_conformance.recordings.files import Recording
+from fsdp_conformance.tests.parity.trainings import Net, as_rank
 
 Make = Callable[[int], nn.Module]
 
@@ -323,3 +325,43 @@ def test_a_parameter_of_two_units(units: Sequence[str], is_divided: bool) -> Non
     forward: Any = SimpleNamespace(units=dict.fromkeys(units))
 
     assert ("fully_shard([a, b])" in divided_tie({"tokens.weight": ("output.weight",)}, forward)) is is_divided
+
+
+class Tied(Net):
+    def __init__(self, shares: bool) -> None:
+        super().__init__(0.0)
+        self.third = nn.Linear(33, 9)
+        if shares:
+            self.third.weight = self.second.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden) + self.third(hidden)  # type: ignore[no-any-return]
+
+
+def recorded_tied(directory: Path, shares: bool, unit: str = "") -> Recording:
+    torch.manual_seed(0)
+    with as_rank(0, 1), recording(directory):
+        model = Tied(shares)
+        if unit:
+            watch_unit(model.get_submodule(unit))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 17)).square().mean().backward()
+        optimizer.step()
+    return files.read(directory)
+
+
+def test_a_tied_parameter_is_named_with_both_names(tmp_path: Path) -> None:
+    comparison = compare(recorded_tied(tmp_path / "run", False), recorded_tied(tmp_path / "reference", True))
+
+    finding = comparison.findings[0]
+    assert finding.first == "'third.weight' should not be there"
+    assert "in the reference, 'third.weight' is tied to 'second.weight'" in finding.likely
+
+
+@pytest.mark.parametrize(("unit", "is_one"), [("first", True), ("second", False)])
+def test_a_tie_within_a_unit_is_not_broken_by_sharding(unit: str, is_one: bool, tmp_path: Path) -> None:
+    run = recorded_tied(tmp_path / "run", False, unit)
+    likely = compare(run, recorded_tied(tmp_path / "reference", True)).findings[0].likely
+    assert ("`load_state_dict(assign=True)`, `to_empty()` or an assignment" in likely) is is_one
+    assert ("fully_shard([a, b])" in likely) is not is_one

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.parity.norms import why_norm
+from fsdp_conformance.parity.norms import gathered_tensors, why_norm
 
 #: The norms of two tensors on two ranks.
 SHARDS = [[3.0, 11.0], [7.0, 5.0]]
@@ -67,14 +67,21 @@ def test_each_rank_takes_the_norm_of_its_own_shards(by_script: bool) -> None:
     assert (by, why.startswith("each rank computed the norm of only its own shards")) == (by_script, True)
 
 
+@pytest.mark.parametrize(("is_meant", "why"), [(True, "the model must be resharded"), (False, "the engine has not")])
+def test_a_norm_of_gathered_parameters(is_meant: bool, why: str) -> None:
+    """It is the script's only if that has kept units gathered."""
+    assert gathered_tensors(step_of(3.0), is_meant=is_meant) is None
+    found = gathered_tensors(step_of(3.0, tensors=0, gathered=2), is_meant=is_meant)
+    assert found is not None
+    assert found[0] is is_meant
+    assert found[1].startswith("2 of the tensors that it was given are gathered parameters, and the gradients are ")
+    assert why in found[1]
+
+
 @pytest.mark.parametrize(
     ("given", "likely"),
     [
         ({"tensors": 0, "strangers": 2}, "2 of the tensors that it was given belong to no module: they were collected"),
-        (
-            {"tensors": 0, "gathered": 2},
-            "2 of the tensors that it was given are gathered parameters, and the gradients",
-        ),
         ({"tensors": 1}, "the gradients of 1 tensors are clipped, and in the reference those of 2"),
     ],
 )
