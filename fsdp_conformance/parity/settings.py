@@ -87,9 +87,9 @@ def _place_of(value: str, rates: Sequence[str], schedule: Sequence[str], number:
     if rates[:number] == schedule[:number]:
         # Until now it was stepped as often. One step more or less is left; a schedule may come back to an old rate.
         places = [place for place in places if abs(place - number) == 1]
-    following = rates[number + 1 : number + 2]
-    # The schedule must go on from there, as far as both are known.
-    places = [place for place in places if not schedule[place + 1 :] or set(following) <= set(schedule[place + 1 :])]
+    if rates[number + 1 : number + 2] == [value]:
+        # The scheduler does not go on from there, where the reference's does.
+        places = [place for place in places if schedule[place + 1 : place + 2] in ([], [value])]
     return places[0] if places else None
 
 
