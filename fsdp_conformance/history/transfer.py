@@ -163,7 +163,8 @@ def _is_dense(value: Any) -> bool:
 
 def _device_name(device: torch.device) -> str:
     # Not its text, which says "cuda:0" of the simulated device while a script sees that as CUDA.
-    return device.type if device.index is None else f"{device.type}:{device.index}"
+    index: int | None = device.index
+    return device.type if index is None else f"{device.type}:{index}"
 
 
 def _name_of(dtype: torch.dtype) -> str:

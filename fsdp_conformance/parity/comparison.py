@@ -417,25 +417,7 @@ class _Comparing:
 
     def _gradients(self, step: TrainingStep, expected: TrainingStep) -> Iterator[Finding]:
         values, others = step.unclipped.farthest(expected.unclipped), expected.unclipped.values
-        missing = [name for name in others if name not in values and others[name].square]
-        extra = [name for name in values if name not in others and values[name].square]
-        if (missing or extra) and not step.unclipped.incomplete:
-            name, verb = (missing[0], "is missing") if missing else (extra[0], "should not be there")
-            whose, likely, line = self._blame_gradients(step, expected, [name])
-            if missing and whose is Whose.EITHER:
-                likely = f"{OR_THE_REDUCTION}{NO_GRADIENT}"
-            units = self._units(step, missing, others)
-            if units and whose is Whose.ENGINE and not likely:
-                likely = f"the engine did not reduce the gradients of {units}"
-            yield Finding(
-                title="Different parameters have gradients",
-                whose=whose,
-                step=step.number,
-                first=f"the gradient of '{name}' {verb}",
-                likely=likely,
-                evidence=(*missing_and_extra(len(missing), len(extra), len(others)), *exactly_those_of(units)),
-                line=line,
-            )
+        yield from self._missing_gradients(step, expected, values)
         beyond = self.bounds.exceeded("gradient", step.number, values, others)
         if not beyond:
             yield from rounded_gradients(self.run, self.reference, step.number, self._whose())
@@ -467,7 +449,7 @@ class _Comparing:
         likely = gradients.likely(made_of) or self._why_gradients(step, expected)
         names = [item[0] for item in beyond]
         whose, likely, line = self._blame_gradients(step, expected, names, likely)
-        units = exactly_those_of(self._units(step, names, others))
+        evidence = exactly_those_of(self._units(step, names, others))
         yield self.bounds.finding(
             "The gradients differ",
             step,
@@ -476,9 +458,34 @@ class _Comparing:
             total=len(others),
             whose=whose,
             likely=likely,
-            evidence=(*units, *self._still_equal(with_outputs=True, but_losses=likely.startswith(_OTHER_LOSSES))),
+            evidence=(*evidence, *self._still_equal(with_outputs=True, but_losses=likely.startswith(_OTHER_LOSSES))),
             line=line,
         )
+
+    def _missing_gradients(
+        self, step: TrainingStep, expected: TrainingStep, values: Mapping[str, Whole]
+    ) -> Iterator[Finding]:
+        """Parameters of which only one of the runs has a gradient; `values` are the run's."""
+        others = expected.unclipped.values
+        missing = [name for name in others if name not in values and others[name].square]
+        extra = [name for name in values if name not in others and values[name].square]
+        if (missing or extra) and not step.unclipped.incomplete:
+            name, verb = (missing[0], "is missing") if missing else (extra[0], "should not be there")
+            whose, likely, line = self._blame_gradients(step, expected, [name])
+            if missing and whose is Whose.EITHER:
+                likely = f"{OR_THE_REDUCTION}{NO_GRADIENT}"
+            units = self._units(step, missing, others)
+            if units and whose is Whose.ENGINE and not likely:
+                likely = f"the engine did not reduce the gradients of {units}"
+            yield Finding(
+                title="Different parameters have gradients",
+                whose=whose,
+                step=step.number,
+                first=f"the gradient of '{name}' {verb}",
+                likely=likely,
+                evidence=(*missing_and_extra(len(missing), len(extra), len(others)), *exactly_those_of(units)),
+                line=line,
+            )
 
     @staticmethod
     def _units(step: TrainingStep, names: Sequence[str], others: Mapping[str, Whole]) -> str:
