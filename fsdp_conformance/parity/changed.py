@@ -164,7 +164,12 @@ def _left_gathered(run: Run, number: int) -> str:
 
 def leaves_gathered(run: Run, number: int) -> bool:
     """True if the script has kept FSDP2 from resharding after the last backward of a step, or has gathered units."""
-    is_gathered = any(mark.kind == "unsharded" and mark.step == number for mark in run.marks)
+    events = run.events[number]
+    last = max((place for place, event in enumerate(events) if isinstance(event, Backward)), default=-1)
+    # A forward leaves the root gathered, and it is for the script to reshard it after an evaluation.
+    is_gathered = any(isinstance(event, Forward) for event in events[last + 1 :]) or any(
+        mark.kind == "unsharded" and mark.step == number for mark in run.marks
+    )
     return is_gathered or bool(_left_gathered(run, number + 1))
 
 

@@ -15,6 +15,7 @@ from fsdp_conformance.parity.alone import REPLICAS_DIFFER
 from fsdp_conformance.parity.changed import (
     cleared_while_gathered,
     kept_from_clearing,
+    leaves_gathered,
     lost_by_script,
     whose_backward,
     why_changed,
@@ -221,6 +222,26 @@ def test_units_that_the_script_leaves_gathered_have_old_values(
     run: Any = SimpleNamespace(events=by_step, steps=steps, marks=[])
 
     assert why_stale(run, run, 1).startswith("`set_reshard_after_backward(False)` of train.py:4") is is_left
+
+
+@pytest.mark.parametrize(
+    ("events", "is_left"),
+    [
+        ([backward(is_reduced=True)], False),
+        ([reshard(after_backward=False), backward(is_reduced=True)], True),
+        ([backward(is_reduced=True), reshard(after_backward=False)], False),
+        ([FORWARD, backward(is_reduced=True)], False),
+        ([backward(is_reduced=True), replace(FORWARD, with_gradients=False)], True),
+    ],
+    ids=["nothing", "always", "too late", "training", "evaluation"],
+)
+def test_units_that_the_script_leaves_gathered_after_a_backward(
+    events: Sequence[Backward | Forward | Mark], is_left: bool
+) -> None:
+    run: Any = SimpleNamespace(events=[events], marks=[])
+    assert leaves_gathered(run, 0) is is_left
+    run.marks = [Mark(step=0, kind="unsharded", line="train.py:3")]
+    assert leaves_gathered(run, 0)
 
 
 @pytest.mark.parametrize(
