@@ -63,14 +63,35 @@ def different_models(run: Run) -> Iterator[Finding]:
     wrapped = [event.wrapped if event is not None else "" for event in initial]
     if all(wrapped) and len(set(wrapped)) > 1:
         differing = [rank for rank, value in enumerate(wrapped) if value != wrapped[0]]
+        loads = _first_loads(run)
+        likely = (
+            "each rank has drawn its own initial values, so the model is made of pieces of several: seed all ranks "
+            "alike before the model is built, or load one state afterwards"
+        )
+        if 0 < len(loads) < run.world_size:
+            ranks = ", ".join(map(str, loads))
+            likely = (
+                f"only rank {ranks} loads a state ({next(iter(loads.values()))}), so the model is made of pieces of "
+                "several. FSDP2 sends no state to other ranks, as DDP does: load it on every rank, or send it "
+                "(`broadcast_from_rank0` of `set_model_state_dict`)"
+            )
         yield _suspicion(
             "The ranks sharded different models",
             step=0,
             first=f"rank {', '.join(map(str, differing))} differed from rank 0 when the model was sharded",
-            likely="each rank has drawn its own initial values, so the model is made of pieces of several: seed all "
-            "ranks alike before the model is built, or load one state afterwards",
+            likely=likely,
             line=first_line(run),
         )
+
+
+def _first_loads(run: Run) -> dict[int, str]:
+    """The lines in which ranks load a state before the model trains, by rank."""
+    return {
+        number: mark.line
+        for number, rank in enumerate(run.recording.ranks)
+        for mark in reversed(rank.events)
+        if isinstance(mark, Mark) and mark.kind in ("load", "load state") and not mark.step
+    }
 
 
 def _same_samples(run: Run) -> Iterator[Finding]:

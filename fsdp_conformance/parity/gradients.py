@@ -290,7 +290,10 @@ def _of_others(gradients: Gradients, names: Sequence[str]) -> str:
     if not all(owners.values()):
         return ""
     shown = some([f"'{name}' has the elements of '{owner}'" for name, owner in owners.items()], _NAMED)
-    return f"{shown}: memory was used again before it was read"
+    # Of memory that is written over, the last owner keeps its own elements.
+    is_exchange = set(owners.values()) == set(owners)
+    why = "they were given to one another's parameters" if is_exchange else "memory was used again before it was read"
+    return f"{shown}: {why}"
 
 
 def _owner(gradients: Gradients, name: str) -> str:

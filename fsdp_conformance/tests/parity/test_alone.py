@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
-from fsdp_conformance.parity.alone import suspicions
+from fsdp_conformance.parity.alone import different_models, suspicions
 from fsdp_conformance.parity.finding import Finding
 from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.recorder.hooks import DIVIDES
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
-from fsdp_conformance.recordings.events import Step
+from fsdp_conformance.recordings.events import Initial, Mark, Step
 from fsdp_conformance.recordings.fingerprint import Fingerprint
 from fsdp_conformance.tests.parity.trainings import as_rank
 
@@ -140,6 +141,27 @@ def test_settings_that_depend_on_the_rank_are_suspicious(tmp_path: Path) -> None
     assert [(each.step, each.first) for each in findings] == [
         (1, "rank 1 · 'weight' · lr is 0.2 instead of 0.1, which rank 0 has")
     ]
+
+
+@pytest.mark.parametrize(
+    ("loading", "why"),
+    [
+        ((), "each rank has drawn its own initial values"),
+        ((0,), "only rank 0 loads a state (train.py:3)"),
+        ((0, 1), "each rank has drawn its own initial values"),
+    ],
+)
+def test_models_that_differ_between_ranks_when_they_are_sharded(loading: Sequence[int], why: str) -> None:
+    """A state that some ranks alone load is the reason."""
+
+    def rank(number: int) -> Any:
+        marks = [Mark(step=0, kind="load", line="train.py:3")] * (number in loading)
+        later = Mark(step=1, kind="load", line="train.py:9")
+        return SimpleNamespace(events=[*marks, Initial(values={}, wrapped=f"model {number}"), later])
+
+    run: Any = SimpleNamespace(recording=SimpleNamespace(ranks=[rank(0), rank(1)]), world_size=2, steps=[])
+    (finding,) = different_models(run)
+    assert finding.likely.startswith(why)
 
 
 @pytest.mark.parametrize(

@@ -181,3 +181,26 @@ def test_the_elements_of_another_tensor() -> None:
     overwritten = cause({first: right[second]}, [])
 
     assert overwritten == f"'{first}' has the elements of '{second}': memory was used again before it was read"
+
+
+def test_gradients_that_are_given_to_one_anothers_parameters() -> None:
+    """No tensor keeps its own elements, and none is lost: it is not that memory was written over."""
+    generator = torch.Generator().manual_seed(0)
+    right = {name: torch.randn(6, 5, generator=generator, dtype=torch.float64) for name in "abc"}
+    turned = dict(zip("abc", (right[name] for name in "bca"), strict=True))
+    expected = wholes(right)
+
+    turned_cause = likely(
+        Gradients(
+            values=wholes(turned),
+            expected=expected,
+            all=expected,
+            previous=[],
+            contributions=[],
+            ranks=RANKS,
+            passes=PASSES,
+            eps=2.0**-23,
+        )
+    )
+
+    assert turned_cause.endswith(": they were given to one another's parameters")
