@@ -63,7 +63,7 @@ def different_models(run: Run) -> Iterator[Finding]:
     wrapped = [event.wrapped if event is not None else "" for event in initial]
     if all(wrapped) and len(set(wrapped)) > 1:
         differing = [rank for rank, value in enumerate(wrapped) if value != wrapped[0]]
-        loads = _first_loads(run)
+        loads = {rank: event.loaded for rank, event in enumerate(initial) if event is not None and event.loaded}
         likely = (
             "each rank has drawn its own initial values, so the model is made of pieces of several: seed all ranks "
             "alike before the model is built, or load one state afterwards"
@@ -82,16 +82,6 @@ def different_models(run: Run) -> Iterator[Finding]:
             likely=likely,
             line=first_line(run),
         )
-
-
-def _first_loads(run: Run) -> dict[int, str]:
-    """The lines in which ranks load a state before the model trains, by rank."""
-    return {
-        number: mark.line
-        for number, rank in enumerate(run.recording.ranks)
-        for mark in reversed(rank.events)
-        if isinstance(mark, Mark) and mark.kind in ("load", "load state") and not mark.step
-    }
 
 
 def _same_samples(run: Run) -> Iterator[Finding]:

@@ -239,8 +239,8 @@ def _why_untied(run: Run, step: TrainingStep, name: str, first: str) -> str:
             f"{tie}Sharding them in different units, or replacing one, breaks the tie: give both modules to one call, "
             "fully_shard([a, b])"
         )
-    loads = [mark.line for mark in run.marks if mark.kind in ("load state", "load")]
-    where = f" at {loads[0]}" if loads and loads[0] else ""
+    loads = [event.loaded for event in run.initial if event.loaded]
+    where = f" at {loads[0]}" if loads else ""
     return (
         f"{tie}Here they are two parameters of one unit, so it is not sharding that breaks the tie. One of them was "
         f"replaced before: `load_state_dict(assign=True)`{where}, `to_empty()` or an assignment. Tie them again "

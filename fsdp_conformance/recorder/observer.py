@@ -112,6 +112,9 @@ class Given:
 class Observer:
     """Records this process."""
 
+    _state_line = ""
+    """The line that has last loaded a state into a module."""
+
     def __init__(self, directory: Path, *, sharding: Sharding, nudge: float, keep: Keep | None = None) -> None:
         self._writer = Writer(directory, self._begin)
         self.sharding: Sharding = sharding
@@ -302,10 +305,19 @@ class Observer:
         if not self._step:
             self._elements.note("begin", parts, step=self._step)
         wrapped = "" if self._wrapped is None else f"{self._wrapped % MODULUS:016x}"
-        tied, frozen = self._tied(), tuple(self._frozen())
-        self._later(
-            lambda: Initial(values=values.values(), wrapped=wrapped, tied=tied, frozen=frozen, replaced=self.replaced)
-        )
+        tied, frozen, loaded = self._tied(), tuple(self._frozen()), self._state_line
+
+        def initial() -> Initial:
+            return Initial(
+                values=values.values(),
+                wrapped=wrapped,
+                tied=tied,
+                frozen=frozen,
+                loaded=loaded,
+                replaced=self.replaced,
+            )
+
+        self._later(initial)
 
     def _frozen(self) -> Iterator[str]:
         for parameter in self._parameters():
@@ -635,6 +647,8 @@ class Observer:
         # An engine is set up before it trains; a load before training is part of the initial values.
         if self._writer.has_begun or self._waiting or kind in _BEFORE_TRAINING:
             self._later(lambda: event)
+        if kind == "load state":
+            self._state_line = event.line
 
     def leave(self) -> None:
         """The rank destroys its process group."""

@@ -85,6 +85,8 @@ class Initial:
     """The other names of parameters that have several."""
     frozen: tuple[str, ...] = ()
     """Parameters that do not require gradients."""
+    loaded: str = ""
+    """The line that loaded a state into a module before that, the last one; empty if none did."""
     replaced: int | None = None
     """With the sharding taken out: how many calls of sharding functions were replaced before the step ended. None if it
     was not counted."""

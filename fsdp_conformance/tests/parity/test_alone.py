@@ -20,7 +20,7 @@ from fsdp_conformance.parity.runs import Run
 from fsdp_conformance.recorder.hooks import DIVIDES
 from fsdp_conformance.recorder.process import recording
 from fsdp_conformance.recordings import files
-from fsdp_conformance.recordings.events import Initial, Mark, Step
+from fsdp_conformance.recordings.events import Initial, Step
 from fsdp_conformance.recordings.fingerprint import Fingerprint
 from fsdp_conformance.tests.parity.trainings import as_rank
 
@@ -155,9 +155,8 @@ def test_models_that_differ_between_ranks_when_they_are_sharded(loading: Sequenc
     """A state that some ranks alone load is the reason."""
 
     def rank(number: int) -> Any:
-        marks = [Mark(step=0, kind="load", line="train.py:3")] * (number in loading)
-        later = Mark(step=1, kind="load", line="train.py:9")
-        return SimpleNamespace(events=[*marks, Initial(values={}, wrapped=f"model {number}"), later])
+        loaded = "train.py:3" if number in loading else ""
+        return SimpleNamespace(events=[Initial(values={}, wrapped=f"model {number}", loaded=loaded)])
 
     run: Any = SimpleNamespace(recording=SimpleNamespace(ranks=[rank(0), rank(1)]), world_size=2, steps=[])
     (finding,) = different_models(run)

@@ -359,6 +359,17 @@ def test_saves_and_loads_are_marked(tmp_path: Path) -> None:
     assert [kind for kind in kinds if kind != "forward"] == ["clear", "save", "load", "load state"]
 
 
+def test_the_line_that_loads_a_first_state_is_part_of_the_initial_values(tmp_path: Path) -> None:
+    model = Model()
+    with recording(tmp_path / "run"):
+        model.load_state_dict(Model().state_dict())
+        train(model, 1)
+        model.load_state_dict(Model().state_dict())
+
+    (initial,) = of(Initial, tmp_path / "run")
+    assert "test_observer.py:" in initial.loaded
+
+
 @pytest.mark.parametrize(("copies", "detail"), [(lambda state: state, ALIAS), (copy.deepcopy, ""), (len, "")])
 def test_a_state_that_is_the_model_itself_is_marked(copies: Any, detail: str, tmp_path: Path) -> None:
     """Loading it has no effect. Whatever is given in place of a state, the error is torch's."""
