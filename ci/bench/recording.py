@@ -64,8 +64,10 @@ def main() -> None:
             plain = train(model, optimizer, tokens, options.steps)
             run = Path(directory, str(number))
             with recording(run):
+                # The first step also records the initial values, once in a training.
+                train(model, optimizer, tokens, 1)
                 recorded = train(model, optimizer, tokens, options.steps)
-            written = sum(path.stat().st_size for path in run.iterdir()) // options.steps
+            written = sum(path.stat().st_size for path in run.iterdir()) // (options.steps + 1)
             ratios.append(recorded / plain)
             print(f"round {number}: {plain:.2f} s unrecorded, {recorded:.2f} s recorded, ratio {ratios[-1]:.2f}")
     print(f"{parameters / 1e6:.1f} million parameters, {tokens.numel()} tokens; {written / 1e3:.0f} kB a step")

@@ -371,7 +371,7 @@ model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 for step in range(2):
     if step == 1 and sys.argv[1:] == ["fails"]:
-        assert model._handle is not None
+        assert model._exec_order_data is not None
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
