@@ -72,7 +72,7 @@ def different_models(run: Run) -> Iterator[Finding]:
             ranks = ", ".join(map(str, loads))
             likely = (
                 f"only rank {ranks} loads a state ({next(iter(loads.values()))}), so the model is made of pieces of "
-                "several. FSDP2 sends no state to other ranks, as DDP does: load it on every rank, or send it "
+                "several. Unlike DDP, FSDP2 sends no state to other ranks: load it on every rank, or send it "
                 "(`broadcast_from_rank0` of `set_model_state_dict`)"
             )
         yield _suspicion(
@@ -232,14 +232,21 @@ def _evaluation(run: Run) -> Iterator[Finding]:
 
 def _unreduced(run: Run) -> Iterator[Finding]:
     for step in run.steps:
-        if step.passes and run.world_size > 1 and not step.backwards[0][-1].is_reduced:
+        last = unreduced_backward(step)
+        if last is not None and run.world_size > 1:
             yield _suspicion(
                 "The gradients of the last backward are not reduced before the step",
                 step=step.number,
                 likely=WRONG_BACKWARD,
-                line=step.backwards[0][-1].line,
+                line=last.line,
             )
             return
+
+
+def unreduced_backward(step: TrainingStep) -> Backward | None:
+    """The last backward of a step, if the script keeps the engine from reducing its gradients."""
+    last = step.backwards[0][-1] if step.backwards[0] else None
+    return None if last is None or last.is_reduced else last
 
 
 def _summed(run: Run) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from fsdp_conformance.parity.alone import REPLICAS_DIFFER, WRONG_BACKWARD, without_effect
+from fsdp_conformance.parity.alone import REPLICAS_DIFFER, WRONG_BACKWARD, unreduced_backward, without_effect
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import EXPLAINED, is_loss_scale, is_near
 from fsdp_conformance.parity.runs import Run, TrainingStep, divisions
@@ -287,7 +287,7 @@ def _loads(run: Run, number: int) -> list[Mark]:
     return [mark for mark in run.marks if mark.kind == "load state" and mark.step == number]
 
 
-def lost_by_script(run: Run, reference: Run, number: int) -> tuple[str, str] | None:
+def lost_or_kept(run: Run, reference: Run, number: int) -> tuple[str, str] | None:
     """
     How the script loses gradients in a step that the reference keeps, or keeps those that it clears, in words and as a
     line; None if it does neither.
@@ -320,10 +320,10 @@ def _unreduced(run: Run, number: int) -> tuple[str, str] | None:
     A reference of the same script does not reduce it either, but engines differ in when they add it after all.
     """
     for step in run.steps[max(number - 1, 0) : number + 1]:
-        last = step.backwards[0][-1:]
-        if last and not last[0].is_reduced:
+        last = unreduced_backward(step)
+        if last is not None:
             when = "" if step.number == number else ", and what it has added comes with a later reduction"
-            return f"the last backward of step {step.number} is not reduced{when}: {WRONG_BACKWARD}", last[0].line
+            return f"the last backward of step {step.number} is not reduced{when}: {WRONG_BACKWARD}", last.line
     return None
 
 
@@ -412,12 +412,9 @@ def after_replicas(finding: Finding, signs: Sequence[Finding]) -> Finding:
 
 def without_consequences(finding: Finding, signs: Sequence[Finding]) -> list[Finding]:
     """The signs without parameters that differ between ranks because of a finding that is the engine's."""
-    follows = finding.whose is Whose.ENGINE and finding.step is not None
-    return [
-        sign
-        for sign in signs
-        if not (follows and sign.title == REPLICAS_DIFFER and (sign.step or 0) >= (finding.step or 0))
-    ]
+    if finding.whose is not Whose.ENGINE or finding.step is None:
+        return list(signs)
+    return [sign for sign in signs if sign.title != REPLICAS_DIFFER or (sign.step or 0) < finding.step]
 
 
 def drawn_in_backward(run: Run, reference: Run, number: int, *, same_script: bool) -> tuple[Whose, str] | None:

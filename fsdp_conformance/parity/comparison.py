@@ -25,7 +25,7 @@ from fsdp_conformance.parity.changed import (
     gathers_values,
     is_updated,
     kept_from_clearing,
-    lost_by_script,
+    lost_or_kept,
     may_be_gathered,
     whose_backward,
     whose_writing,
@@ -64,7 +64,7 @@ from fsdp_conformance.recordings.events import USED, Backward, Forward
 from fsdp_conformance.recordings.files import Recording
 from fsdp_conformance.recordings.fingerprint import Fingerprint, Whole, relative
 
-#: How the cause begins that losses differ by less than a finding of their own takes.
+#: The beginning of the cause where losses differ too little for a finding of their own.
 _OTHER_LOSSES = "the losses differ a little as well"
 #: Losses of equal outputs may differ by this many eps, if they are added up in another order.
 _ANOTHER_TERM = 16
@@ -500,7 +500,7 @@ class _Comparing:
 
         `likely` is what their numbers show; what the script has done is known better.
         """
-        by_script = lost_by_script(self.run, self.reference, step.number) or kept_from_clearing(self.run, step.number)
+        by_script = lost_or_kept(self.run, self.reference, step.number) or kept_from_clearing(self.run, step.number)
         if by_script is not None:
             return Whose.SCRIPT, *by_script
         if stale := of_originals(step, names):

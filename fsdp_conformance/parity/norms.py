@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from fsdp_conformance.parity.bounds import Bounds
-from fsdp_conformance.parity.changed import leaves_gathered, lost_by_script, why_rewritten
+from fsdp_conformance.parity.changed import leaves_gathered, lost_or_kept, why_rewritten
 from fsdp_conformance.parity.finding import Finding, Whose
 from fsdp_conformance.parity.noise import eps_of
 from fsdp_conformance.parity.runs import Run, TrainingStep, divisions, norm_together
@@ -64,7 +64,7 @@ def norm_differences(bounds: Bounds, run: Run, reference: Run, number: int, whos
         _, value, wanted, _ = clipped[0]
         rewritten = next((each.rewritten for each in step.steps if each.rewritten), "")
         likely = why_rewritten(value, wanted, step, expected)
-        lost = lost_by_script(run, reference, number)
+        lost = lost_or_kept(run, reference, number)
         if not likely and lost is not None:
             likely, line = lost
         whose = Whose.SCRIPT if likely else whose
@@ -109,7 +109,7 @@ def why_norm(
             return False, own
         # FSDP1's shards are plain tensors: torch's own function sees those of this rank alone.
         return True, f"{own}: call the `clip_grad_norm_` of the engine, which adds them up over the ranks"
-    # A rank may hold nothing of a tensor, so that it clips fewer of them: that is no mistake by itself.
+    # A rank that holds no part of a tensor clips fewer tensors, which is not a mistake in itself.
     others = other_tensors(step, reference)
     if others:
         return True, others
@@ -141,7 +141,10 @@ def gathered_tensors(step: TrainingStep, *, is_meant: bool) -> tuple[bool, str] 
         return None
     seen = f"{gathered} of the tensors that it was given are gathered parameters, and the gradients are those of shards"
     if not is_meant:
-        return False, f"{seen}: the engine has not resharded units after the backward, as the script lets it do"
+        return (
+            False,
+            f"{seen}: the engine has not resharded them after the backward, although nothing in the script prevents it",
+        )
     return True, (
         f"{seen}: the model must be resharded before (FSDP2: `reshard()`, `set_reshard_after_backward(True)` for the "
         "last micro-batch)"

@@ -16,7 +16,7 @@ from fsdp_conformance.parity.changed import (
     cleared_while_gathered,
     kept_from_clearing,
     leaves_gathered,
-    lost_by_script,
+    lost_or_kept,
     whose_backward,
     why_changed,
     why_stale,
@@ -149,7 +149,7 @@ def test_a_last_backward_that_is_not_reduced_loses_gradients(reduced: list[list[
         for number, flags in enumerate(reduced)
     ]
     run: Any = SimpleNamespace(events=[[], []], steps=steps, marks=[])
-    lost = lost_by_script(run, run, 1)
+    lost = lost_or_kept(run, run, 1)
     assert (expected in lost[0] and lost[1] == "train.py:5") if lost else not expected
 
 

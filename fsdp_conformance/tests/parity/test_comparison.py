@@ -367,7 +367,7 @@ def test_what_a_loss_is_scaled_by(factor: float, passes: int, likely: str, tmp_p
 
 
 def test_a_small_term_of_the_loss_that_differs(tmp_path: Path) -> None:
-    """As of what each rank computes of its own samples: the losses differ by more than the order of a sum explains."""
+    """The losses differ by more than the order of a sum explains, as if each rank used its own samples alone."""
     script = Script(scale=lambda rank, number: 1 + 1e-5, gradients=clamped)
     finding = compared(script, tmp_path).findings[0]
     assert finding.title == "The gradients differ"

@@ -168,7 +168,7 @@ def test_where_the_backward_goes_wrong(wrong: Sequence[str], expected: str) -> N
 
 
 def test_weights_that_differ_in_the_backward() -> None:
-    """Between two modules of a unit there is no hook of the engine: what is wrong is a weight of the second one."""
+    """The engine has no hooks between two modules of a unit, so the second module must have other weights."""
     text = place_of(ORDER[:3], ORDER, {}, {"a.unit"})
     assert text.startswith("in the backward, 'second' computes with other weights than in the forward")
 

@@ -71,11 +71,11 @@ def test_each_rank_takes_the_norm_of_its_own_shards(by_script: bool) -> None:
 def test_a_norm_of_gathered_parameters(is_meant: bool, why: str) -> None:
     """It is the script's only if that has kept units gathered."""
     assert gathered_tensors(step_of(3.0), is_meant=is_meant) is None
-    found = gathered_tensors(step_of(3.0, tensors=0, gathered=2), is_meant=is_meant)
-    assert found is not None
-    assert found[0] is is_meant
-    assert found[1].startswith("2 of the tensors that it was given are gathered parameters, and the gradients are ")
-    assert why in found[1]
+    shown = gathered_tensors(step_of(3.0, tensors=0, gathered=2), is_meant=is_meant)
+    assert shown is not None
+    assert shown[0] is is_meant
+    assert shown[1].startswith("2 of the tensors that it was given are gathered parameters, and the gradients are ")
+    assert why in shown[1]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_gradients_of_one_unit_are_missing(tmp_path: Path, name: str, unit: str)
 
 
 def test_gradients_of_one_unit_differ(tmp_path: Path) -> None:
-    """The unit is evidence beside a cause of its own."""
+    """If the gradients have another cause, the unit is shown as evidence."""
     finding = compared(Script(before_forward=_watch, gradients=_double), tmp_path).findings[0]
     assert finding.title == "The gradients differ"
     assert "they are all those of the unit 'first', and none of another unit" in finding.evidence
